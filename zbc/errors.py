@@ -1,0 +1,105 @@
+"""Everything zbc raises on purpose, and how it reads on a console.
+
+    error[E131] partition: layers do not add up
+      --> zbc.toml:14:10   layers_per_stage sums to 31, model.layers is 32
+
+The first digit of a code is its family, and the family decides the exit code of the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+EXIT_BUG = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+# family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
+_EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": 7}
+
+
+class ZbcError(Exception):
+    """A problem the user can fix. The CLI prints it without a traceback.
+
+    `code` is stable (`zbc explain CODE` has the long text), `where` is `file:line:column` or `rank 2 step 17`,
+    `details` are further lines that show the evidence, `hint` is a fix that works.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | None = None,
+        details: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.where, self.hint = code, message, where, hint
+        self.details = tuple(details)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions pickle by their args alone; errors cross process boundaries in `zbc run --local`.
+        return _rebuild, (self.code, self.message, self.where, self.hint, self.details)
+
+    @property
+    def errors(self) -> Sequence[ZbcError]:
+        """The single problems; a plain error is its own only one."""
+        return (self,)
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT.get(self.code[1:2], EXIT_BUG)
+
+    def render(self) -> str:
+        """The message as the console shows it, without colour."""
+        lines = [f"error[{self.code}] {self.message}"]
+        if self.where is not None:
+            lines.append(f"  --> {self.where}" + (f"   {self.hint}" if self.hint else ""))
+        lines += [f"   {line}" for line in self.details]
+        if self.hint and self.where is None:
+            lines.append(f"   = {self.hint}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "where": self.where,
+            "hint": self.hint,
+            "details": list(self.details),
+        }
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+def _rebuild(code: str, message: str, where: str | None, hint: str | None, details: tuple[str, ...]) -> ZbcError:
+    return ZbcError(code, message, where=where, hint=hint, details=details)
+
+
+class Problems(ZbcError):
+    """Several problems of one input, reported together."""
+
+    def __init__(self, errors: Iterable[ZbcError]) -> None:
+        self._errors = tuple(errors)
+        first = self._errors[0]
+        super().__init__(first.code, first.message, where=first.where, hint=first.hint, details=first.details)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Problems, (self._errors,)
+
+    @property
+    def errors(self) -> Sequence[ZbcError]:
+        return self._errors
+
+    def render(self) -> str:
+        return "\n".join(error.render() for error in self._errors)
+
+
+def raise_all(errors: Iterable[ZbcError]) -> None:
+    """Raise nothing, the only problem, or all of them as one `Problems`."""
+    found = tuple(errors)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise Problems(found)

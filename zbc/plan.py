@@ -1,0 +1,348 @@
+"""Plan directories: what the compiler hands to the runtime, and the only thing the two share.
+
+    plan/
+      plan.json        the manifest: schedule, placement, layers and boundary tensors per stage, prediction, hashes
+      rank-0000.json   the ops of rank 0, one per line, so `diff` between two plans shows the change and nothing else
+      rank-0001.json   ...
+
+Bytes are deterministic: no timestamps, no host names. A directory appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zbc.errors import ZbcError
+from zbc.ir import COMPUTE, TRANSFER, Kind, Op, Placement, Program, parse_line
+
+FORMAT = "zbc-plan"
+VERSION = 1
+MANIFEST = "plan.json"
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Boundary(_Strict):
+    """The tensor between two neighbouring stages: its shape for one microbatch (one slice of it) and its dtype."""
+
+    shape: list[Count]
+    dtype: str
+
+
+class Manifest(_Strict):
+    """`plan.json`."""
+
+    format: str
+    version: int
+    id: str
+    schedule: str
+    parameters: dict[str, Any]
+    passes: list[str]
+    ranks: Count
+    stages: Count
+    microbatches: Count
+    microbatch_size: Count
+    slices: Count
+    placement: list[list[Index]]  # stage -> rank per pipe
+    layers: list[list[str]]  # stage -> layer names
+    boundaries: list[Boundary | None]  # behind each stage but the last; None: the runtime derives it
+    capabilities: list[str]
+    predicted: dict[str, Any]
+    planning: dict[str, Any]
+    training: dict[str, Any]
+    files: dict[str, str]  # name -> sha256
+    sha256: str = ""  # of this manifest without this field
+
+    def digest(self) -> str:
+        data = self.model_dump(mode="json", exclude={"sha256"})
+        return _sha(json.dumps(data, sort_keys=True).encode())
+
+    def dumps(self) -> str:
+        return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
+
+    def to_placement(self) -> Placement:
+        return Placement(tuple(zip(*self.placement, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank needs: its ops in order, and the manifest."""
+
+    rank: int
+    ops: tuple[Op, ...]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole plan directory in memory."""
+
+    manifest: Manifest
+    program: Program
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Read and verify a plan directory. Raises E401 to E406."""
+        manifest = read_manifest(folder)
+        ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
+        return cls(manifest, _program(manifest, ranks))
+
+
+def _program(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
+    history = (manifest.schedule, *manifest.passes)
+    return Program(manifest.to_placement(), manifest.microbatches, ranks, history, manifest.slices)
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:04d}.json"
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    program: Program,
+    *,
+    parameters: Mapping[str, Any],
+    layers: Sequence[Sequence[str]],
+    boundaries: Sequence[Boundary | None],
+    microbatch_size: int,
+    predicted: Mapping[str, Any],
+    planning: Mapping[str, Any],
+    training: Mapping[str, Any],
+) -> tuple[Manifest, dict[str, str]]:
+    """The manifest of a program and the text of every rank file."""
+    lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
+    seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
+    identity = hashlib.sha256(seed.encode())
+    for text in lines:
+        identity.update(_sha(text.encode()).encode())
+    plan_id = identity.hexdigest()[:16]
+    files = {rank_file(rank): _rank_text(program, rank, plan_id, text) for rank, text in enumerate(lines)}
+    placement = program.placement
+    manifest = Manifest(
+        format=FORMAT,
+        version=VERSION,
+        id=plan_id,
+        schedule=program.history[0],
+        parameters=dict(parameters),
+        passes=list(program.history[1:]),
+        ranks=placement.ranks,
+        stages=placement.stages,
+        microbatches=program.microbatches,
+        microbatch_size=microbatch_size,
+        slices=program.slices,
+        placement=[list(placement.holders(s)) for s in range(placement.stages)],
+        layers=[list(names) for names in layers],
+        boundaries=list(boundaries),
+        capabilities=sorted({op.kind.value for ops in program.ranks for op in ops}),
+        predicted=dict(predicted),
+        planning=dict(planning),
+        training=dict(training),
+        files={name: _sha(text.encode()) for name, text in files.items()},
+    )
+    return manifest, files
+
+
+def _op_lines(program: Program, rank: int) -> str:
+    """The ops of a rank as JSON strings, one a line. Peers are looked up once per (kind, stage, pipe)."""
+    suffix: dict[tuple[Kind, int, int], str] = {}
+    lines = []
+    for op in program.ranks[rank]:
+        where = (op.kind, op.stage, op.pipe)
+        if where not in suffix:
+            suffix[where] = program.placement.text(op)[len(str(op)) :]
+        lines.append(f'  "{op}{suffix[where]}"')
+    return ",\n".join(lines)
+
+
+def _rank_text(program: Program, rank: int, plan_id: str, lines: str) -> str:
+    stages = json.dumps(program.placement.stages_of(rank))
+    return (
+        f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "plan": "{plan_id}",\n "rank": {rank},\n'
+        f' "stages": {stages},\n "ops": [\n{lines}\n ]\n}}\n'
+    )
+
+
+def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
+    """Put a plan directory at `folder`, replacing an older plan there, in one rename.
+
+    Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
+    """
+    if folder.exists() and not _replaceable(folder):
+        text = f"plan: {folder} exists and is not a plan directory"
+        raise ZbcError("E405", text, hint="choose another folder with -o")
+    work = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        fresh = work / "new"
+        fresh.mkdir()
+        for name, text in {**files, MANIFEST: manifest.dumps()}.items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        if folder.exists():
+            os.rename(folder, work / "old")
+        os.rename(fresh, folder)
+    except OSError as error:
+        if work is not None and (work / "old").exists() and not folder.exists():
+            os.rename(work / "old", folder)
+        raise ZbcError("E407", f"plan: cannot write {folder}: {error.strerror}") from None
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _replaceable(folder: Path) -> bool:
+    """Whether `folder` is empty or holds nothing but a plan."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = {entry.name for entry in folder.iterdir()}
+    return not names or (MANIFEST in names and all(n == MANIFEST or n.startswith("rank-") for n in names))
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def is_plan(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
+    """Read `plan.json`.
+
+    Raises E401 (missing), E402 (edited), E403 (other version), E404 (damaged) or E406 (unknown op kinds).
+    """
+    path = folder / MANIFEST
+    data = _load_json(path)
+    if data.get("format") != FORMAT:
+        raise ZbcError("E404", f"plan: {path} is not a zbc plan (format {data.get('format')!r})", hint=_REPLAN)
+    if data.get("version") != VERSION:
+        text = f"plan: {path} has plan version {data.get('version')!r}, this zbc reads {VERSION}"
+        raise ZbcError("E403", text, hint=_REPLAN)
+    try:
+        manifest = Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=_REPLAN) from None
+    _check_shape(path, manifest)
+    unknown = [kind for kind in manifest.capabilities if kind not in Kind.__members__]
+    if unknown:
+        text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
+        raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")
+    if verify and manifest.sha256 != manifest.digest():
+        raise ZbcError("E402", f"plan: {path} was edited after planning (sha256 differs)", hint=_REPLAN)
+    return manifest
+
+
+def _check_shape(path: Path, manifest: Manifest) -> None:
+    """The lists of the manifest agree with its counts."""
+    stages, ranks = manifest.stages, manifest.ranks
+    problems = [
+        (len(manifest.placement) == stages, f"placement has {len(manifest.placement)} stages, not {stages}"),
+        (len(manifest.layers) == stages, f"layers has {len(manifest.layers)} stages, not {stages}"),
+        (len(manifest.boundaries) == stages - 1, f"boundaries has {len(manifest.boundaries)}, not {stages - 1}"),
+        (len({len(holders) for holders in manifest.placement}) == 1, "placement lists differ in length"),
+        (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
+        (all(holders for holders in manifest.placement), "a stage has no rank"),
+        (
+            sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
+            f"files lists {len(manifest.files)} rank files, not {ranks}",
+        ),
+    ]
+    for fine, text in problems:
+        if not fine:
+            raise ZbcError("E404", f"plan: {path}: {text}", hint=_REPLAN)
+
+
+def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = True) -> RankPlan:
+    """Read the ops of one rank. Raises E401 (missing), E402 (edited), E404 (damaged)."""
+    path = folder / rank_file(rank)
+    raw = _read_bytes(path)
+    if verify and _sha(raw) != manifest.files[path.name]:
+        raise ZbcError("E402", f"plan: {path} was edited after planning (sha256 differs)", hint=_REPLAN)
+    data = _load_json(path, raw)
+    wanted = {"format": FORMAT, "version": VERSION, "plan": manifest.id, "rank": rank}
+    wanted["stages"] = list(manifest.to_placement().stages_of(rank))
+    for key, value in wanted.items():
+        if data.get(key) != value:
+            text = f"plan: {path}: {key} is {data.get(key)!r}, plan.json says {value!r}"
+            raise ZbcError("E404", text, hint=_REPLAN)
+    lines = data.get("ops")
+    if not isinstance(lines, list) or data.keys() - {*wanted, "ops"}:
+        raise ZbcError("E404", f"plan: {path}: not a rank file", hint=_REPLAN)
+    return RankPlan(rank, tuple(_parse_ops(lines, path, manifest)), manifest)
+
+
+def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]:
+    placement = manifest.to_placement()
+    peers: dict[tuple[Kind, int, int], int | None] = {}
+    ops = []
+    for step, line in enumerate(lines):
+        where = f"{path} op {step}"
+        if not isinstance(line, str):
+            raise ZbcError("E404", f"plan: not an op: {line!r}", where=where, hint=_REPLAN)
+        try:
+            op, peer = parse_line(line)
+        except ZbcError as error:
+            raise ZbcError("E404", error.message, where=where, hint=error.hint) from None
+        if _out_of_range(op, manifest):
+            raise ZbcError("E404", f"plan: {line} is outside this plan's stages or microbatches", where=where)
+        edge = (op.kind, op.stage, op.pipe)
+        if edge not in peers:
+            peers[edge] = placement.peer(op)
+        if peer != peers[edge]:
+            text = f"plan: {line} names another peer than the placement (rank {peers[edge]})"
+            raise ZbcError("E404", text, where=where, hint=_REPLAN)
+        ops.append(op)
+    return ops
+
+
+def _out_of_range(op: Op, manifest: Manifest) -> bool:
+    if op.kind in COMPUTE or op.kind in TRANSFER:
+        return (
+            op.stage >= manifest.stages
+            or op.mb >= manifest.microbatches
+            or op.pipe >= len(manifest.placement[0])
+            or op.slice >= manifest.slices
+        )
+    return op.stage >= manifest.stages
+
+
+_REPLAN = "make it again with `zbc plan JOB.toml`"
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        hint = "`zbc plan JOB.toml -o DIR` writes a plan directory"
+        raise ZbcError("E401", f"plan: cannot read {path}: {error.strerror}", hint=hint) from None
+
+
+def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
+    try:
+        data = json.loads(_read_bytes(path) if raw is None else raw)
+    except ValueError as error:
+        raise ZbcError("E404", f"plan: {path} is damaged or cut off: {error}", hint=_REPLAN) from None
+    if not isinstance(data, dict):
+        raise ZbcError("E404", f"plan: {path} is not a JSON object", hint=_REPLAN)
+    return data
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

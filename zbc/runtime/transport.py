@@ -1,0 +1,37 @@
+"""How tensors move between ranks. Handlers see only this protocol; `hub.py` and `network.py` implement it.
+
+Messages are matched by what they are (`ir.Message`: direction, stage, microbatch, pipe, slice), never by arrival
+order. Shapes and dtypes are fixed by the plan: the receiver owns the buffer before the message comes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from zbc.ir import Message
+
+
+class Transport(Protocol):
+    """One rank's end. All methods are called from the rank's own thread."""
+
+    rank: int
+
+    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+        """Start sending; return at once. The transport keeps `tensor` alive until it is delivered."""
+
+    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+        """Announce the buffer a message is to arrive in; return at once."""
+
+    def wait(self, message: Message) -> Tensor:
+        """Block until a posted message is in its buffer; return the buffer."""
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        """Sum `tensor` in place over `ranks`, which all call this; blocks."""
+
+    def finish_step(self) -> None:
+        """Block until every started send is delivered. Raises E703 if a posted message was never waited for."""
+
+    def close(self) -> None:
+        """Release what the transport holds; no further calls."""

@@ -1,0 +1,537 @@
+"""The TOML description of a job: its sections, their defaults, and what makes them wrong.
+
+Each table is a frozen pydantic model. Reading collects every problem of a file with its place before it raises.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zbc import toml
+from zbc.errors import ZbcError, raise_all
+
+VERSION = 1
+
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PerPart = NotNegative | list[NotNegative]  # one number for all ranks, stages or layers, or one each
+FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Section):
+    """`[model]`: what is split into stages."""
+
+    family: str = Field("gpt", description='"gpt", or "package.module:factory", a callable that returns the layers')
+    layers: Count = Field(description="blocks of a gpt (embedding and head are extra), or layers of the factory")
+    hidden: Count | None = Field(None, description="width of the residual stream (gpt)")
+    heads: Count | None = Field(None, description="attention heads (gpt)")
+    vocab: Count | None = Field(None, description="size of the vocabulary (gpt)")
+    seq_len: Count | None = Field(None, description="tokens per sequence")
+    positions: Literal["learned", "rotary"] = Field("learned", description="position information (gpt)")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="compute type; bfloat16 runs float32 parameters under autocast"
+    )
+    tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
+    loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
+    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+
+
+class Parallel(Section):
+    """`[parallel]`: how many ranks."""
+
+    pp: Count = Field(description="pipeline ranks")
+    dp: Count = Field(1, description="data-parallel copies of the pipeline")
+
+
+class Schedule(Section):
+    """`[schedule]`: the order of work."""
+
+    kind: str | None = Field(None, description="a name from `zbc schedules`")
+    microbatches: Count = Field(description="microbatches per step and pipeline")
+    microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
+    chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
+    memory_limit: str | None = Field(
+        None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
+    )
+    objective: Literal["makespan", "span"] | None = Field(None, description="default follows optimizer.sync")
+    file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
+    plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
+
+
+class Partition(Section):
+    """`[partition]`: layers to stages."""
+
+    mode: Literal["auto", "uniform"] = Field(
+        "auto", description="auto balances the costs of all layers, embedding and head included"
+    )
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="blocks of each stage")
+    layout: str | None = Field(None, description="Megatron's pipeline layout string")
+
+
+class Hardware(Section):
+    """`[hardware]`: what one rank is, and the links between ranks; used to estimate costs and memory."""
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
+    tflops: Positive | None = Field(None, description="sustained per rank; default 312 on cuda, 0.1 on cpu")
+    memory_gbps: Positive | None = Field(None, description="GB/s to memory; default 2000 on cuda, 20 on cpu")
+    link_gbps: Positive | None = Field(None, description="Gbit/s between two ranks; default 200 on cuda, 20 on cpu")
+    link_us: NotNegative | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
+    ranks_per_node: Count = 8
+
+
+class LayerCost(Section):
+    """Costs of the embedding or the head where costs are given per layer; times in ms."""
+
+    f: NotNegative = 0.0
+    b: NotNegative = 0.0
+    w: NotNegative = 0.0
+    act_b: NotNegative = 0.0
+    act_w: NotNegative = 0.0
+
+
+class GivenCosts(Section):
+    """`[costs]`: measured times in ms, instead of estimates."""
+
+    per: Literal["rank", "stage", "layer"] = Field("rank", description="what one number is the cost of")
+    f: PerPart | None = Field(None, description="forward")
+    b: PerPart | None = Field(None, description="gradient of the input")
+    w: PerPart | None = Field(None, description="gradient of the weights")
+    comm: NotNegative | None = Field(None, description="one boundary transfer between two ranks")
+    act_b: PerPart | None = Field(None, description="memory F keeps until B, any unit")
+    act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
+    embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
+    head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
+    profile: str | None = Field(None, description="a profile.json")
+
+
+class Memory(Section):
+    """`[memory]`: what happens to activations between F and B."""
+
+    activations: str | dict[str, str] = "keep"
+
+
+class Optimizer(Section):
+    """`[optimizer]`."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: NotNegative = 3e-4
+    betas: tuple[NotNegative, NotNegative] = Field((0.9, 0.95), strict=False)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    momentum: NotNegative = Field(0.0, description="sgd")
+    clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
+    sync: Literal["before-step", "post-validate"] = "before-step"
+
+
+class Train(Section):
+    """`[train]`."""
+
+    steps: Count = 100
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
+
+
+class Data(Section):
+    """`[data]`."""
+
+    kind: str = Field("text", description='"text", "synthetic", or "package.module:factory", a map-style dataset')
+    path: str | list[str] | None = Field(None, description="text files or folders; default: Python's own sources")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+
+
+class Checkpoint(Section):
+    """`[checkpoint]`."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    keep: Count = 3
+
+
+class Log(Section):
+    """`[log]`."""
+
+    every: Count = Field(10, description="steps between console lines")
+    dir: str = Field("runs", description="folder of the run directories")
+    tensorboard: bool = False
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": Model,
+    "parallel": Parallel,
+    "schedule": Schedule,
+    "partition": Partition,
+    "hardware": Hardware,
+    "costs": GivenCosts,
+    "memory": Memory,
+    "optimizer": Optimizer,
+    "train": Train,
+    "data": Data,
+    "checkpoint": Checkpoint,
+    "log": Log,
+}
+# What planning reads, and so what the plan id covers (of optimizer only `sync`); all else can change under one plan.
+PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A complete, valid description, and where each value was written."""
+
+    document: toml.Document
+    model: Model
+    parallel: Parallel
+    schedule: Schedule
+    partition: Partition
+    hardware: Hardware
+    costs: GivenCosts
+    memory: Memory
+    optimizer: Optimizer
+    train: Train
+    data: Data
+    checkpoint: Checkpoint
+    log: Log
+
+    def where(self, *path: str | int) -> str:
+        return self.document.where(path)
+
+    @property
+    def objective(self) -> str:
+        """`makespan` or `span`: what one step costs with this optimizer, unless the job says otherwise."""
+        return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
+
+    def planning(self) -> dict[str, Any]:
+        """The sections that decide the plan, as plain data."""
+        data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
+        return {**data, "optimizer": {"sync": self.optimizer.sync}}
+
+    def training(self) -> dict[str, Any]:
+        """The sections the runtime reads, as plain data."""
+        names = [name for name in SECTIONS if name not in PLANNING]
+        return {name: getattr(self, name).model_dump(mode="json") for name in names}
+
+
+@dataclass
+class Draft:
+    """The sections that could be read, and every problem found so far."""
+
+    document: toml.Document
+    sections: dict[str, Any]
+    problems: list[ZbcError]
+
+    def finish(self) -> Job:
+        """The job, or every problem at once."""
+        raise_all(self.problems)
+        return Job(self.document, **self.sections)
+
+    def add(self, code: str, message: str, *path: str | int, hint: str | None = None) -> None:
+        self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))
+
+
+def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read a job file with `overrides` (`key.path=value`) on top and collect its problems."""
+    document = toml.load(path)
+    for override in overrides:
+        document = toml.merge(document, _override(override))
+    result = Draft(document, {}, [])
+    _check_version(result)
+    for name in document.values.keys() - SECTIONS.keys() - {"zbc"}:
+        known = [*SECTIONS, "zbc", "extends"]
+        result.problems.append(_unknown((name,), document, known))
+    for name, section in SECTIONS.items():
+        _read_section(result, name, section)
+    for rule in RULES:
+        result.problems.extend(rule(result))
+    return result
+
+
+def _override(text: str) -> toml.Document:
+    key, equals, value = text.partition("=")
+    parts = tuple(key.strip().split("."))
+    if not equals or len(parts) < 2 or not all(parts):
+        hint = "write --set schedule.microbatches=16"
+        raise ZbcError("E109", f"config: cannot read --set {text!r}", hint=hint)
+    try:
+        parsed = tomli.loads(f"x = {value}")["x"]
+    except tomli.TOMLDecodeError:
+        parsed = value.strip()
+    tree: Any = parsed
+    for part in reversed(parts):
+        tree = {part: tree}
+    places: dict[toml.KeyPath, str] = {parts: f"--set {text}"}
+    if isinstance(parsed, list):
+        places |= {(*parts, i): f"--set {text}" for i in range(len(parsed))}
+    return toml.Document("--set", tree, dict(places), places)
+
+
+def _check_version(result: Draft) -> None:
+    version = result.document.values.get("zbc", VERSION)
+    if version != VERSION or isinstance(version, bool):
+        result.add("E106", f"config: file version is {version!r}, this zbc reads {VERSION}", "zbc", hint="zbc = 1")
+
+
+def _read_section(result: Draft, name: str, section: type[Section]) -> None:
+    raw = result.document.values.get(name, {})
+    if not isinstance(raw, Mapping):
+        result.add("E103", f"config: {name} is a table, found {raw!r}", name, hint=f"write [{name}]")
+        return
+    required = [field for field, info in section.model_fields.items() if info.is_required()]
+    if name not in result.document.values and required:
+        keys = ", ".join(required)
+        result.problems.append(
+            ZbcError("E105", f"config: [{name}] is missing", where=result.document.source, hint=f"it needs {keys}")
+        )
+        return
+    try:
+        result.sections[name] = section.model_validate(dict(raw))
+    except ValidationError as error:
+        seen: set[tuple[Any, ...]] = set()
+        for problem in error.errors():
+            converted, path = _convert(name, section, problem, result.document)
+            if path not in seen:  # a union reports one problem per alternative
+                seen.add(path)
+                result.problems.append(converted)
+
+
+def _convert(
+    name: str, section: type[Section], problem: Any, document: toml.Document
+) -> tuple[ZbcError, tuple[Any, ...]]:
+    """A pydantic problem as ours, and the path it concerns."""
+    path: toml.KeyPath = (name,)
+    for part in problem["loc"]:  # loc also names union branches; keep what exists in the file
+        if document.has((*path, part)) or (isinstance(part, int) and len(path) > 1):
+            path = (*path, part)
+    dotted = ".".join(str(part) for part in path)
+    kind, found = problem["type"], problem["input"]
+    if kind == "missing":
+        key = str(problem["loc"][-1])
+        where = document.where(path, key=True)
+        return ZbcError("E105", f"config: {dotted}.{key} is missing", where=where), (*path, key)
+    if kind == "extra_forbidden":
+        fields = section if len(path) == 2 else LayerCost
+        return _unknown(path, document, list(fields.model_fields)), path
+    text = _sentence(section, path, problem)
+    hint = None
+    if kind == "literal_error" and isinstance(found, str):
+        hint = _did_you_mean(found, re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+    return ZbcError("E103", f"config: {dotted}: {text}, found {found!r}", where=document.where(path), hint=hint), path
+
+
+_WANTED = {
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "string_type": "expected a string",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "finite_number": "expected a finite number",
+}
+
+
+def _sentence(section: type[Section], path: toml.KeyPath, problem: Any) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    if field is not None and len(path) == 2 and kind.endswith("_type") and "list" in str(field.annotation):
+        if any(branch in str(field.annotation) for branch in ("float", "NotNegative")):
+            return "expected a number or a list of numbers"
+        return "expected a string or a list of strings" if "str" in str(field.annotation) else "expected a list"
+    if kind in _WANTED:
+        return _WANTED[kind]
+    if kind == "greater_than_equal":
+        return f"must be at least {context['ge']:g}"
+    if kind == "greater_than":
+        return f"must be more than {context['gt']:g}"
+    if kind == "less_than":
+        return f"must be less than {context['lt']:g}"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    return str(problem["msg"]).lower()
+
+
+def _unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:
+    dotted = ".".join(str(part) for part in path)
+    hint = _did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
+    what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
+    return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str | None:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f'did you mean "{close[0]}"?' if close else None
+
+
+# ---- rules over valid sections -------------------------------------------------------------------------------
+
+
+def _model_rules(draft: Draft) -> Iterator[ZbcError]:
+    model: Model | None = draft.sections.get("model")
+    if model is None:
+        return
+    where = draft.document.where
+    if model.family == "gpt":
+        missing = [key for key in ("hidden", "heads", "vocab", "seq_len") if getattr(model, key) is None]
+        for key in missing:
+            yield ZbcError("E105", f"config: model.{key} is missing (family gpt needs it)", where=where(("model",)))
+        if model.hidden and model.heads:
+            if model.hidden % model.heads:
+                text = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
+                yield ZbcError("E110", f"config: {text}", where=where(("model", "heads")))
+            elif model.positions == "rotary" and model.hidden // model.heads % 2:
+                text = f"rotary positions need an even head size, hidden/heads is {model.hidden // model.heads}"
+                yield ZbcError("E110", f"config: {text}", where=where(("model", "positions")))
+        if model.args:
+            text = "config: model.args belongs to a factory, family is gpt"
+            yield ZbcError("E110", text, where=where(("model", "args")))
+    elif not FACTORY.fullmatch(model.family):
+        hint = _did_you_mean(model.family, ["gpt"]) or 'use "gpt" or "package.module:factory"'
+        yield ZbcError(
+            "E103", f"config: unknown model.family {model.family!r}", where=where(("model", "family")), hint=hint
+        )
+    if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
+        hint = 'use "cross_entropy", "mse" or "package.module:function"'
+        yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where(("model", "loss")), hint=hint)
+
+
+def _data_rules(draft: Draft) -> Iterator[ZbcError]:
+    data: Data | None = draft.sections.get("data")
+    model: Model | None = draft.sections.get("model")
+    if data is None:
+        return
+    where = draft.document.where
+    if data.kind not in ("text", "synthetic", "tokens") and not FACTORY.fullmatch(data.kind):
+        hint = _did_you_mean(data.kind, ["text", "synthetic"]) or 'use "text", "synthetic" or "package.module:factory"'
+        yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
+    if model is None:
+        return
+    if data.kind == "text" and model.family == "gpt" and model.vocab and model.vocab < 256:
+        text = f"config: text data has 256 byte values, model.vocab is {model.vocab}"
+        yield ZbcError("E150", text, where=where(("model", "vocab")), hint="use vocab = 256 or more")
+    if data.kind == "synthetic" and model.family != "gpt" and (model.vocab is None or model.seq_len is None):
+        text = "config: synthetic data are tokens and need model.vocab and model.seq_len"
+        yield ZbcError("E150", text, where=where(("data", "kind")), hint='or give data.kind = "package.module:factory"')
+    if data.kind == "text" and model.family != "gpt" and model.seq_len is None:
+        text = "config: text data need model.seq_len"
+        yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
+
+
+def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
+    costs: GivenCosts | None = draft.sections.get("costs")
+    model: Model | None = draft.sections.get("model")
+    if costs is None:
+        return
+    where = draft.document.where
+    given = [key for key in ("f", "b", "w") if getattr(costs, key) is not None]
+    if 0 < len(given) < 3:
+        missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
+        text = f"config: costs give {', '.join(given)} but not {missing}"
+        yield ZbcError("E141", text, where=where(("costs", given[0])), hint="give all of f, b and w, or none")
+    if costs.act_w is not None and costs.act_b is None:
+        text = "config: costs.act_w is a part of costs.act_b, which is not given"
+        yield ZbcError("E141", text, where=where(("costs", "act_w")), hint="give act_b too")
+    for key in ("embed", "head"):
+        if draft.document.has(("costs", key)) and costs.per != "layer":
+            text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
+            yield ZbcError("E141", text, where=where(("costs", key)))
+    if model is not None and costs.per == "layer":
+        for key in ("f", "b", "w", "act_b", "act_w"):
+            value = getattr(costs, key)
+            if isinstance(value, list) and len(value) != model.layers:
+                text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
+                yield ZbcError("E140", text, where=where(("costs", key)))
+
+
+def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if schedule is None:
+        return
+    if schedule.memory_limit is not None and parse_limit(schedule.memory_limit) is None:
+        text = f"config: cannot read schedule.memory_limit {schedule.memory_limit!r}"
+        where = draft.document.where(("schedule", "memory_limit"))
+        yield ZbcError("E103", text, where=where, hint='write "1.0x" or "40 GiB"')
+    chosen = [key for key in ("kind", "file", "plugin") if getattr(schedule, key) is not None]
+    if len(chosen) != 1:
+        found = " and ".join(chosen) or "none"
+        text = f"config: [schedule] needs one of kind, file and plugin, found {found}"
+        key = ("schedule", chosen[-1]) if chosen else ("schedule",)
+        yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key))
+
+
+def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
+    """`1.5x` -> (1.5, "x"); `40 GiB` -> (bytes, "bytes"); None if it is neither."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(x|KiB|MiB|GiB|TiB)\s*", text)
+    if match is None or float(match[1]) <= 0:
+        return None
+    if match[2] == "x":
+        return float(match[1]), "x"
+    return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"
+
+
+def _unsupported(draft: Draft) -> Iterator[ZbcError]:
+    """Values the format reserves for later; refused rather than ignored."""
+    get, where = draft.sections.get, draft.document.where
+    later: list[tuple[str, str, Callable[[Any], bool], str]] = [
+        ("model", "tie_embeddings", lambda s: s.tie_embeddings, "set it to false"),
+        ("parallel", "dp", lambda s: s.dp > 1, "set it to 1"),
+        ("schedule", "file", lambda s: s.file is not None, "use kind"),
+        ("partition", "layout", lambda s: s.layout is not None, "use layers_per_stage"),
+        ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
+        ("memory", "activations", lambda s: s.activations != "keep", 'set it to "keep"'),
+        ("optimizer", "sync", lambda s: s.sync != "before-step", 'set it to "before-step"'),
+        ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
+        ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
+        ("log", "tensorboard", lambda s: s.tensorboard, "set it to false; metrics.jsonl is always written"),
+    ]
+    for name, key, is_set, hint in later:
+        section = get(name)
+        if section is not None and is_set(section):
+            value = getattr(section, key)
+            text = f"config: {name}.{key} = {value!r} is not supported by this version of zbc"
+            yield ZbcError("E107", text, where=where((name, key)), hint=hint)
+
+
+RULES = (_model_rules, _data_rules, _cost_rules, _memory_limit_rule, _unsupported)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file, for editors."""
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {
+        "zbc": {"const": VERSION, "description": "version of this file"},
+        "extends": {"type": "string", "description": "a job file to inherit from"},
+    }
+    required = []
+    for name, section in SECTIONS.items():
+        schema = section.model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= schema.pop("$defs", {})
+        definitions[name] = schema
+        properties[name] = {"$ref": f"#/$defs/{name}"}
+        if schema.get("required"):
+            required.append(name)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "zbc job",
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def choices(section: str, field: str) -> tuple[str, ...]:
+    """The literal values a field accepts."""
+    return get_args(SECTIONS[section].model_fields[field].annotation)

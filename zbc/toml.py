@@ -1,0 +1,148 @@
+"""TOML files with the place of every value: `Document.where(("schedule", "kind"))` is `zbc.toml:21:8`.
+
+tomli reads the values; tree-sitter's TOML grammar, walked once, says where each key and value stands.
+`extends = "base.toml"` inherits: tables merge key by key, any other value replaces the inherited one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from zbc.errors import ZbcError
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Document:
+    """Parsed values and, for each key path, the place of its key and of its value."""
+
+    source: str
+    values: dict[str, Any]
+    keys: dict[KeyPath, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
+
+    def where(self, path: KeyPath, *, key: bool = False) -> str:
+        """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it."""
+        for end in range(len(path), 0, -1):
+            for table in (self.keys, self.places) if key else (self.places, self.keys):
+                if path[:end] in table:
+                    return table[path[:end]]
+        return self.source
+
+    def has(self, path: KeyPath) -> bool:
+        node: Any = self.values
+        for part in path:
+            if not isinstance(node, Mapping) or part not in node:
+                return False
+            node = node[part]
+        return True
+
+
+def load(path: Path) -> Document:
+    """Read `path` and what it extends. Raises E100 (syntax), E101 (cannot be read) or E108 (bad `extends`)."""
+    return _load(path, seen=())
+
+
+def _load(path: Path, seen: tuple[Path, ...]) -> Document:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        hint = "`zbc init` writes a first job file" if isinstance(error, FileNotFoundError) else None
+        raise ZbcError("E101", f"config: cannot read {path}: {error.strerror}", hint=hint) from None
+    except UnicodeDecodeError as error:
+        raise ZbcError("E101", f"config: {path} is not UTF-8 text (byte {error.start})") from None
+    document = loads(text, source=str(path))
+    base = document.values.pop("extends", None)
+    if base is None:
+        return document
+    place = document.where(("extends",))
+    if not isinstance(base, str):
+        raise ZbcError("E108", "config: extends must name one file", where=place, hint='write extends = "base.toml"')
+    target = (path.parent / base).resolve()
+    if target in (*seen, path.resolve()):
+        raise ZbcError("E108", f"config: {base} extends itself through {path.name}", where=place)
+    if not target.is_file():
+        raise ZbcError("E108", f"config: extends a file that does not exist: {base}", where=place)
+    return merge(_load(path.parent / base, (*seen, path.resolve())), document)
+
+
+def loads(text: str, source: str) -> Document:
+    """Parse TOML text; `source` names it in places."""
+    try:
+        values = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        where = f"{source}:{error.lineno}:{error.colno}"
+        raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where) from None
+    document = Document(source, values)
+    for path, is_key, line, column in _positions(text):
+        (document.keys if is_key else document.places).setdefault(path, f"{source}:{line}:{column}")
+    return document
+
+
+def merge(base: Document, over: Document) -> Document:
+    """`over` on top of `base`, places included."""
+    values = _merge_values(base.values, over.values)
+    return Document(over.source, values, {**base.keys, **over.keys}, {**base.places, **over.places})
+
+
+def _merge_values(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge_values(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _positions(text: str) -> Iterator[tuple[KeyPath, bool, int, int]]:
+    """(path, is key, line, column) for every key and value; lines and columns count from 1."""
+    import tree_sitter
+    import tree_sitter_toml
+
+    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
+    encoded = text.encode()
+    root = parser.parse(encoded).root_node
+
+    def place(node: Any) -> tuple[int, int]:
+        row, byte = node.start_point
+        line = encoded.split(b"\n")[row]
+        return row + 1, len(line[:byte].decode("utf-8", "replace")) + 1
+
+    def key_parts(node: Any) -> KeyPath:
+        if node.type == "dotted_key":
+            return tuple(part for child in node.named_children for part in key_parts(child))
+        raw = encoded[node.start_byte : node.end_byte].decode()
+        return (tomli.loads(f"{raw} = 0").popitem()[0],) if node.type == "quoted_key" else (raw,)
+
+    def value(node: Any, path: KeyPath) -> Iterator[tuple[KeyPath, bool, int, int]]:
+        yield (path, False, *place(node))
+        if node.type == "inline_table":
+            yield from pairs(node, path)
+        elif node.type == "array":
+            items = [child for child in node.named_children if child.type != "comment"]
+            for index, child in enumerate(items):
+                yield from value(child, (*path, index))
+
+    def pairs(node: Any, prefix: KeyPath) -> Iterator[tuple[KeyPath, bool, int, int]]:
+        for pair in (child for child in node.named_children if child.type == "pair"):
+            key, val = pair.named_children[0], pair.named_children[1]
+            path = (*prefix, *key_parts(key))
+            yield (path, True, *place(key))
+            yield from value(val, path)
+
+    yield from pairs(root, ())
+    arrays: dict[KeyPath, int] = {}
+    for table in root.named_children:
+        if table.type in ("table", "table_array_element"):
+            header = table.named_children[0]
+            path = key_parts(header)
+            if table.type == "table_array_element":
+                arrays[path] = arrays.get(path, -1) + 1
+                path = (*path, arrays[path])
+            yield (path, True, *place(header))
+            yield from pairs(table, path)
