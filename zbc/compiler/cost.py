@@ -1,0 +1,183 @@
+"""What every op costs: one way to ask, whether costs were given or estimated.
+
+Times are ms. Memory is activation units (one rank's share of one microbatch = 1.0) and, for known models, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zbc.compiler import estimate
+from zbc.compiler.estimate import GRAD_BYTES, Layer, Machine
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement
+from zbc.spec import Job
+
+PerStage = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Memory of one stage in bytes; activations for one microbatch."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    act_b: float
+    act_w: float
+    boundary: float  # the tensor it receives from, or sends to, a neighbour
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Per stage: ms of F, B and W (BW takes B + W), activation units kept from F to B and from B to W.
+
+    `comm[pipe][s]` is the ms of a transfer between stages s and s+1 of that pipe, 0 on one rank. `bytes` is None where
+    the model's sizes are not known before it is built.
+    """
+
+    f: PerStage
+    b: PerStage
+    w: PerStage
+    act_b: PerStage
+    act_w: PerStage
+    comm: tuple[PerStage, ...]
+    bytes: tuple[StageBytes, ...] | None = None
+    source: str = "given"
+
+    @classmethod
+    def uniform(
+        cls, placement: Placement, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, act_w: float = 1.0
+    ) -> Costs:
+        """Costs per rank, shared evenly by its stages: the papers' convention."""
+        v = placement.stages / placement.ranks
+        each = [(x / v,) * placement.stages for x in (f, b, w, 1.0, act_w)]
+        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, comm))
+
+    @property
+    def stages(self) -> int:
+        return len(self.f)
+
+    def duration(self, op: Op) -> float:
+        """ms of a compute op; 0 for all others."""
+        kind, stage = op.kind, op.stage
+        if kind is Kind.F:
+            return self.f[stage]
+        if kind is Kind.B:
+            return self.b[stage]
+        if kind is Kind.W:
+            return self.w[stage]
+        return self.b[stage] + self.w[stage] if kind is Kind.BW else 0.0
+
+    def transfer(self, stage: int, pipe: int = 0) -> float:
+        """ms from `stage` to the next one, or back."""
+        return self.comm[pipe][stage]
+
+    def held(self, op: Op) -> float:
+        """Activation units an op adds to what its rank holds; negative where it releases."""
+        return _delta(op.kind, self.act_b[op.stage], self.act_w[op.stage])
+
+    def held_bytes(self, op: Op) -> float:
+        """The same in bytes; 0 where sizes are not known."""
+        if self.bytes is None:
+            return 0.0
+        stage = self.bytes[op.stage]
+        return _delta(op.kind, stage.act_b, stage.act_w)
+
+
+def _delta(kind: Kind, act_b: float, act_w: float) -> float:
+    if kind is Kind.F:
+        return act_b
+    if kind is Kind.B:
+        return act_w - act_b
+    if kind is Kind.W:
+        return -act_w
+    return -act_b if kind is Kind.BW else 0.0
+
+
+def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
+    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s. Raises E140 for a wrong length."""
+    given = job.costs.f is not None
+    if given and job.costs.per != "layer":
+        f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
+    else:
+        f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
+    sizes = _bytes(job, stages, table)
+    act_b, act_w = _activations(job, placement, stages, table, sizes, given)
+    known = job.model.family == "gpt"
+    source = "given" if given else "estimated" if known else "assumed equal"
+    return Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+
+
+def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
+    """A number or list of `[costs]` given per rank or per stage, as one number per stage."""
+    value, per = getattr(job.costs, key), job.costs.per
+    count = placement.ranks if per == "rank" else placement.stages
+    if isinstance(value, list) and len(value) != count:
+        text = f"costs: {key} has {len(value)} numbers, there are {count} {per}s"
+        raise ZbcError("E140", text, where=job.where("costs", key), hint=f"give one number, or {count}")
+    numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
+    if per == "stage":
+        return tuple(numbers)
+    v = placement.stages / placement.ranks
+    return tuple(numbers[placement.rank_of(s)] / v for s in range(placement.stages))
+
+
+def _activations(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    sizes: tuple[StageBytes, ...] | None,
+    given: bool,
+) -> tuple[PerStage, PerStage]:
+    """Activation units per stage: given ones, else from bytes, else an equal share of 1 per rank."""
+    layered = estimate.given_activations(job, list(table))
+    if layered is not None:
+        raw_b = tuple(sum(layered[i][0] for i in part) for part in stages)
+        raw_w = tuple(sum(layered[i][1] for i in part) for part in stages)
+    elif job.costs.act_b is not None and job.costs.per != "layer":
+        raw_b = _per_stage(job, "act_b", placement)
+        raw_w = raw_b if job.costs.act_w is None else _per_stage(job, "act_w", placement)
+    elif sizes is not None and not given:
+        raw_b, raw_w = tuple(s.act_b for s in sizes), tuple(s.act_w for s in sizes)
+    else:
+        raw_b = raw_w = (placement.ranks / placement.stages,) * placement.stages
+    unit = sum(raw_b) / placement.ranks or 1.0
+    return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
+
+
+def _bytes(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[StageBytes, ...] | None:
+    if job.model.family != "gpt":
+        return None
+    boundary = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    state = {"adamw": 8, "sgd": 4 if job.optimizer.momentum else 0}[job.optimizer.kind]
+    result = []
+    for part in stages:
+        params = sum(table[i].params for i in part)
+        result.append(
+            StageBytes(
+                weights=4.0 * params,
+                gradients=float(GRAD_BYTES * params),
+                optimizer=float(state * params),
+                act_b=sum(table[i].act_b for i in part),
+                act_w=sum(table[i].act_w for i in part),
+                boundary=boundary,
+            )
+        )
+    return tuple(result)
+
+
+def _transfers(job: Job, placement: Placement, given: bool) -> tuple[PerStage, ...]:
+    """Given, or estimated from the link; costs given without `comm` mean transfers that take no time."""
+    if job.costs.comm is not None or given:
+        return _links(placement, job.costs.comm or 0.0)
+    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    return _links(placement, Machine.of(job.hardware).transfer_ms(size))
+
+
+def _links(placement: Placement, ms: float) -> tuple[PerStage, ...]:
+    pairs = [list(pairwise(pipe)) for pipe in placement.pipes]
+    return tuple(tuple(ms if a != b else 0.0 for a, b in pipe) for pipe in pairs)

@@ -1,0 +1,60 @@
+"""What each compute op waits for, on plain integers.
+
+Compute ops are numbered rank by rank in execution order. An op needs its rank to be free and at most one op that can
+come from elsewhere: F the F of the stage before, B and BW the backward of the stage after (or, on the last stage, their
+own F), W its own B. Whatever else an op needs (its own F, the slice before) lies earlier on the same rank in every
+program that passed check/, so the rank's order already covers it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbc.errors import ZbcError
+from zbc.ir import COMPUTE, Kind, Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Dag:
+    """`source[i]` is the op that feeds op i, -1 for none; rank r runs ops `first[r]` .. `first[r+1]-1` in order."""
+
+    ops: list[Op]
+    first: list[int]
+    rank: list[int]
+    source: list[int]
+    target: list[int]  # the op on another rank that op i feeds, -1 for none
+
+
+def build(program: Program) -> Dag:
+    """Number the compute ops of `program` and link them. Raises E202 if an op needs one that no rank runs."""
+    ops = [op for rank in program.ranks for op in rank if op.kind in COMPUTE]
+    rank, first = [], [0]
+    for r, listed in enumerate(program.ranks):
+        count = sum(op.kind in COMPUTE for op in listed)
+        rank += [r] * count
+        first.append(first[-1] + count)
+    forward: dict[tuple[int, int, int, int], int] = {}
+    backward: dict[tuple[int, int, int, int], int] = {}
+    for i, (kind, stage, mb, pipe, part) in enumerate(ops):
+        if kind is Kind.F:
+            forward[stage, mb, pipe, part] = i
+        elif kind is not Kind.W:
+            backward[stage, mb, pipe, part] = i
+    source, target = [-1] * len(ops), [-1] * len(ops)
+    last = program.placement.stages - 1
+    for i, (kind, stage, mb, pipe, part) in enumerate(ops):
+        if kind is Kind.F:
+            if stage == 0:
+                continue
+            j = forward.get((stage - 1, mb, pipe, part))
+        elif kind is Kind.W:
+            j = backward.get((stage, mb, pipe, part))
+        else:
+            table, near = (forward, stage) if stage == last else (backward, stage + 1)
+            j = table.get((near, mb, pipe, part))
+        if j is None:
+            raise ZbcError("E202", f"program: {ops[i]} on rank {rank[i]} needs an op that no rank runs")
+        source[i] = j
+        if rank[j] != rank[i]:
+            target[j] = i
+    return Dag(ops, first, rank, source, target)

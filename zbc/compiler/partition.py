@@ -1,0 +1,111 @@
+"""Layers to stages: contiguous, embedding on the first stage and head on the last, balanced on real costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from zbc.compiler.estimate import Layer
+from zbc.errors import ZbcError
+from zbc.spec import Job
+
+Stages = tuple[tuple[int, ...], ...]  # stage -> indices of its layers
+
+
+def partition(job: Job, stages: int, table: Sequence[Layer]) -> Stages:
+    """Cut `table` into `stages` parts as `[partition]` asks. Raises E130 (too few layers) or E131 (sums)."""
+    blocks = [i for i, layer in enumerate(table) if layer.name not in ("embed", "head")]
+    given = job.partition.layers_per_stage
+    if given is not None:
+        return _listed(job, stages, table, blocks, given)
+    # Costs given per rank or stage say what a stage costs whatever it holds, so layers only have to be spread.
+    even = job.partition.mode == "uniform" or (job.costs.f is not None and job.costs.per != "layer")
+    available = len(blocks) if even else len(table)
+    if available < stages:
+        text = f"partition: {stages} stages need {stages} layers, the model has {available}"
+        hint = f"use model.layers = {stages} or more, or fewer ranks or chunks"
+        raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
+    if even:
+        return _with_ends(_counts(len(blocks), stages), table, blocks)
+    cuts = balance([layer.total for layer in table], stages)
+    return tuple(tuple(range(a, b)) for a, b in pairwise(cuts))
+
+
+def _listed(job: Job, stages: int, table: Sequence[Layer], blocks: list[int], given: list[int]) -> Stages:
+    where = job.where("partition", "layers_per_stage")
+    if len(given) != stages:
+        text = f"partition: layers_per_stage has {len(given)} entries, the schedule has {stages} stages"
+        raise ZbcError("E131", text, where=where, hint=f"give {stages} numbers")
+    if sum(given) != len(blocks):
+        text = "partition: layers do not add up"
+        hint = f"layers_per_stage = {given} sums to {sum(given)}, model.layers is {len(blocks)}"
+        raise ZbcError("E131", text, where=where, hint=f"{hint} ({job.where('model', 'layers')})")
+    parts = _with_ends(given, table, blocks)
+    for stage, part in enumerate(parts):
+        if not part:
+            text = f"partition: stage {stage} has no layers"
+            raise ZbcError("E131", text, where=job.where("partition", "layers_per_stage", stage))
+    return parts
+
+
+def _counts(layers: int, stages: int) -> list[int]:
+    return [layers // stages + (s < layers % stages) for s in range(stages)]
+
+
+def _with_ends(counts: Sequence[int], table: Sequence[Layer], blocks: list[int]) -> Stages:
+    """Blocks by count; the embedding joins the first stage, the head the last."""
+    cuts = [0, *accumulate(counts)]
+    parts = [blocks[a:b] for a, b in pairwise(cuts)]
+    parts[0] = [*range(blocks[0]), *parts[0]]
+    parts[-1] = [*parts[-1], *range(blocks[-1] + 1, len(table))]
+    return tuple(map(tuple, parts))
+
+
+def balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Cut points of the contiguous split with the smallest largest part, and of those the most even one.
+
+    Returns parts + 1 indices from 0 to len(weights); no part is empty. Exact: the smallest largest part by a dynamic
+    programme over (parts, prefix), then the least sum of squares among splits that keep to it.
+    """
+    n = len(weights)
+    prefix = [0.0, *accumulate(weights)]
+    bound = _smallest_largest(prefix, parts) * (1 + 1e-12) + 1e-12
+    infinity = float("inf")
+    best = [0.0] + [infinity] * n
+    choice: list[list[int]] = []
+    for part in range(parts):
+        row, pick = [infinity] * (n + 1), [0] * (n + 1)
+        for end in range(part + 1, n - (parts - part - 1) + 1):
+            start = end - 1
+            while start >= part and (size := prefix[end] - prefix[start]) <= bound:
+                value = best[start] + size * size
+                if value < row[end]:
+                    row[end], pick[end] = value, start
+                start -= 1
+        best = row
+        choice.append(pick)
+    cuts = [n]
+    for pick in reversed(choice):
+        cuts.append(pick[cuts[-1]])
+    return cuts[::-1]
+
+
+def _smallest_largest(prefix: list[float], parts: int) -> float:
+    """The least possible largest part over contiguous splits into `parts` non-empty parts."""
+    n = len(prefix) - 1
+    row = [prefix[end] for end in range(n + 1)]
+    for part in range(1, parts):
+        fresh = [float("inf")] * (n + 1)
+        start = part
+        for end in range(part + 1, n + 1):
+            # As `end` grows the best last cut never moves left: row grows with its index, the last part shrinks.
+            start = max(start, part)
+            while start < end - 1 and _worse(row, prefix, start, end) >= _worse(row, prefix, start + 1, end):
+                start += 1
+            fresh[end] = _worse(row, prefix, start, end)
+        row = fresh
+    return row[n]
+
+
+def _worse(row: list[float], prefix: list[float], cut: int, end: int) -> float:
+    return max(row[cut], prefix[end] - prefix[cut])

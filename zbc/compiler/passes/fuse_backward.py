@@ -1,0 +1,29 @@
+"""One backward op where nothing stands between its halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbc.ir import Kind, Op, Program
+
+
+def fuse_backward(program: Program) -> Program:
+    """Replace each adjacent `B s m`, `W s m` by `BW s m`.
+
+    A fused backward walks the autograd graph once, so it is cheaper whenever nothing is scheduled between the halves.
+
+        F s0 m0          F s0 m0
+        B s0 m0    ->    BW s0 m0
+        W s0 m0
+    """
+    return program.with_ranks([_fuse(ops) for ops in program.ranks], by="fuse-backward")
+
+
+def _fuse(ops: Sequence[Op]) -> list[Op]:
+    fused: list[Op] = []
+    for op in ops:
+        if op.kind is Kind.W and fused and fused[-1].kind is Kind.B and fused[-1][1:] == op[1:]:
+            fused[-1] = op._replace(kind=Kind.BW)
+        else:
+            fused.append(op)
+    return fused

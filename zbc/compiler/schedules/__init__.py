@@ -1,0 +1,144 @@
+"""Every schedule by name, with its card: the literal registry."""
+
+from __future__ import annotations
+
+import difflib
+
+from zbc.compiler.schedules.lagged import gpipe, one_f_one_b, zb_h1, zb_h2
+from zbc.compiler.schedules.looped import breadth_first, interleaved_1f1b
+from zbc.compiler.schedules.request import Generator, Request, Schedule
+from zbc.compiler.schedules.vshape import zb_v
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+
+def _linear(p: int, v: int) -> Placement:
+    return Placement.linear(p)
+
+
+_ALL = (
+    Schedule(
+        name="gpipe",
+        make=gpipe,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=False,
+        summary="all forwards, then all backwards",
+        source="GPipe, arXiv 1811.06965",
+        makespan="3m + 3(p-1)",
+        span="3m + 3(p-1)",
+        memory="m",
+        aliases=("ScheduleGPipe",),
+    ),
+    Schedule(
+        name="1f1b",
+        make=one_f_one_b,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=False,
+        summary="one forward, one backward; the least memory of the classic schedules",
+        source="PipeDream-Flush / Megatron-LM, arXiv 2104.04473",
+        makespan="3m + 3(p-1)",
+        span="3m + 3(p-1)",
+        memory="p",
+        aliases=("Schedule1F1B", "one-f-one-b"),
+    ),
+    Schedule(
+        name="interleaved-1f1b",
+        make=interleaved_1f1b,
+        placement=Placement.looped,
+        placement_name="looped",
+        chunks=(1, None),
+        default_chunks=2,
+        splits_backward=False,
+        summary="1F1B with v stages per rank; less bubble, more transfers",
+        source="Megatron-LM, arXiv 2104.04473",
+        makespan="3m + 3(p-1)/v",
+        span="3m + 3(p-1)/v",
+        memory="p + (p-1)/v",
+        aliases=("ScheduleInterleaved1F1B", "1f1b-i", "interleaved"),
+        needs="closed forms hold when p divides m; any m runs",
+    ),
+    Schedule(
+        name="breadth-first",
+        make=breadth_first,
+        placement=Placement.looped,
+        placement_name="looped",
+        chunks=(1, None),
+        default_chunks=2,
+        splits_backward=False,
+        summary="all microbatches through one chunk before the next; few, large bursts of traffic",
+        source="arXiv 2211.05953",
+        makespan="3m + 3(p-1)/v",
+        span="3m + 3(p-1)/v",
+        memory="m",
+        aliases=("ScheduleLoopedBFS", "looped-bfs"),
+        needs="closed forms hold from m >= p on; any m runs",
+    ),
+    Schedule(
+        name="zb-h1",
+        make=zb_h1,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=True,
+        summary="1F1B with the weight gradients put off into the bubble",
+        source="Zero Bubble, arXiv 2401.10241, section 2.2",
+        makespan="3m + (p-1)",
+        span="3m + (p-1)",
+        memory="p",
+        aliases=("zbh1",),
+    ),
+    Schedule(
+        name="zb-h2",
+        make=zb_h2,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=True,
+        summary="no bubble within a rank's span, for twice the activations",
+        source="Zero Bubble, arXiv 2401.10241, section 2.2",
+        makespan="3m + (p-1)",
+        span="3m",
+        memory="2p-1",
+        aliases=("zbh2",),
+        needs="closed forms hold from m >= 2p-1 on; any m runs",
+    ),
+    Schedule(
+        name="zb-v",
+        make=zb_v,
+        placement=lambda p, v: Placement.vshape(p),
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=True,
+        summary="no bubble within a rank's span at the memory of 1F1B; first and last stage share rank 0",
+        source="Zero Bubble, arXiv 2401.10241, section 6; arXiv 2405.15362",
+        makespan="3m + (p-1)/2",
+        span="3m",
+        memory="p",
+        aliases=("zbv", "ScheduleZBVZeroBubble"),
+        needs="closed forms hold from m >= 2p on; any m runs",
+    ),
+)
+
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+_ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
+
+__all__ = ["SCHEDULES", "Generator", "Request", "Schedule", "find"]
+
+
+def find(name: str) -> Schedule:
+    """The schedule of that name or alias, in any case. Raises E104 with the nearest name."""
+    known = _ALIASES.get(name.lower())
+    if known is None:
+        close = difflib.get_close_matches(name.lower(), _ALIASES, n=1)
+        hint = f'did you mean "{_ALIASES[close[0]]}"?' if close else f"one of: {', '.join(SCHEDULES)}"
+        raise ZbcError("E104", f'config: unknown schedule "{name}"', hint=hint)
+    return SCHEDULES[known]

@@ -1,0 +1,64 @@
+"""GPipe, 1F1B, ZB-H1 and ZB-H2: one family with two knobs per rank.
+
+`warmup(r)` forwards run before the first backward. Without `lag`, backward is one op, BW; with it, the weight
+gradient W runs `lag(r)` microbatches behind its input gradient B. For p ranks and m microbatches:
+
+    schedule   warmup(r)     lag(r)   activations held on rank r   source
+    gpipe      m             -        m                            arXiv 1811.06965
+    1f1b       p-1-r         -        p-r                          arXiv 2104.04473
+    zb-h1      p-1-r         r        p                            arXiv 2401.10241, section 2.2
+    zb-h2      2(p-1-r)      2r       2p-1                         arXiv 2401.10241, section 2.2
+
+With fewer than 2p-1 microbatches the pipeline empties before every rank has a full set of W to put off: ZB-H2 then lags
+by r + (m-p) at most, and by r for m <= p, so that no rank ends with more W than the others have work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zbc.compiler.schedules.request import Request
+from zbc.ir import Kind, Op, Placement, Program
+
+PerRank = Callable[[int], int]
+
+
+def gpipe(request: Request) -> Program:
+    """All forwards, then all backwards."""
+    return _lagged("gpipe", request, warmup=lambda r: request.m)
+
+
+def one_f_one_b(request: Request) -> Program:
+    """One forward, one backward: as few microbatches in flight as keep the pipeline full."""
+    return _lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)
+
+
+def zb_h1(request: Request) -> Program:
+    """1F1B with W put off into the bubble; memory of 1F1B."""
+    return _lagged("zb-h1", request, warmup=lambda r: request.p - 1 - r, lag=lambda r: r)
+
+
+def zb_h2(request: Request) -> Program:
+    """As many forwards up front as hide the way to the last stage and back; no bubble inside a rank's span."""
+    spare = max(0, request.m - request.p)
+    return _lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
+
+
+def _lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
+    p, m = request.p, request.m
+    ranks = tuple(
+        tuple(_rank_ops(r, m, warmup=min(warmup(r), m), lag=None if lag is None else min(lag(r), m))) for r in range(p)
+    )
+    return Program(Placement.linear(p), m, ranks, history=(name,))
+
+
+def _rank_ops(r: int, m: int, *, warmup: int, lag: int | None) -> Iterator[Op]:
+    yield from (Op(Kind.F, r, i) for i in range(warmup))
+    for i in range(m):
+        if warmup + i < m:
+            yield Op(Kind.F, r, warmup + i)
+        yield Op(Kind.BW if lag is None else Kind.B, r, i)
+        if lag is not None and i >= lag:
+            yield Op(Kind.W, r, i - lag)
+    if lag is not None:
+        yield from (Op(Kind.W, r, i) for i in range(m - lag, m))

@@ -1,0 +1,57 @@
+"""Interleaved 1F1B and breadth-first: v stages per rank, dealt round and round (stage s on rank s mod p).
+
+Both walk the rank's stages in rounds of microbatches: a round of g microbatches visits chunk 0 g times, then chunk 1
+g times, and so on; backward the chunks come in reverse. Breadth-first makes one round of all m. Interleaved makes
+rounds of p and alternates F and BW after a warm-up:
+
+    schedule           round   warm-up forwards on rank r      activations held      source
+    interleaved-1f1b   p       2(p-1-r) + (v-1)p               p + (p-1)/v           arXiv 2104.04473
+    breadth-first      m       all                             m                     arXiv 2211.05953
+
+Rounds are as even as they can be when p does not divide m: floor(m/p) rounds of at least p microbatches each, so that
+a round always covers the pipeline, and the warm-up counts the longest round.
+"""
+
+from __future__ import annotations
+
+from zbc.compiler.schedules.request import Request
+from zbc.ir import Kind, Op, Placement, Program
+
+
+def breadth_first(request: Request) -> Program:
+    """All microbatches through one chunk before the next chunk."""
+    p, m, v = request.p, request.m, request.v
+    ranks = tuple(tuple(_walk(Kind.F, r, p, v, [m])) + tuple(_walk(Kind.BW, r, p, v, [m])) for r in range(p))
+    return Program(Placement.looped(p, v), m, ranks, history=("breadth-first",))
+
+
+def interleaved_1f1b(request: Request) -> Program:
+    """1F1B over v chunks per rank: the bubble shrinks by v, the number of transfers grows by v."""
+    p, m, v = request.p, request.m, request.v
+    sizes = round_sizes(p, m)
+    ranks = []
+    for r in range(p):
+        forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.BW, r, p, v, sizes)
+        warmup = min(2 * (p - 1 - r) + (v - 1) * max(sizes), len(forwards))
+        ops = forwards[:warmup]
+        for step, forward in enumerate(forwards[warmup:]):
+            ops += [forward, backwards[step]]
+        ops += backwards[len(forwards) - warmup :]
+        ranks.append(tuple(ops))
+    return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",))
+
+
+def round_sizes(p: int, m: int) -> list[int]:
+    """m microbatches as floor(m/p) (at least one) rounds whose sizes differ by at most one, larger rounds first."""
+    rounds = max(1, m // p)
+    return [m // rounds + (k < m % rounds) for k in range(rounds)]
+
+
+def _walk(kind: Kind, r: int, p: int, v: int, sizes: list[int]) -> list[Op]:
+    """The rank's ops of one direction, round by round; backward visits the chunks in reverse."""
+    chunks = range(v) if kind is Kind.F else range(v - 1, -1, -1)
+    ops, start = [], 0
+    for size in sizes:
+        ops += [Op(kind, chunk * p + r, i) for chunk in chunks for i in range(start, start + size)]
+        start += size
+    return ops

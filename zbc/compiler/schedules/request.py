@@ -1,0 +1,67 @@
+"""What a schedule generator is asked for, and what the registry knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zbc.errors import ZbcError
+from zbc.ir import Placement, Program
+
+if TYPE_CHECKING:
+    from zbc.compiler.cost import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`p` ranks, `m` microbatches and `v` stages per rank; generators for real op times read `costs` too.
+
+    `memory_limit` is per rank, in activation units (one rank's share of one microbatch); None means no limit.
+    `objective` is "makespan" or "span"; `budget` is the seconds a search may take.
+    """
+
+    p: int
+    m: int
+    v: int = 1
+    costs: Costs | None = None
+    memory_limit: float | None = None
+    objective: str = "makespan"
+    budget: float = 5.0
+    seed: int = 0
+
+
+Generator = Callable[[Request], Program]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A registered schedule and its card."""
+
+    name: str
+    make: Generator
+    placement: Callable[[int, int], Placement]  # (p, v) -> where the stages are
+    placement_name: str
+    chunks: tuple[int, int | None]  # fewest and most stages per rank; None: no upper limit
+    default_chunks: int
+    splits_backward: bool
+    summary: str
+    source: str
+    makespan: str  # closed forms at T_F = T_B = T_W = 1 and no transfer time
+    span: str
+    memory: str  # peak on the fullest rank, activation units
+    aliases: tuple[str, ...] = ()
+    needs: str = "any number of microbatches"
+
+    def stages_per_rank(self, asked: int | None) -> int:
+        """The chunks to use. Raises E120 if the schedule cannot have as many as asked for."""
+        low, high = self.chunks
+        v = self.default_chunks if asked is None else asked
+        if v < low or (high is not None and v > high):
+            allowed = f"{low}" if high == low else f"{low} or more" if high is None else f"{low} to {high}"
+            raise ZbcError(
+                "E120",
+                f"schedule: {self.name} has {allowed} stages per rank, schedule.chunks is {v}",
+                hint=f"set schedule.chunks = {low}, or leave it out",
+            )
+        return v

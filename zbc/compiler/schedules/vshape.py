@@ -1,0 +1,65 @@
+"""ZB-V: two stages per rank in V placement, no bubble inside any rank's span with the memory of 1F1B.
+
+Stage r (chunk 0, "down") and stage 2p-1-r (chunk 1, "up") share rank r, so the last stage sits on rank 0 and the
+first backward starts where the first forward did. With T_F = T_B = T_W, rank r runs (f and b are one op on its down
+chunk, F and B on its up chunk, w and W the weight gradients):
+
+    phase      ops                                          length
+    fill       f                                            2(p-r) - 1
+    turn       F f                                          r
+    first      F B W                                        p - r
+    steady     f b w F B W                                  until every forward has run
+    drain      b B, then b w, then the W left over          r, p - r
+
+Source: arXiv 2401.10241, section 6; the memory argument is arXiv 2405.15362.
+Fewer than 2p - 1 microbatches use the order of 2p - 1 with the ops of the missing ones left out.
+"""
+
+from __future__ import annotations
+
+from zbc.compiler.schedules.request import Request
+from zbc.ir import Kind, Op, Placement, Program
+
+
+class _Rank:
+    """Ops of one rank as they are emitted; each (kind, chunk) counts its own microbatches."""
+
+    def __init__(self, r: int, p: int) -> None:
+        self.stages = (r, 2 * p - 1 - r)
+        self.done: dict[tuple[Kind, int], int] = {}
+        self.ops: list[Op] = []
+
+    def run(self, *steps: tuple[Kind, int], times: int = 1) -> None:
+        for _ in range(times):
+            for kind, chunk in steps:
+                mb = self.count(kind, chunk)
+                self.ops.append(Op(kind, self.stages[chunk], mb))
+                self.done[kind, chunk] = mb + 1
+
+    def count(self, kind: Kind, chunk: int) -> int:
+        return self.done.get((kind, chunk), 0)
+
+
+def zb_v(request: Request) -> Program:
+    """The hand-made order of the paper; exact at uniform costs, legal at any."""
+    p, m = request.p, request.m
+    ranks = [tuple(op for op in _rank_ops(r, p, max(m, 2 * p - 1)) if op.mb < m) for r in range(p)]
+    return Program(Placement.vshape(p), m, tuple(ranks), history=("zb-v",))
+
+
+def _rank_ops(r: int, p: int, m: int) -> list[Op]:
+    rank = _Rank(r, p)
+    f, b, w = (Kind.F, 0), (Kind.B, 0), (Kind.W, 0)
+    up_f, up_b, up_w = (Kind.F, 1), (Kind.B, 1), (Kind.W, 1)
+    rank.run(f, times=2 * (p - r) - 1)
+    rank.run(up_f, f, times=r)
+    rank.run(up_f, up_b, up_w, times=p - r)
+    while rank.count(*up_f) < m:
+        if rank.count(*f) < m:
+            rank.run(f)
+        rank.run(b, w, up_f, up_b, up_w)
+    rank.run(b, up_b, times=r)
+    rank.run(b, w, times=p - r)
+    rank.run(up_w, times=m - rank.count(*up_w))
+    rank.run(w, times=m - rank.count(*w))
+    return rank.ops

@@ -1,0 +1,152 @@
+"""When does each op run? An op starts as soon as its rank is free and its input is there.
+
+A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
+`comm` after the op that made it ended. One pass, O(ops): run each rank until it must wait, go on where the result is
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.dag import Dag, build
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Program
+
+
+class Span(NamedTuple):
+    """One op of a timeline; times in ms."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+class Idle(NamedTuple):
+    """Idle ms of one rank within the makespan, by cause. They and the busy time add up to the makespan."""
+
+    warm_up: float  # before its first op
+    message: float  # between ops, waiting for a tensor of another rank
+    drain: float  # after its last op
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Start and end of every compute op, in ms."""
+
+    dag: Dag
+    start: list[float]
+    end: list[float]
+
+    def __iter__(self) -> Iterator[Span]:
+        for i, op in enumerate(self.dag.ops):
+            yield Span(self.dag.rank[i], op, self.start[i], self.end[i])
+
+    @property
+    def ranks(self) -> int:
+        return len(self.dag.first) - 1
+
+    def first_start(self, rank: int) -> float:
+        i = self.dag.first[rank]
+        return self.start[i] if i < self.dag.first[rank + 1] else 0.0
+
+    def last_end(self, rank: int) -> float:
+        i = self.dag.first[rank + 1]
+        return self.end[i - 1] if i > self.dag.first[rank] else 0.0
+
+    def busy(self, rank: int) -> float:
+        ops = range(self.dag.first[rank], self.dag.first[rank + 1])
+        return sum(self.end[i] - self.start[i] for i in ops)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks: a step whose optimizer is a barrier."""
+        return max(self.last_end(r) for r in range(self.ranks)) - min(self.first_start(r) for r in range(self.ranks))
+
+    @property
+    def span(self) -> float:
+        """The longest own time of a rank: a step in steady state without the barrier."""
+        return max(self.last_end(r) - self.first_start(r) for r in range(self.ranks))
+
+    @property
+    def bubble_rate_makespan(self) -> float:
+        return self._rate(self.makespan)
+
+    @property
+    def bubble_rate_span(self) -> float:
+        return self._rate(self.span)
+
+    def _rate(self, cost: float) -> float:
+        """Share of `cost` in which even the busiest rank is idle."""
+        return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
+
+    def idle(self, rank: int) -> Idle:
+        begin = min(self.first_start(r) for r in range(self.ranks))
+        first, last = self.first_start(rank), self.last_end(rank)
+        return Idle(first - begin, last - first - self.busy(rank), begin + self.makespan - last)
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """The timeline of a compute-only or complete program. Raises E201 if its order can never finish."""
+    return run(build(program), program, costs)
+
+
+def run(dag: Dag, program: Program, costs: Costs) -> Timeline:
+    """The same with the dag at hand."""
+    ops, source, target = dag.ops, dag.source, dag.target
+    length = _durations(dag, costs)
+    lag = _lags(dag, program, costs)
+    start, end = [0.0] * len(ops), [-1.0] * len(ops)
+    ranks = len(dag.first) - 1
+    at, free = dag.first[:ranks], [0.0] * ranks
+    stack = list(range(ranks - 1, -1, -1))
+    while stack:
+        r = stack.pop()
+        i, time, stop = at[r], free[r], dag.first[r + 1]
+        while i < stop:
+            j = source[i]
+            if j >= 0:
+                arrival = end[j]
+                if arrival < 0.0:
+                    break
+                arrival += lag[i]
+                if arrival > time:
+                    time = arrival
+            start[i] = time
+            time += length[i]
+            end[i] = time
+            k = target[i]
+            if k >= 0 and at[dag.rank[k]] == k:  # someone may be waiting for just this
+                stack.append(dag.rank[k])
+            i += 1
+        at[r], free[r] = i, time
+    stuck = [r for r in range(ranks) if at[r] < dag.first[r + 1]]
+    if stuck:
+        details = [f"rank {r}: {ops[at[r]]} waits for {ops[source[at[r]]]}" for r in stuck[:8]]
+        raise ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
+    return Timeline(dag, start, end)
+
+
+def _durations(dag: Dag, costs: Costs) -> list[float]:
+    known: dict[tuple[Kind, int], float] = {}
+    result = []
+    for op in dag.ops:
+        key = (op[0], op[1])
+        ms = known.get(key)
+        if ms is None:
+            ms = known[key] = costs.duration(op)
+        result.append(ms)
+    return result
+
+
+def _lags(dag: Dag, program: Program, costs: Costs) -> list[float]:
+    """ms from the end of the op's source to its own earliest start."""
+    result = [0.0] * len(dag.ops)
+    for i, j in enumerate(dag.source):
+        if j >= 0 and dag.rank[i] != dag.rank[j]:
+            result[i] = costs.transfer(min(dag.ops[i].stage, dag.ops[j].stage), dag.ops[i].pipe)
+    return result
