@@ -1,0 +1,70 @@
+"""Does every rank's peak fit what the job allows?
+
+`schedule.memory_limit` bounds activations, `hardware.memory_gib` everything a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import RankMemory, peaks
+from zbc.errors import ZbcError, raise_all
+from zbc.ir import Program
+from zbc.spec import Job, parse_limit
+
+GIB = 1024.0**3
+
+
+def check_memory(job: Job, program: Program, costs: Costs) -> None:
+    """Raise E301 if a rank needs more than its device has, E302 if it holds more activations than the limit."""
+    memory = peaks(program, costs)
+    raise_all([*_over_device(job, program, memory, costs), *_over_limit(job, memory, costs)])
+
+
+def _over_device(job: Job, program: Program, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
+    limit = job.hardware.memory_gib
+    if limit is None or costs.bytes is None:
+        return
+    rank = max(range(len(memory)), key=lambda r: memory[r].bytes)
+    worst = memory[rank]
+    if worst.bytes <= limit * GIB:
+        return
+    text = f"does not fit: rank {rank} needs {worst.bytes / GIB:.3g} GiB, hardware.memory_gib is {limit:g}"
+    parts = (
+        f"weights {worst.weights / GIB:.2f} + gradients {worst.gradients / GIB:.2f} + optimizer "
+        f"{worst.optimizer / GIB:.2f} + activations {worst.activations / GIB:.2f} ({worst.in_flight} microbatches in "
+        f"flight, peak at {worst.peak_op}) + buffers {worst.buffers / GIB:.2f}"
+    )
+    yield ZbcError(
+        "E301",
+        text,
+        where=job.where("hardware", "memory_gib"),
+        details=[parts],
+        hint="`zbc compare` shows which schedules fit; more ranks or a smaller microbatch_size help too",
+    )
+
+
+def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
+    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if limit is None:
+        return
+    amount, unit = limit
+    where = job.where("schedule", "memory_limit")
+    if unit == "x":
+        rank = max(range(len(memory)), key=lambda r: memory[r].units)
+        if memory[rank].units > amount * job.parallel.pp + 1e-6:
+            needs, peak = memory[rank].units / job.parallel.pp, memory[rank].units
+            text = (
+                f"does not fit: rank {rank} holds {peak:g} activation units, the limit is {amount * job.parallel.pp:g}"
+            )
+            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{needs:.4g}x"')
+    elif costs.bytes is None:
+        text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"
+        yield ZbcError("E302", text, where=where, hint='give the limit as a multiple, "1.0x"')
+    else:
+        rank = max(range(len(memory)), key=lambda r: memory[r].activations)
+        if memory[rank].activations > amount:
+            held = memory[rank].activations / GIB
+            text = f"does not fit: rank {rank} holds {held:.4g} GiB of activations, the limit is {amount / GIB:.4g} GiB"
+            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{held:.4g} GiB"')

@@ -1,0 +1,158 @@
+"""From a job description to a checked, simulated, complete plan."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zbc import plan as plans
+from zbc import spec
+from zbc.compiler import cost, estimate, report
+from zbc.compiler.bounds import bounds
+from zbc.compiler.check import check_all
+from zbc.compiler.check.memory import check_memory
+from zbc.compiler.cost import Costs
+from zbc.compiler.partition import Stages, partition
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import Request, Schedule, find
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.errors import ZbcError
+from zbc.ir import Placement, Program
+from zbc.spec import Draft, Job
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Everything known of one planned job."""
+
+    job: Job
+    schedule: str
+    program: Program
+    costs: Costs
+    layers: tuple[tuple[str, ...], ...]  # stage -> layer names
+    timeline: Timeline
+    report: report.Report
+
+    def write(self, folder: Path) -> plans.Manifest:
+        """Write the plan directory; it appears complete or not at all."""
+        boundary = _boundary(self.job)
+        manifest, files = plans.assemble(
+            self.program,
+            parameters={"chunks": self.program.placement.stages // self.program.placement.ranks},
+            layers=self.layers,
+            boundaries=[boundary] * (self.program.placement.stages - 1),
+            microbatch_size=self.job.schedule.microbatch_size,
+            predicted=self.report.predicted(),
+            planning=self.job.planning(),
+            training=self.job.training(),
+        )
+        plans.write(folder, manifest, files)
+        return manifest
+
+
+def load_job(path: Path, overrides: Sequence[str] = (), schedule: str | None = None) -> Job:
+    """Read a job file; raises every problem at once, those of the chosen schedule included."""
+    if schedule is not None:
+        overrides = [*overrides, f'schedule.kind="{schedule}"']
+    draft = spec.draft(path, overrides)
+    draft.problems += _schedule_problems(draft)
+    return draft.finish()
+
+
+def _schedule_problems(draft: Draft) -> list[ZbcError]:
+    section: spec.Schedule | None = draft.sections.get("schedule")
+    if section is None or section.kind is None:
+        return []
+    where = draft.document.where
+    try:
+        found = find(section.kind)
+    except ZbcError as error:
+        return [ZbcError("E104", error.message, where=where(("schedule", "kind")), hint=error.hint)]
+    try:
+        found.stages_per_rank(section.chunks)
+    except ZbcError as error:
+        return [ZbcError(error.code, error.message, where=where(("schedule", "chunks")), hint=error.hint)]
+    return []
+
+
+def compile_job(job: Job) -> Compiled:
+    """Plan a job: schedule, complete, prove, predict.
+
+    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit).
+    """
+    began = time.perf_counter()
+    table = estimate.layers(job)
+    name, compute, stages, costs = _order(job, table)
+    program = lower(compute)
+    check_all(program)
+    check_memory(job, program, costs)
+    timeline = simulate(program, costs)
+    lower_bound = bounds(program.placement, costs, job.schedule.microbatches)
+    summary = report.build(program, costs, timeline, lower_bound, name)
+    summary = replace(summary, compile_seconds=time.perf_counter() - began)
+    layers = tuple(tuple(table[i].name for i in part) for part in stages)
+    return Compiled(job, name, program, costs, layers, timeline, summary)
+
+
+def _order(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:
+    """The compute-only program of the job's schedule, its cut and its costs."""
+    p, m = job.parallel.pp, job.schedule.microbatches
+    if job.schedule.plugin is not None:
+        return _plugin(job, table)
+    schedule = find(job.schedule.kind or "")
+    v = schedule.stages_per_rank(job.schedule.chunks)
+    placement = schedule.placement(p, v)
+    stages, costs = _costs(job, placement, table)
+    program = schedule.make(_request(job, p, m, v, costs))
+    return schedule.name, program, stages, costs
+
+
+def _costs(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
+    stages = partition(job, placement.stages, table)
+    return stages, cost.build(job, placement, stages, table)
+
+
+def _request(job: Job, p: int, m: int, v: int, costs: Costs | None) -> Request:
+    return Request(p=p, m=m, v=v, costs=costs, objective=job.objective)
+
+
+def _plugin(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:
+    """A user's own generator, `module:function`, Request -> Program."""
+    name = job.schedule.plugin or ""
+    module, _, attribute = name.partition(":")
+    where = job.where("schedule", "plugin")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        hint = "it is looked up on the import path and in the current directory"
+        raise ZbcError("E121", f"schedule: cannot import plugin {name}: {error}", where=where, hint=hint) from error
+    request = _request(job, job.parallel.pp, job.schedule.microbatches, job.schedule.chunks or 1, None)
+    program = make(request)
+    if not isinstance(program, Program):
+        text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
+        raise ZbcError("E121", text, where=where)
+    if program.placement.ranks != job.parallel.pp or program.microbatches != job.schedule.microbatches:
+        text = f"schedule: plugin {name} made a program for other ranks or microbatches than it was asked for"
+        raise ZbcError("E121", text, where=where)
+    program = replace(program, history=(name,))
+    stages, costs = _costs(job, program.placement, table)
+    return name, program, stages, costs
+
+
+def _boundary(job: Job) -> plans.Boundary | None:
+    """The tensor between stages, where it is known before the model is built."""
+    model = job.model
+    if model.family != "gpt" or model.seq_len is None or model.hidden is None:
+        return None
+    return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype="float32")
+
+
+def schedule_of(job: Job) -> Schedule | None:
+    """The registered schedule of a job; None for a plugin."""
+    return None if job.schedule.kind is None else find(job.schedule.kind)

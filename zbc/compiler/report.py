@@ -1,0 +1,135 @@
+"""What is said of a plan: the numbers behind `--json`, the manifest's prediction and the summary on the console."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zbc.compiler.bounds import Bounds
+from zbc.compiler.check.deadlock import survives_blocking_sends
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import RankMemory, peaks
+from zbc.compiler.simulate import Timeline
+from zbc.ir import Program
+
+FORMAT = "zbc-report"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank; times in ms within the step, memory at its peak."""
+
+    rank: int
+    stages: tuple[int, ...]
+    busy_ms: float
+    first_start_ms: float
+    last_end_ms: float
+    idle_warm_up_ms: float
+    idle_message_ms: float
+    idle_drain_ms: float
+    peak_activation_units: float
+    peak_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The prediction for one plan. Bubble rates name what they are a share of."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+    ops: int
+    makespan_ms: float
+    span_ms: float
+    bubble_rate_makespan: float
+    bubble_rate_span: float
+    lower_bound_makespan_ms: float
+    lower_bound_span_ms: float
+    deadlock_free: bool
+    survives_blocking_sends: bool
+    costs: str
+    bytes_known: bool
+    compile_seconds: float
+    per_rank: tuple[RankReport, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+
+    def predicted(self) -> dict[str, Any]:
+        """The part that depends on nothing but the plan, for the manifest."""
+        data: dict[str, Any] = _plain(asdict(self))
+        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds"):
+            del data[key]
+        return data
+
+    @property
+    def peak_activation_units(self) -> float:
+        return max(rank.peak_activation_units for rank in self.per_rank)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.per_rank)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists and floats without the noise of their last bits, so that reports read and compare well."""
+    if isinstance(value, float):
+        return round(value, 9)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def build(program: Program, costs: Costs, timeline: Timeline, bounds: Bounds, name: str) -> Report:
+    """The report of a program that passed check/."""
+    memory = peaks(program, costs)
+    begin = min(timeline.first_start(r) for r in range(timeline.ranks))
+    return Report(
+        schedule=name,
+        ranks=program.placement.ranks,
+        stages=program.placement.stages,
+        microbatches=program.microbatches,
+        ops=program.size,
+        makespan_ms=timeline.makespan,
+        span_ms=timeline.span,
+        bubble_rate_makespan=timeline.bubble_rate_makespan,
+        bubble_rate_span=timeline.bubble_rate_span,
+        lower_bound_makespan_ms=bounds.makespan,
+        lower_bound_span_ms=bounds.span,
+        deadlock_free=True,
+        survives_blocking_sends=survives_blocking_sends(program),
+        costs=costs.source,
+        bytes_known=costs.bytes is not None,
+        compile_seconds=0.0,
+        per_rank=tuple(_rank(program, timeline, rank, found, begin) for rank, found in enumerate(memory)),
+    )
+
+
+def _rank(program: Program, timeline: Timeline, rank: int, memory: RankMemory, begin: float) -> RankReport:
+    idle = timeline.idle(rank)
+    return RankReport(
+        rank=rank,
+        stages=program.placement.stages_of(rank),
+        busy_ms=timeline.busy(rank),
+        first_start_ms=timeline.first_start(rank) - begin,
+        last_end_ms=timeline.last_end(rank) - begin,
+        idle_warm_up_ms=idle.warm_up,
+        idle_message_ms=idle.message,
+        idle_drain_ms=idle.drain,
+        peak_activation_units=memory.units,
+        peak_bytes=round(memory.bytes),
+        weight_bytes=round(memory.weights),
+        gradient_bytes=round(memory.gradients),
+        optimizer_bytes=round(memory.optimizer),
+        activation_bytes=round(memory.activations),
+        buffer_bytes=round(memory.buffers),
+    )
