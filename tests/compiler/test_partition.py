@@ -1,0 +1,85 @@
+"""Layers to stages."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.jobs import job
+from zbc.compiler import estimate
+from zbc.compiler.partition import balance, partition
+from zbc.errors import ZbcError
+
+
+def splits(n, parts):
+    """Every way to cut n things into that many non-empty parts."""
+    for inner in itertools.combinations(range(1, n), parts - 1):
+        yield [0, *inner, n]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
+def test_balance_finds_the_best_cut_of_all(weights, data):
+    """Smallest largest part, then the least sum of squares, against every possible split."""
+
+    def score(cuts):
+        sizes = [sum(weights[a:b]) for a, b in itertools.pairwise(cuts)]
+        return max(sizes), sum(x * x for x in sizes)
+
+    parts = data.draw(st.integers(1, len(weights)))
+    found = balance(weights, parts)
+    assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in itertools.pairwise(found))
+    assert score(found) == min(score(cuts) for cuts in splits(len(weights), parts))
+
+
+def names(description, stages):
+    table = estimate.layers(description)
+    return [[table[i].name for i in part] for part in partition(description, stages, table)]
+
+
+def test_a_heavy_head_gets_fewer_blocks_beside_it():
+    heavy = {"costs": {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 3.0, "b": 3.0, "w": 3.0}}}
+    parts = names(job(layers=13, **heavy), 4)
+    assert [len(part) for part in parts] == [5, 4, 4, 2]
+    assert parts[0][0] == "embed" and parts[-1] == ["layers.12", "head"]
+
+
+def test_uniform_spreads_blocks_only():
+    parts = names(job(layers=10, partition={"mode": "uniform"}), 4)
+    assert [len(part) for part in parts] == [4, 3, 2, 3]
+
+
+def test_costs_per_rank_do_not_depend_on_the_cut_so_layers_are_spread():
+    parts = names(job(layers=8, costs={"f": 1.0, "b": 1.0, "w": 1.0}), 4)
+    assert [len(part) for part in parts] == [3, 2, 2, 3]
+
+
+def test_a_given_cut_is_used_as_it_is():
+    parts = names(job(layers=6, partition={"layers_per_stage": [0, 3, 3, 0]}), 4)
+    assert parts == [["embed"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"], ["head"]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "given", "code", "text"),
+    [
+        (8, [2, 2, 2, 3], "E131", "layers_per_stage = [2, 2, 2, 3] sums to 9, model.layers is 8"),
+        (8, [4, 4], "E131", "layers_per_stage has 2 entries, the schedule has 4 stages"),
+        (8, [4, 0, 2, 2], "E131", "stage 1 has no layers"),
+    ],
+)
+def test_a_cut_that_does_not_add_up_is_explained(layers, given, code, text):
+    description = job(layers=layers, partition={"layers_per_stage": given})
+    with pytest.raises(ZbcError) as caught:
+        names(description, 4)
+    assert caught.value.code == code
+    assert text in caught.value.render()
+
+
+def test_more_stages_than_layers_is_refused():
+    with pytest.raises(ZbcError) as caught:
+        names(job(layers=3, partition={"mode": "uniform"}), 4)
+    assert caught.value.code == "E130"
+    assert names(job(layers=2), 4) == [["embed"], ["layers.0"], ["layers.1"], ["head"]]

@@ -1,0 +1,166 @@
+"""Every schedule on every small pipeline; expected values are formulas from the papers, not from the code."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.compiler.grid import MICROBATCHES, RANKS, chunk_counts, make, timed, units
+from zbc.compiler.bounds import bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, find
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+
+every = pytest.mark.parametrize("name", SCHEDULES)
+with_p = pytest.mark.parametrize("p", RANKS)
+
+
+def cases(name):
+    return [(m, v) for m in MICROBATCHES for v in chunk_counts(name)]
+
+
+@every
+@with_p
+def test_each_stage_runs_each_microbatch_once_on_its_own_rank(name, p):
+    for m, v in cases(name):
+        program = make(name, p, m, v)
+        backward = (Kind.B, Kind.W) if SCHEDULES[name].splits_backward else (Kind.BW,)
+        expected = {
+            (program.placement.rank_of(s), Op(kind, s, i))
+            for kind in (Kind.F, *backward)
+            for s in range(p * v)
+            for i in range(m)
+        }
+        found = Counter((rank, op) for rank, _, op in program)
+        assert found == Counter(expected), f"p={p} m={m} v={v}"
+
+
+@every
+@with_p
+def test_weight_gradients_of_a_stage_come_in_microbatch_order(name, p):
+    """Then they add up in the order of one process, and are bitwise its gradients."""
+    for m, v in cases(name):
+        program = make(name, p, m, v)
+        for ops in program.ranks:
+            last = {}
+            for op in ops:
+                if op.kind in (Kind.W, Kind.B, Kind.BW):
+                    assert last.get((op.kind, op.stage), -1) < op.mb, f"p={p} m={m} v={v}: {op}"
+                    last[op.kind, op.stage] = op.mb
+
+
+# name -> (makespan, span, peak units, from which m on), at T_F = T_B = T_W = 1
+CLOSED_FORMS = {
+    "gpipe": lambda p, m, v: (3 * m + 3 * (p - 1), 3 * m + 3 * (p - 1), m, 1),
+    "1f1b": lambda p, m, v: (3 * m + 3 * (p - 1), 3 * m + 3 * (p - 1), p, p),
+    "interleaved-1f1b": lambda p, m, v: (3 * m + 3 * (p - 1) / v, 3 * m + 3 * (p - 1) / v, p + (p - 1) / v, 2 * p),
+    "breadth-first": lambda p, m, v: (3 * m + 3 * (p - 1) / v, 3 * m + 3 * (p - 1) / v, m, p),
+    "zb-h1": lambda p, m, v: (3 * m + p - 1, 3 * m + p - 1, p, p),
+    "zb-h2": lambda p, m, v: (3 * m + p - 1, 3 * m, 2 * p - 1, 2 * p - 1),
+    "zb-v": lambda p, m, v: (3 * m + (p - 1) / 2, 3 * m, p, 2 * p),
+}
+
+
+@every
+@with_p
+def test_closed_forms_of_the_papers_hold(name, p):
+    for m, v in cases(name):
+        makespan, span, peak, least = CLOSED_FORMS[name](p, m, v)
+        if m < least or (name == "interleaved-1f1b" and m % p):
+            continue
+        program = make(name, p, m, v)
+        timeline = timed(program)
+        assert timeline.makespan == pytest.approx(makespan), f"p={p} m={m} v={v}"
+        assert timeline.span == pytest.approx(span), f"p={p} m={m} v={v}"
+        assert max(units(program)) == pytest.approx(peak), f"p={p} m={m} v={v}"
+
+
+def test_every_schedule_has_a_closed_form_here():
+    assert CLOSED_FORMS.keys() == SCHEDULES.keys()
+
+
+@with_p
+def test_with_few_microbatches_only_the_way_down_and_up_counts(p):
+    """m <= p: 1F1B takes (m+p-1)(T_F+T_B+T_W), zero bubble (m+p-1)(T_F+T_B)+T_W."""
+    for m in range(1, p + 1):
+        assert timed(make("1f1b", p, m)).makespan == (m + p - 1) * 3
+        assert timed(make("zb-h1", p, m)).makespan == (m + p - 1) * 2 + 1
+        assert timed(make("zb-h2", p, m)).makespan == (m + p - 1) * 2 + 1
+
+
+@with_p
+def test_zb_h2_is_never_slower_than_zb_h1(p):
+    for m in MICROBATCHES:
+        h1, h2 = timed(make("zb-h1", p, m)), timed(make("zb-h2", p, m))
+        assert h2.makespan <= h1.makespan + 1e-9
+        assert h2.span <= h1.span + 1e-9
+
+
+@with_p
+def test_interleaving_beats_1f1b_for_any_number_of_microbatches(p):
+    for m in range(p, 25):
+        assert timed(make("interleaved-1f1b", p, m, 2)).makespan <= timed(make("1f1b", p, m)).makespan + 1e-9
+
+
+@with_p
+def test_memory_per_rank_is_what_the_module_table_claims(p):
+    for m in range(2 * p, 25):
+        assert units(make("gpipe", p, m)) == [m] * p
+        assert units(make("1f1b", p, m)) == [p - r for r in range(p)]
+        assert units(make("zb-h1", p, m)) == [p] * p
+        assert units(make("zb-h2", p, m)) == [2 * p - 1] * p
+        assert units(make("zb-v", p, m)) == pytest.approx([p] * p)
+
+
+@every
+@with_p
+def test_no_schedule_beats_the_lower_bound(name, p):
+    for m, v in cases(name):
+        program = make(name, p, m, v)
+        for f, b, w, comm in [(1, 1, 1, 0), (2, 3, 1, 0.25), (1, 1, 4, 0.5), (5, 1, 0, 1)]:
+            costs = Costs.uniform(program.placement, f, b, w, comm)
+            bound, timeline = bounds(program.placement, costs, m), timed(program, f, b, w, comm)
+            assert bound.makespan <= timeline.makespan + 1e-9, f"p={p} m={m} v={v}"
+            assert bound.span <= timeline.span + 1e-9, f"p={p} m={m} v={v}"
+            busiest = max(timeline.busy(r) for r in range(p))
+            assert bound.span >= busiest - 1e-9, "a bound below the work of the busiest rank says nothing"
+
+
+def test_the_bound_is_reached_where_the_paper_proves_it():
+    """ZB-H2 and ZB-V at T_F = T_B = T_W fill a rank's whole span."""
+    for name in ("zb-h2", "zb-v"):
+        program = make(name, 4, 16)
+        costs = Costs.uniform(program.placement)
+        assert bounds(program.placement, costs, 16).span == pytest.approx(timed(program).span)
+
+
+ALIASES = {
+    "zbv": "zb-v",
+    "ScheduleZBVZeroBubble": "zb-v",
+    "Schedule1F1B": "1f1b",
+    "ZB-H1": "zb-h1",
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleLoopedBFS": "breadth-first",
+    "GPipe": "gpipe",
+}
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_paper_names_and_torch_class_names_are_accepted(alias, name):
+    assert find(alias).name == name
+
+
+def test_an_unknown_schedule_is_answered_with_the_nearest_name():
+    with pytest.raises(ZbcError, match=r'unknown schedule "zvb"') as caught:
+        find("zvb")
+    assert caught.value.code == "E104"
+    assert caught.value.hint == 'did you mean "zb-v"?'
+
+
+def test_a_schedule_refuses_chunks_it_cannot_have():
+    with pytest.raises(ZbcError) as caught:
+        find("zb-v").stages_per_rank(3)
+    assert caught.value.code == "E120"
+    assert find("interleaved-1f1b").stages_per_rank(5) == 5

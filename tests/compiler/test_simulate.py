@@ -1,0 +1,121 @@
+"""The time model, checked op by op against its definition."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.compiler.grid import chunk_counts, make, timed
+from zbc.compiler.cost import Costs
+from zbc.compiler.dag import build
+from zbc.compiler.memory import curve, peaks
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+
+every = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def needs(op, stages):
+    """Straight from the definition of a pipeline, all inputs of an op."""
+    kind, s, i = op.kind, op.stage, op.mb
+    if kind is Kind.F:
+        return [(Kind.F, s - 1, i)] if s else []
+    if kind is Kind.W:
+        return [(Kind.B, s, i)]
+    after = [(Kind.B, s + 1, i), (Kind.BW, s + 1, i)] if s + 1 < stages else []
+    return [(Kind.F, s, i), *after]
+
+
+@every
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_op_starts_as_soon_as_it_can_and_no_sooner(name, data):
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    program = make(name, p, m, data.draw(st.sampled_from(chunk_counts(name))))
+    f, b, w, comm = (data.draw(st.sampled_from([0.25, 0.5, 1.0, 3.0])) for _ in range(4))
+    spans = {tuple(span.op)[:3]: span for span in timed(program, f, b, w, comm)}
+    stages = program.placement.stages
+    share = p / stages
+    length = {Kind.F: f, Kind.B: b, Kind.W: w, Kind.BW: b + w}
+    for ops in program.ranks:
+        free = 0.0
+        for op in ops:
+            span = spans[tuple(op)[:3]]
+            inputs = [spans[key] for key in needs(op, stages) if key in spans]
+            arrivals = [source.end + (comm if source.rank != span.rank else 0.0) for source in inputs]
+            assert span.start == pytest.approx(max([free, *arrivals]))
+            assert span.end - span.start == pytest.approx(length[op.kind] * share)
+            free = span.end
+
+
+@every
+def test_idle_by_cause_and_busy_time_add_up_to_the_makespan(name):
+    timeline = timed(make(name, 4, 6), 1.0, 2.0, 0.5, 0.3)
+    for rank in range(4):
+        idle = timeline.idle(rank)
+        assert sum(idle) + timeline.busy(rank) == pytest.approx(timeline.makespan)
+        assert min(idle) >= -1e-9
+    assert timeline.idle(0).warm_up == 0.0
+    assert timeline.idle(3).warm_up > 0.0
+
+
+def test_both_bubble_rates_say_what_they_are_a_share_of():
+    """ZB-H2 at p=8, m=24: span 72, makespan 79, work 72."""
+    timeline = timed(make("zb-h2", 8, 24))
+    assert (timeline.span, timeline.makespan) == (72.0, 79.0)
+    assert timeline.bubble_rate_span == 0.0
+    assert timeline.bubble_rate_makespan == pytest.approx(7 / 79)
+
+
+def test_uneven_stages_wait_for_the_slowest():
+    placement = Placement.linear(2)
+    program = make("gpipe", 2, 3)
+    costs = Costs((1.0, 3.0), (1.0, 3.0), (0.0, 0.0), (1.0, 1.0), (1.0, 1.0), ((0.5,),))
+    timeline = simulate(program, costs)
+    assert timeline.makespan == 1 + 0.5 + 3 * 3 + 3 * 3 + 0.5 + 1
+    assert placement.ranks == timeline.ranks
+
+
+def test_a_backward_fused_is_timed_as_both_halves_together():
+    program = Program(Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0)),))
+    assert timed(program, 1.0, 2.0, 4.0).makespan == 7.0
+
+
+def test_an_order_that_can_never_finish_is_refused():
+    crossed = Program(
+        Placement.vshape(1),
+        1,
+        ((Op(Kind.F, 1, 0), Op(Kind.F, 0, 0), Op(Kind.BW, 1, 0), Op(Kind.BW, 0, 0)),),
+    )
+    with pytest.raises(ZbcError) as caught:
+        timed(crossed)
+    assert caught.value.code == "E201"
+    assert "F s1 m0 waits for F s0 m0" in caught.value.render()
+
+
+def test_an_op_whose_input_no_rank_makes_is_refused():
+    with pytest.raises(ZbcError, match="F s1 m0 on rank 1 needs an op that no rank runs"):
+        build(Program(Placement.linear(2), 1, ((), (Op(Kind.F, 1, 0),))))
+
+
+@every
+def test_the_memory_curve_reaches_the_peak_and_ends_empty(name):
+    program = make(name, 4, 8)
+    costs = Costs.uniform(program.placement, act_w=0.5)
+    timeline = simulate(program, costs)
+    for rank, found in enumerate(peaks(program, costs)):
+        held = [units for _, units in curve(timeline, rank, costs)]
+        assert max(held) == pytest.approx(found.units)
+        assert held[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_putting_off_weight_gradients_costs_what_they_hold():
+    """ZB-H2 at act_w = 0: B frees everything, so no rank holds more than its forwards in flight."""
+    program = make("zb-h2", 4, 12)
+    light = peaks(program, Costs.uniform(program.placement, act_w=0.0))
+    full = peaks(program, Costs.uniform(program.placement, act_w=1.0))
+    assert [rank.units for rank in full] == [7.0] * 4
+    assert [rank.units for rank in light] == [7.0, 5.0, 3.0, 1.0]

@@ -1,0 +1,52 @@
+"""Small jobs for tests, made the way a user makes them: as TOML."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from zbc.compiler.compile import load_job
+from zbc.spec import Job
+
+BASE = {
+    "model": {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 16},
+    "parallel": {"pp": 4},
+    "schedule": {"kind": "1f1b", "microbatches": 8, "microbatch_size": 2},
+    "train": {"steps": 3, "seed": 7},
+}
+
+
+def toml_text(**changes: object) -> str:
+    """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are short for the usual changes."""
+    tables = {name: dict(table) for name, table in BASE.items()}
+    short = {
+        "layers": ("model", "layers"),
+        "pp": ("parallel", "pp"),
+        "m": ("schedule", "microbatches"),
+        "kind": ("schedule", "kind"),
+    }
+    for key, value in changes.items():
+        if key in short:
+            table, field = short[key]
+            tables[table][field] = value
+        else:
+            tables.setdefault(key, {}).update(value)  # type: ignore[call-overload]
+    lines = ["zbc = 1"]
+    for name, table in tables.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def job(**changes: object) -> Job:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zbc.toml"
+        path.write_text(toml_text(**changes))
+        return load_job(path)

@@ -1,0 +1,124 @@
+"""Ops as text, and placements."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbc.errors import Problems, ZbcError, raise_all
+from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program, message_of, parse_line
+
+small = st.integers(0, 300)
+
+
+@st.composite
+def ops(draw):
+    kind = draw(st.sampled_from(sorted(Kind)))
+    if kind in RANK_WIDE:
+        return Op(kind, 0)
+    if kind in STAGE_WIDE:
+        return Op(kind, draw(small))
+    return Op(kind, draw(small), draw(small), draw(st.integers(0, 1)), draw(st.integers(0, 5)))
+
+
+@given(ops())
+def test_every_op_reads_back_from_its_text(op):
+    assert Op.parse(str(op)) == op
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Op(Kind.F, 1, 0), "F s1 m0"),
+        (Op(Kind.B, 3, 2, 1), "B s3 m2 up"),
+        (Op(Kind.F, 1, 0, 0, 2), "F s1 m0.2"),
+        (Op(Kind.BW, 1, 4, 1, 2), "BW s1 m4.2 up"),
+        (Op(Kind.REDUCE, 0), "REDUCE s0"),
+        (Op(Kind.VALIDATE, 0), "VALIDATE"),
+    ],
+)
+def test_the_text_form_is_the_one_of_the_design(op, text):
+    assert str(op) == text
+
+
+def test_a_peer_is_printed_from_the_placement_and_is_not_identity():
+    placement = Placement.linear(4)
+    assert placement.text(Op(Kind.SEND_F, 1, 0)) == "SEND_F s1 m0 >r2"
+    assert placement.text(Op(Kind.RECV_B, 1, 0)) == "RECV_B s1 m0 <r2"
+    assert parse_line("RECV_B s1 m0 <r2") == (Op(Kind.RECV_B, 1, 0), 2)
+    assert Op.parse("RECV_B s1 m0 <r2") == Op.parse("RECV_B s1 m0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "F s0", "F m0", "F s0 m0 ", " F s0 m0", "F s0 m0.0", "F s01 m0", "f s0 m0", "FF s0 m0", "F s-1 m0"]
+    + ["F s0 m0 >r1", "SEND_F s0 m0 <r1", "RECV_F s0 m0 >r1", "REDUCE s0 m1", "VALIDATE s0", "STEP", "VALIDATE up"]
+    + ["F s0 m0\n", "2F0garbage"],
+)
+def test_anything_else_is_not_an_op(text):
+    with pytest.raises(ZbcError) as caught:
+        Op.parse(text)
+    assert caught.value.code == "E404"
+
+
+def test_kinds_fall_into_groups_that_do_not_overlap():
+    assert not (COMPUTE & TRANSFER or COMPUTE & STAGE_WIDE or TRANSFER & RANK_WIDE)
+    assert set(Kind) == COMPUTE | TRANSFER | STAGE_WIDE | RANK_WIDE
+
+
+def test_placements_put_stages_where_their_names_say():
+    assert Placement.linear(3).pipes == ((0, 1, 2),)
+    assert Placement.looped(2, 3).pipes == ((0, 1, 0, 1, 0, 1),)
+    assert Placement.vshape(3).pipes == ((0, 1, 2, 2, 1, 0),)
+    assert Placement.vshape(2, 4).pipes == ((0, 1, 1, 0, 0, 1, 1, 0),)
+    both = Placement.bidirectional((0, 1, 1, 0))
+    assert both.pipes == ((0, 1, 1, 0), (1, 0, 0, 1))
+    assert both.holders(0) == (0, 1)
+    assert both.stages_of(1) == (0, 1, 2, 3)
+    assert Placement.vshape(3).stages_of(1) == (1, 4)
+
+
+def test_the_turn_of_a_v_is_no_transfer():
+    v = Placement.vshape(3)
+    assert not v.neighbours(2, 3)
+    assert v.neighbours(1, 2) and v.neighbours(3, 4)
+    assert not v.neighbours(-1, 0) and not v.neighbours(5, 6)
+
+
+@given(st.sampled_from([Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B]), st.integers(1, 9), small)
+def test_both_ends_of_a_transfer_name_the_same_message(kind, stage, mb):
+    op = Op(kind, stage, mb)
+    message = message_of(op)
+    assert op in (message.send, message.recv)
+    assert message_of(message.send) == message_of(message.recv) == message
+
+
+def test_errors_render_with_place_and_fix_and_survive_pickling():
+    error = ZbcError("E104", 'config: unknown schedule "zvb"', where="zbc.toml:21:8", hint='did you mean "zb-v"?')
+    text = 'error[E104] config: unknown schedule "zvb"\n  --> zbc.toml:21:8   did you mean "zb-v"?'
+    assert error.render() == str(error) == text
+    assert pickle.loads(pickle.dumps(error)).render() == text
+    both = Problems([error, ZbcError("E601", "plan wants 4 ranks", hint="run 4")])
+    assert pickle.loads(pickle.dumps(both)).render() == f"{text}\nerror[E601] plan wants 4 ranks\n   = run 4"
+    assert both.exit_code == 3
+
+
+def test_raise_all_raises_nothing_one_or_all():
+    raise_all([])
+    one = ZbcError("E201", "x")
+    with pytest.raises(ZbcError) as caught:
+        raise_all([one])
+    assert caught.value is one
+    with pytest.raises(Problems) as several:
+        raise_all([one, one])
+    assert len(several.value.errors) == 2
+
+
+def test_a_program_says_where_each_op_runs():
+    program = Program(Placement.linear(2), 1, ((Op(Kind.F, 0, 0),), (Op(Kind.F, 1, 0), Op(Kind.VALIDATE, 0))))
+    assert program.where() == {Op(Kind.F, 0, 0): (0, 0), Op(Kind.F, 1, 0): (1, 0)}
+    assert program.text(1, 0) == "rank 1 step 0: F s1 m0"
+    assert program.size == 3

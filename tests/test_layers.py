@@ -1,0 +1,98 @@
+"""Imports point only to the left of the design's list, and only the runtime touches torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = {
+    ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+    for f in sorted(ROOT.glob("zbc/**/*.py"))
+}
+
+# A module may import what stands on its own line or above it; the longest matching prefix decides.
+LAYERS = [
+    ["zbc.errors", "zbc.explain"],
+    ["zbc.ir", "zbc.toml"],
+    ["zbc.spec"],
+    ["zbc.plan"],
+    ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
+    ["zbc.compiler.simulate", "zbc.compiler.memory", "zbc.compiler.bounds", "zbc.compiler.check"],
+    ["zbc.compiler.report"],
+    ["zbc.compiler.schedules", "zbc.compiler.passes"],
+    ["zbc.compiler"],
+    ["zbc.viz"],
+    ["zbc.cli", "zbc.__main__"],
+]
+RUNTIME = [
+    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.spec", "zbc.plan"],
+    ["zbc.runtime.transport", "zbc.runtime.split", "zbc.runtime.metrics", "zbc.runtime.data", "zbc.runtime.model"],
+    ["zbc.runtime.stage", "zbc.runtime.optimizer", "zbc.runtime.hub", "zbc.runtime.network"],
+    ["zbc.runtime.handlers"],
+    ["zbc.runtime.execute"],
+    ["zbc.runtime"],
+]
+
+
+def level(module, layers):
+    """Index of the line with the longest prefix of `module`; None if it is on no line."""
+    found = [
+        (len(name), index)
+        for index, names in enumerate(layers)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
+    return max(found)[1] if found else None
+
+
+def imports(path, *, top_level=False):
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= modules if len(modules) == len(node.names) else modules | {node.module}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_only_to_the_left(module):
+    layers = RUNTIME if module.startswith("zbc.runtime") else LAYERS
+    mine = level(module, layers)
+    if module == "zbc":
+        assert not any(target.startswith("zbc.") for target in imports(MODULES[module]))
+        return
+    assert mine is not None or module.startswith("zbc."), module
+    for target in imports(MODULES[module]):
+        theirs = level(target, layers)
+        if theirs is not None and mine is not None:
+            assert theirs <= mine, f"{module} must not import {target}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_runtime_and_compiler_meet_only_in_the_plan_file(module):
+    targets = imports(MODULES[module])
+    if module.startswith("zbc.runtime"):
+        assert not any(t.startswith(("zbc.compiler", "zbc.viz", "zbc.cli")) for t in targets)
+    elif not module.startswith("zbc.cli"):
+        assert not any(t.split(".")[0] == "torch" or t.startswith("zbc.runtime") for t in targets)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("zbc.cli")])
+def test_the_command_line_imports_torch_only_inside_commands(module):
+    targets = imports(MODULES[module], top_level=True)
+    assert not any(t.split(".")[0] == "torch" or t.startswith("zbc.runtime") for t in targets)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_command_line_prints(module):
+    if module.startswith("zbc.cli"):
+        return
+    calls = [n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, ast.Call)]
+    assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)

@@ -1,0 +1,129 @@
+"""The job file: defaults, every problem at once, what belongs to the plan id."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import job, toml_text
+from zbc import spec
+from zbc.errors import Problems, ZbcError
+
+
+def problems(tmp_path, text, overrides=()):
+    path = tmp_path / "zbc.toml"
+    path.write_text(text)
+    with pytest.raises(ZbcError) as caught:
+        spec.draft(path, overrides).finish()
+    return [(error.code, error.where.replace(str(tmp_path) + "/", ""), error.message) for error in caught.value.errors]
+
+
+def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
+    text = """zbc = 1
+[model]
+layers = "24"
+hiden = 100
+[parallel]
+pp = 0
+[schedule]
+kind = "zb-v"
+microbatches = 8.5
+[hardware]
+device = "cdua"
+[optmizer]
+lr = 3
+"""
+    found = {where: (code, message) for code, where, message in problems(tmp_path, text)}
+    assert found == {
+        "zbc.toml:3:10": ("E103", "config: model.layers: expected a whole number, found '24'"),
+        "zbc.toml:4:1": ("E102", "config: unknown key model.hiden"),
+        "zbc.toml:6:6": ("E103", "config: parallel.pp: must be at least 1, found 0"),
+        "zbc.toml:9:16": ("E103", "config: schedule.microbatches: expected a whole number, found 8.5"),
+        "zbc.toml:11:10": ("E103", "config: hardware.device: expected 'cuda' or 'cpu', found 'cdua'"),
+        "zbc.toml:12:2": ("E102", "config: unknown table optmizer"),
+    }
+
+
+def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
+    found = problems(tmp_path, toml_text(costs={"f": [1, -2], "b": 1, "w": 1}))
+    assert [message for _, _, message in found] == ["config: costs.f.1: must be at least 0, found -2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"model": {"heads": 5}}, "E110", "model.heads = 5 does not divide model.hidden = 32"),
+        ({"model": {"heads": 32, "positions": "rotary"}}, "E110", "even head size"),
+        ({"model": {"vocab": 100}}, "E150", "text data has 256 byte values, model.vocab is 100"),
+        ({"model": {"tie_embeddings": True}}, "E107", "model.tie_embeddings"),
+        ({"parallel": {"dp": 2}}, "E107", "parallel.dp"),
+        ({"optimizer": {"sync": "post-validate"}}, "E107", "optimizer.sync"),
+        ({"checkpoint": {"every": 5}}, "E107", "checkpoint.every"),
+        ({"costs": {"f": 1.0}}, "E141", "costs give f but not b, w"),
+        ({"costs": {"per": "layer", "f": [1.0], "b": 1, "w": 1}}, "E140", "costs.f has 1 numbers, model.layers is 8"),
+        ({"costs": {"head": {"f": 1.0}}}, "E141", 'costs.head goes with per = "layer"'),
+        ({"schedule": {"memory_limit": "4 bananas"}}, "E103", "memory_limit"),
+        ({"schedule": {"plugin": "a:b"}}, "E103", "needs one of kind, file and plugin"),
+        ({"data": {"kind": "txt"}}, "E103", "unknown data.kind"),
+        ({"model": {"family": "gtp"}}, "E103", "unknown model.family"),
+    ],
+)
+def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
+    found = problems(tmp_path, toml_text(**changes))
+    assert [found_code for found_code, _, _ in found] == [code]
+    assert text in found[0][2]
+
+
+def test_overrides_win_and_are_named_as_the_place_of_their_problems(tmp_path):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text())
+    changed = spec.draft(path, ["schedule.microbatches=16", "optimizer.lr=0.1", "data.path=a.txt"]).finish()
+    assert (changed.schedule.microbatches, changed.optimizer.lr, changed.data.path) == (16, 0.1, "a.txt")
+    assert changed.where("schedule", "microbatches") == "--set schedule.microbatches=16"
+    found = problems(tmp_path, toml_text(), ["train.steps=many"])
+    assert found == [("E103", "--set train.steps=many", "config: train.steps: expected a whole number, found 'many'")]
+
+
+@pytest.mark.parametrize("override", ["x", "schedule=1", "=3", "a..b=1"])
+def test_a_malformed_override_is_refused(tmp_path, override):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text())
+    with pytest.raises(ZbcError) as caught:
+        spec.draft(path, [override])
+    assert caught.value.code == "E109"
+
+
+def test_only_planning_sections_reach_the_plan_id():
+    plain, longer = job(), job(train={"steps": 50}, optimizer={"lr": 1.0}, log={"every": 1}, data={"path": "x"})
+    assert plain.planning() == longer.planning()
+    assert plain.training() != longer.training()
+    assert plain.planning() != job(m=9).planning()
+
+
+def test_the_objective_follows_the_optimizer_unless_given():
+    assert job().objective == "makespan"
+    assert job(schedule={"objective": "span"}).objective == "span"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1.0x", (1.0, "x")), (" 2 x", (2.0, "x")), ("40 GiB", (40 * 2**30, "bytes")), ("512MiB", (2**29, "bytes"))]
+    + [("0x", None), ("40", None), ("x", None), ("40 GB", None), ("-1x", None)],
+)
+def test_memory_limits_are_multiples_or_bytes(text, value):
+    assert spec.parse_limit(text) == value
+
+
+def test_the_schema_names_every_section_and_required_key():
+    schema = spec.json_schema()
+    assert set(schema["properties"]) == {*spec.SECTIONS, "zbc", "extends"}
+    assert schema["required"] == ["model", "parallel", "schedule"]
+    assert schema["$defs"]["model"]["properties"]["layers"]["description"]
+
+
+def test_problems_are_one_error_to_catch(tmp_path):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text(model={"heads": 5}, data={"kind": "txt"}))
+    with pytest.raises(Problems) as caught:
+        spec.draft(path).finish()
+    assert len(caught.value.errors) == 2
+    assert caught.value.exit_code == 3
