@@ -1,0 +1,46 @@
+# `make demo` and `make test` set themselves up: a virtual environment in .venv with the versions of constraints.txt.
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python from 3.11 on; override with `make PYTHON=/path/to/python3.12`.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy --strict"
+	@echo "make bench   measure the compiler and the runtime beside torch's pipelining; writes bench/results/"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "zbc needs Python 3.11 or newer; none was found on the PATH" >&2; exit 6; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run
+	$(BIN)/zbc plan plans/tiny.toml -o build/demo
+	$(BIN)/zbc visualize build/demo
+	$(BIN)/zbc run build/demo --local 4
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python bench/compile.py
+	$(BIN)/python bench/fidelity.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
