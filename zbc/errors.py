@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 EXIT_BUG = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_LINE = 90  # characters of a place and a hint that still share a line
 # family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
 _EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": 7}
 
@@ -53,10 +54,11 @@ class ZbcError(Exception):
     def render(self) -> str:
         """The message as the console shows it, without colour."""
         lines = [f"error[{self.code}] {self.message}"]
+        beside = bool(self.hint and self.where) and len(f"{self.where}{self.hint}") <= _LINE
         if self.where is not None:
-            lines.append(f"  --> {self.where}" + (f"   {self.hint}" if self.hint else ""))
+            lines.append(f"  --> {self.where}" + (f"   {self.hint}" if beside else ""))
         lines += [f"   {line}" for line in self.details]
-        if self.hint and self.where is None:
+        if self.hint and not beside:
             lines.append(f"   = {self.hint}")
         return "\n".join(lines)
 

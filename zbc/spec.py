@@ -240,11 +240,13 @@ class Draft:
         self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))
 
 
-def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """Read a job file with `overrides` (`key.path=value`) on top and collect its problems."""
+def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None) -> Draft:
+    """Read a job file with `overrides` (`key.path=value`) and then `schedule` on top and collect its problems."""
     document = toml.load(path)
     for override in overrides:
-        document = toml.merge(document, _override(override))
+        document = toml.merge(document, _override(override, document.source))
+    if schedule is not None:
+        document = _choose(document, schedule)
     result = Draft(document, {}, [])
     _check_version(result)
     for name in document.values.keys() - SECTIONS.keys() - {"zbc"}:
@@ -257,7 +259,7 @@ def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     return result
 
 
-def _override(text: str) -> toml.Document:
+def _override(text: str, source: str) -> toml.Document:
     key, equals, value = text.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or len(parts) < 2 or not all(parts):
@@ -273,7 +275,15 @@ def _override(text: str) -> toml.Document:
     places: dict[toml.KeyPath, str] = {parts: f"--set {text}"}
     if isinstance(parsed, list):
         places |= {(*parts, i): f"--set {text}" for i in range(len(parsed))}
-    return toml.Document("--set", tree, dict(places), places)
+    return toml.Document(source, tree, dict(places), places)
+
+
+def _choose(document: toml.Document, schedule: str) -> toml.Document:
+    """The document with `schedule` in place of the kind, file or plugin it names."""
+    place = {("schedule", "kind"): f"--schedule {schedule}"}
+    chosen = toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
+    section = {key: value for key, value in chosen.values["schedule"].items() if key not in ("file", "plugin")}
+    return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
 
 
 def _check_version(result: Draft) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from zbc.compiler.check import check_all
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.partition import Stages, partition
-from zbc.compiler.passes import lower
-from zbc.compiler.schedules import Request, Schedule, find
+from zbc.compiler.passes import PASSES, lower
+from zbc.compiler.schedules import SCHEDULES, Request, Schedule, find
 from zbc.compiler.simulate import Timeline, simulate
-from zbc.errors import ZbcError
+from zbc.errors import Problems, ZbcError
 from zbc.ir import Placement, Program
 from zbc.spec import Draft, Job
+from zbc.text import short, size, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Compiled:
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
     timeline: Timeline
     report: report.Report
+
+    @property
+    def step_ms(self) -> float:
+        """What one step costs by the job's objective."""
+        return self.report.makespan_ms if self.job.objective == "makespan" else self.report.span_ms
 
     def write(self, folder: Path) -> plans.Manifest:
         """Write the plan directory; it appears complete or not at all."""
@@ -56,9 +62,7 @@ class Compiled:
 
 def load_job(path: Path, overrides: Sequence[str] = (), schedule: str | None = None) -> Job:
     """Read a job file; raises every problem at once, those of the chosen schedule included."""
-    if schedule is not None:
-        overrides = [*overrides, f'schedule.kind="{schedule}"']
-    draft = spec.draft(path, overrides)
+    draft = spec.draft(path, overrides, schedule)
     draft.problems += _schedule_problems(draft)
     return draft.finish()
 
@@ -82,20 +86,79 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
 def compile_job(job: Job) -> Compiled:
     """Plan a job: schedule, complete, prove, predict.
 
-    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit).
+    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; says
+    which other schedules would).
     """
+    compiled = _compile(job)
+    try:
+        check_memory(job, compiled.program, compiled.costs)
+    except ZbcError as error:
+        raise _with_alternatives(error, compiled) from None
+    return compiled
+
+
+def lowering(job: Job) -> Iterator[tuple[str, Program]]:
+    """The program as the schedule made it and as each pass left it, with what made it; nothing is checked."""
+    _, program, _, _ = _order(job, estimate.layers(job))
+    yield program.history[0], program
+    for name, run in PASSES.items():
+        program = run(program)
+        yield name, program
+
+
+def _compile(job: Job) -> Compiled:
+    """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
     name, compute, stages, costs = _order(job, table)
     program = lower(compute)
     check_all(program)
-    check_memory(job, program, costs)
     timeline = simulate(program, costs)
     lower_bound = bounds(program.placement, costs, job.schedule.microbatches)
     summary = report.build(program, costs, timeline, lower_bound, name)
     summary = replace(summary, compile_seconds=time.perf_counter() - began)
     layers = tuple(tuple(table[i].name for i in part) for part in stages)
     return Compiled(job, name, program, costs, layers, timeline, summary)
+
+
+def _with_alternatives(error: ZbcError, compiled: Compiled) -> ZbcError:
+    """The error with the schedules that would fit, the fastest first, beside what they cost against this one."""
+    found = sorted(_alternatives(compiled.job, compiled.schedule), key=lambda other: other.step_ms)
+    words = [f"{other.schedule} ({_need(other, error)}, step {_change(other, compiled)})" for other in found]
+    lines = wrap([f"= would fit: {words[0]}", *words[1:]], 90, between=", ") if words else []
+    details = [lines[0], *(f"  {line}" for line in lines[1:])] if lines else ["= no other schedule would fit"]
+    last = error.errors[-1]
+    extended = ZbcError(last.code, last.message, where=last.where, hint=last.hint, details=[*last.details, *details])
+    return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
+
+
+def _need(compiled: Compiled, error: ZbcError) -> str:
+    """What a plan needs of what `error` found too little of."""
+    if error.code == "E301":
+        return size(compiled.report.peak_bytes)
+    limit = spec.parse_limit(compiled.job.schedule.memory_limit or "")
+    if limit is not None and limit[1] == "bytes":
+        return size(max(rank.activation_bytes for rank in compiled.report.per_rank))
+    return f"{short(compiled.report.peak_activation_units)} units"
+
+
+def _change(other: Compiled, one: Compiled) -> str:
+    return f"{100 * (other.step_ms / one.step_ms - 1):+.1f}%" if one.step_ms > 0 else "+0.0%"
+
+
+def _alternatives(job: Job, failed: str) -> Iterator[Compiled]:
+    """The job under every other registered schedule that can plan it within its limits."""
+    for name, card in SCHEDULES.items():
+        if name == failed:
+            continue
+        chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
+        changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}
+        try:
+            other = _compile(replace(job, schedule=job.schedule.model_copy(update=changes)))
+            check_memory(other.job, other.program, other.costs)
+        except ZbcError:
+            continue
+        yield other
 
 
 def _order(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:

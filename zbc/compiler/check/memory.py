@@ -12,8 +12,7 @@ from zbc.compiler.memory import RankMemory, peaks
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Program
 from zbc.spec import Job, parse_limit
-
-GIB = 1024.0**3
+from zbc.text import GIB, size
 
 
 def check_memory(job: Job, program: Program, costs: Costs) -> None:
@@ -30,18 +29,18 @@ def _over_device(job: Job, program: Program, memory: list[RankMemory], costs: Co
     worst = memory[rank]
     if worst.bytes <= limit * GIB:
         return
-    text = f"does not fit: rank {rank} needs {worst.bytes / GIB:.3g} GiB, hardware.memory_gib is {limit:g}"
-    parts = (
-        f"weights {worst.weights / GIB:.2f} + gradients {worst.gradients / GIB:.2f} + optimizer "
-        f"{worst.optimizer / GIB:.2f} + activations {worst.activations / GIB:.2f} ({worst.in_flight} microbatches in "
-        f"flight, peak at {worst.peak_op}) + buffers {worst.buffers / GIB:.2f}"
-    )
+    text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}"
+    parts = [
+        f"weights {size(worst.weights)} + gradients {size(worst.gradients)} + optimizer {size(worst.optimizer)}",
+        f"+ activations {size(worst.activations)} ({worst.in_flight} microbatches in flight, peak at {worst.peak_op})"
+        f" + buffers {size(worst.buffers)}",
+    ]
     yield ZbcError(
         "E301",
         text,
         where=job.where("hardware", "memory_gib"),
-        details=[parts],
-        hint="`zbc compare` shows which schedules fit; more ranks or a smaller microbatch_size help too",
+        details=parts,
+        hint="more ranks, a smaller microbatch_size or another schedule need less",
     )
 
 

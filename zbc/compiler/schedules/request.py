@@ -53,11 +53,16 @@ class Schedule:
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
 
+    def allows(self, chunks: int | None) -> bool:
+        """Whether a rank can have that many stages; None leaves it to the schedule."""
+        low, high = self.chunks
+        return chunks is None or (chunks >= low and (high is None or chunks <= high))
+
     def stages_per_rank(self, asked: int | None) -> int:
         """The chunks to use. Raises E120 if the schedule cannot have as many as asked for."""
         low, high = self.chunks
         v = self.default_chunks if asked is None else asked
-        if v < low or (high is not None and v > high):
+        if not self.allows(v):
             allowed = f"{low}" if high == low else f"{low} or more" if high is None else f"{low} to {high}"
             raise ZbcError(
                 "E120",

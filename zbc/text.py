@@ -1,0 +1,47 @@
+"""Numbers and lines as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+GIB = 1024.0**3
+
+
+def short(value: float, digits: int = 4) -> str:
+    """`digits` significant digits without trailing zeros: 25.5, 618.3, 12346, 0.01953."""
+    text = fixed(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def fixed(value: float, digits: int = 4) -> str:
+    """`digits` significant digits: 25.50, 618.3, 12346, 0.01953."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")  # 9.9999 has one digit before its point only until it is rounded
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{value:.{decimals}f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that fits: 940 B, 31.2 KiB, 5.42 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{short(count, 3)} {unit}"
+        count /= 1024
+    return f"{short(count, 3)} TiB"
+
+
+def wrap(words: Sequence[str], width: int, between: str = "   ") -> list[str]:
+    """Words joined into lines no wider than `width`."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(between) + len(word) <= width:
+            lines[-1] += between + word
+        else:
+            lines.append(word)
+    return lines

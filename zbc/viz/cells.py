@@ -1,0 +1,152 @@
+"""Which op does each cell of a drawn timeline show?
+
+By time, all cells are equally long and each shows the op that covers most of it; a cell that is idle for more than half
+of its time is idle. By slot, a cell is not a time but a turn: columns are opened in the order in which ops start, each
+column holds at most one start per rank, and an op stays visible in the columns opened before it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbc.compiler.simulate import Timeline
+from zbc.ir import Kind, Op
+
+Window = tuple[float, float]  # ms from the first start on
+_ALMOST = 1e-9  # of a cell: what rounding may make of two equal times
+
+
+class Block(NamedTuple):
+    """`op` fills `cells` columns from `first` on."""
+
+    first: int
+    cells: int
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Blocks per rank over `columns` cells; `edges[c]` is the ms at the left edge of column c, one more than columns.
+
+    `hidden` counts, per kind, the ops inside the window that are too short to own a cell, of how many.
+    """
+
+    columns: int
+    rows: tuple[tuple[Block, ...], ...]
+    edges: tuple[float, ...]
+    hidden: dict[Kind, tuple[int, int]]
+
+
+class _Piece(NamedTuple):
+    id: int  # in the dag
+    op: Op
+    start: float
+    end: float
+
+
+def _pieces(timeline: Timeline, rank: int, window: Window) -> Iterator[_Piece]:
+    """The ops of a rank that take time inside the window."""
+    dag = timeline.dag
+    begin = min(timeline.first_start(r) for r in range(timeline.ranks))
+    for i in range(dag.first[rank], dag.first[rank + 1]):
+        start, end = timeline.start[i] - begin, timeline.end[i] - begin
+        if end > window[0] and start < window[1]:
+            yield _Piece(i, dag.ops[i], start, end)
+
+
+def by_time(timeline: Timeline, window: Window, room: int) -> Grid:
+    """At most `room` cells of equal length over the window.
+
+    Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal.
+    """
+    pieces = [list(_pieces(timeline, rank, window)) for rank in range(timeline.ranks)]
+    columns = _columns(pieces, window, room)
+    step = (window[1] - window[0]) / columns
+    rows = tuple(_row(row, window, columns, step) for row in pieces)
+    edges = tuple(window[0] + c * step for c in range(columns + 1))
+    return Grid(columns, rows, edges, _hidden(pieces, rows, window))
+
+
+def _hidden(pieces: list[list[_Piece]], rows: Sequence[Sequence[Block]], window: Window) -> dict[Kind, tuple[int, int]]:
+    shown = {block.op for row in rows for block in row}
+    whole = [x for row in pieces for x in row if window[0] <= x.start < x.end <= window[1] + _ALMOST]
+    total = Counter(piece.op.kind for piece in whole)
+    missing = Counter(piece.op.kind for piece in whole if piece.op not in shown)
+    return {kind: (missing[kind], total[kind]) for kind in sorted(missing)}
+
+
+def _columns(pieces: list[list[_Piece]], window: Window, room: int) -> int:
+    """The number of cells: a multiple of the beats in the window if there is a beat, else all the room."""
+    lengths = {round(piece.end - piece.start, 9) for row in pieces for piece in row} - {0.0}
+    if not lengths or len(lengths) > 64:
+        return room
+    times = {round(time - window[0], 9) for row in pieces for piece in row for time in (piece.start, piece.end)}
+    for divisor in (1, 2, 3, 4):
+        beat = min(lengths) / divisor
+        beats = round((window[1] - window[0]) / beat)
+        if beats > room:
+            break
+        if all(_whole(time / beat) for time in (*times, window[1] - window[0])):
+            return beats * (room // beats)
+    return room
+
+
+def _whole(ratio: float) -> bool:
+    return abs(ratio - round(ratio)) < 1e-6
+
+
+def _row(pieces: list[_Piece], window: Window, columns: int, step: float) -> tuple[Block, ...]:
+    most, busy = [0.0] * columns, [0.0] * columns
+    owner: list[Op | None] = [None] * columns
+    for piece in pieces:
+        start, end = (max(0.0, piece.start - window[0]) / step, min(window[1], piece.end) / step - window[0] / step)
+        for c in range(int(start), min(columns, int(end) + 1)):
+            covered = min(end, c + 1) - max(start, c)
+            busy[c] += max(0.0, covered)
+            if covered > most[c] + _ALMOST:
+                most[c], owner[c] = covered, piece.op
+    blocks: list[Block] = []
+    for c, op in enumerate(owner):
+        if op is None or busy[c] < 0.5 - _ALMOST:
+            continue
+        if blocks and blocks[-1].op == op and sum(blocks[-1][:2]) == c:
+            blocks[-1] = blocks[-1]._replace(cells=blocks[-1].cells + 1)
+        else:
+            blocks.append(Block(c, 1, op))
+    return tuple(blocks)
+
+
+def by_slot(timeline: Timeline, window: Window) -> Grid:
+    """One column per turn, over the ops that run inside the window."""
+    dag = timeline.dag
+    rows = [list(_pieces(timeline, rank, window)) for rank in range(timeline.ranks)]
+    length = max(timeline.makespan, 1e-12)
+    order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
+    column: dict[int, int] = {}
+    edges: list[float] = []
+    latest: dict[int, int] = {}  # rank -> column of its last op
+    current = 0
+    for _, _, piece in order:
+        rank, source = dag.rank[piece.id], dag.source[piece.id]
+        current = max(current, latest.get(rank, -1) + 1, column.get(source, -1) + 1)
+        if current == len(edges):
+            edges.append(piece.start)
+        column[piece.id] = latest[rank] = current
+    blocks = [_spread(row, column, edges, _ALMOST * length) for row in rows]
+    return Grid(len(edges), tuple(blocks), (*edges, window[1]), {})
+
+
+def _spread(row: list[_Piece], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
+    """Each op from its own column on through those that open before it ends."""
+    blocks = []
+    for k, piece in enumerate(row):
+        first = column[piece.id]
+        stop = column[row[k + 1].id] if k + 1 < len(row) else len(edges)
+        cells = 1
+        while first + cells < stop and edges[first + cells] < piece.end - almost:
+            cells += 1
+        blocks.append(Block(first, cells, piece.op))
+    return tuple(blocks)
