@@ -1,0 +1,122 @@
+"""Costs: what is given stays as given, what is estimated follows from counted operations and bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import job
+from zbc.compiler import cost, estimate
+from zbc.compiler.cost import Costs
+from zbc.compiler.partition import partition
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement
+
+LINEAR, V = Placement.linear(4), Placement.vshape(4)
+
+
+def costs(description, placement=LINEAR):
+    table = estimate.layers(description)
+    return cost.build(description, placement, partition(description, placement.stages, table), table)
+
+
+def test_a_number_per_rank_is_shared_by_the_chunks_of_the_rank():
+    given = costs(job(costs={"f": 8.0, "b": 6.0, "w": 4.0, "comm": 0.5}), V)
+    assert given.f == (4.0,) * 8 and given.b == (3.0,) * 8 and given.w == (2.0,) * 8
+    assert given.comm == ((0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5),)
+    assert given.act_b == (0.5,) * 8
+    assert given.source == "given"
+
+
+def test_a_list_per_rank_follows_the_placement():
+    given = costs(job(costs={"f": [2.0, 4.0, 6.0, 8.0], "b": 1.0, "w": 1.0}), V)
+    assert given.f == (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)
+
+
+def test_a_list_per_stage_is_taken_as_it_is():
+    given = costs(job(costs={"per": "stage", "f": [1.0, 2.0, 3.0, 4.0], "b": 1.0, "w": 0.5}))
+    assert given.f == (1.0, 2.0, 3.0, 4.0)
+    assert given.b == (1.0,) * 4
+
+
+def test_a_list_of_the_wrong_length_is_refused():
+    with pytest.raises(ZbcError, match="f has 3 numbers, there are 4 ranks") as caught:
+        costs(job(costs={"f": [1.0, 2.0, 3.0], "b": 1.0, "w": 1.0}))
+    assert caught.value.code == "E140"
+
+
+def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
+    given = costs(
+        job(
+            costs={"per": "layer", "f": 1.0, "b": 2.0, "w": 3.0, "embed": {"f": 0.5}, "head": {"w": 9.0}},
+            partition={"layers_per_stage": [2, 2, 2, 2]},
+        )
+    )
+    assert given.f == (2.5, 2.0, 2.0, 2.0)
+    assert given.w == (6.0, 6.0, 6.0, 15.0)
+
+
+def test_given_costs_without_comm_mean_transfers_that_take_no_time():
+    assert costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0})).comm == ((0.0, 0.0, 0.0),)
+
+
+def test_activation_units_are_shares_of_one_rank_whatever_unit_was_given():
+    given = costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0, "act_b": 34.0, "act_w": 17.0}), V)
+    assert given.act_b == pytest.approx((0.5,) * 8)
+    assert given.act_w == pytest.approx((0.25,) * 8)
+
+
+def test_what_an_op_holds_sums_to_nothing_over_a_microbatch():
+    given = Costs.uniform(LINEAR, act_w=0.4)
+    split = [Op(kind, 1, 0) for kind in (Kind.F, Kind.B, Kind.W)]
+    assert [given.held(op) for op in split] == [1.0, pytest.approx(-0.6), -0.4]
+    assert given.held(Op(Kind.F, 1, 0)) + given.held(Op(Kind.BW, 1, 0)) == 0.0
+
+
+def test_estimates_follow_from_flops_when_arithmetic_is_the_limit():
+    """24 h^2 + 2 s h per token forward, 24 h^2 + 5 s h backward, 24 h^2 for the weights; head 2 h V each."""
+    big = job(
+        model={"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 50000},
+        schedule={"microbatch_size": 4},
+        hardware={"device": "cuda", "tflops": 100.0, "memory_gbps": 1e6},
+    )
+    table = estimate.layers(big)
+    h, s, tokens = 1024, 512, 4 * 512
+    per_ms = 100e12 / 1e3
+    block, head = table[1], table[-1]
+    assert block.f == pytest.approx((24 * h * h + 2 * s * h) * tokens / per_ms)
+    assert block.b == pytest.approx((24 * h * h + 5 * s * h) * tokens / per_ms)
+    assert block.w == pytest.approx(24 * h * h * tokens / per_ms)
+    assert head.f == pytest.approx(2 * h * 50000 * tokens / per_ms)
+    assert block.params == 12 * h * h + 13 * h
+    assert [layer.name for layer in table] == ["embed", *(f"layers.{i}" for i in range(8)), "head"]
+
+
+def test_a_model_of_the_papers_size_has_its_parameters():
+    """1.5B of arXiv 2401.10241 (22 layers + embedding and head, h = 2304)."""
+    table = estimate.layers(job(layers=22, model={"hidden": 2304, "heads": 24, "vocab": 50257, "seq_len": 1024}))
+    assert sum(layer.params for layer in table) == pytest.approx(1.64e9, rel=0.01)
+
+
+def test_transfers_are_latency_plus_bytes_over_the_link():
+    hardware = {"link_gbps": 8.0, "link_us": 100.0}
+    estimated = costs(job(hardware=hardware))
+    size = 2 * 16 * 32 * 4
+    assert estimated.comm[0] == pytest.approx((0.1 + size / 1e6,) * 3)
+    assert costs(job(hardware=hardware, costs={"comm": 0.25})).comm[0] == (0.25,) * 3
+
+
+def test_memory_by_category_is_float32_weights_gradients_and_two_adam_states():
+    sizes = costs(job()).bytes
+    table = estimate.layers(job())
+    assert sum(s.weights for s in sizes) == 4 * sum(layer.params for layer in table)
+    assert all(s.gradients == s.weights and s.optimizer == 2 * s.weights for s in sizes)
+    assert all(s.boundary == 2 * 16 * 32 * 4 for s in sizes)
+    assert sum(s.optimizer for s in costs(job(optimizer={"kind": "sgd"})).bytes) == 0
+
+
+def test_layers_of_a_factory_are_assumed_equal_and_say_so():
+    plain = job(model={"family": "my.net:layers"}, data={"kind": "my.net:data"})
+    assumed = costs(plain)
+    assert assumed.source == "assumed equal"
+    assert assumed.bytes is None
+    assert assumed.f == (2.0,) * 4

@@ -1,0 +1,199 @@
+"""Plan directories: deterministic, verified, and there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from tests.compiler.grid import make
+from zbc import plan as plans
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.plan import Boundary, Plan
+
+
+def assembled(program, **changes):
+    options = {
+        "parameters": {"chunks": 2},
+        "layers": [[f"layers.{s}"] for s in range(program.placement.stages)],
+        "boundaries": [Boundary(shape=[2, 16, 32], dtype="float32")] * (program.placement.stages - 1),
+        "microbatch_size": 2,
+        "predicted": {"makespan_ms": 1.5},
+        "planning": {"model": {"layers": 8}},
+        "training": {"train": {"steps": 3}},
+    }
+    return plans.assemble(program, **{**options, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    target = tmp_path / "plan"
+    plans.write(target, *assembled(lower(make("zb-v", 3, 5))))
+    return target
+
+
+def rewrite_manifest(folder, **changes):
+    """Change plan.json and make its hash right again."""
+    data = json.loads((folder / "plan.json").read_text()) | changes
+    manifest = plans.Manifest.model_validate(data)
+    (folder / "plan.json").write_text(manifest.dumps())
+
+
+def code_of(folder):
+    with pytest.raises(ZbcError) as caught:
+        Plan.read(folder)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_program_reads_back_equal(tmp_path, name):
+    program = lower(make(name, 3, 5))
+    plans.write(tmp_path / "plan", *assembled(program))
+    assert Plan.read(tmp_path / "plan").program == program
+
+
+def test_bytes_are_deterministic_and_one_op_stands_on_a_line(tmp_path, folder):
+    again = tmp_path / "again"
+    plans.write(again, *assembled(lower(make("zb-v", 3, 5))))
+    names = sorted(os.listdir(folder))
+    assert names == ["plan.json", "rank-0000.json", "rank-0001.json", "rank-0002.json"]
+    assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+    lines = (folder / "rank-0001.json").read_text().splitlines()
+    assert '  "RECV_F s1 m0 <r0",' in lines
+    assert '  "F s1 m0",' in lines
+
+
+def test_the_id_covers_ops_and_planning_but_not_training():
+    program = lower(make("1f1b", 2, 4))
+    base = assembled(program)[0].id
+    assert assembled(program, training={"train": {"steps": 9}})[0].id == base
+    assert assembled(program, planning={"model": {"layers": 9}})[0].id != base
+    assert assembled(lower(make("gpipe", 2, 4)))[0].id != base
+
+
+def test_a_stage_maps_to_a_list_of_ranks(folder):
+    assert json.loads((folder / "plan.json").read_text())["placement"] == [[0], [1], [2], [2], [1], [0]]
+
+
+def test_an_edited_op_is_noticed(folder):
+    path = folder / "rank-0001.json"
+    path.write_text(path.read_text().replace("F s1 m0", "F s1 m1", 1))
+    assert code_of(folder) == "E402"
+
+
+def test_an_edited_manifest_is_noticed(folder):
+    path = folder / "plan.json"
+    path.write_text(path.read_text().replace('"steps": 3', '"steps": 4'))
+    assert code_of(folder) == "E402"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "rank-0002.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ZbcError, match=name) as caught:
+        Plan.read(folder)
+    assert caught.value.code == "E401"
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -3])
+def test_a_truncated_manifest_is_damaged(folder, keep):
+    text = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(text[:keep])
+    assert code_of(folder) == "E404"
+
+
+def test_another_version_asks_for_a_new_plan(folder):
+    data = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**data, "version": 2, "new": True}))
+    assert code_of(folder) == "E403"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placement": [[0]]},
+        {"placement": [[0], [1], [2], [2], [1], [7]]},
+        {"layers": []},
+        {"boundaries": []},
+        {"files": {}},
+        {"placement": [[0], [1], [2], [2, 1], [1], [0]]},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_damaged(folder, changes):
+    rewrite_manifest(folder, **changes)
+    assert code_of(folder) == "E404"
+
+
+def test_op_kinds_of_a_newer_zbc_are_refused_by_name(folder):
+    rewrite_manifest(folder, capabilities=["F", "TELEPORT"])
+    with pytest.raises(ZbcError, match="TELEPORT") as caught:
+        Plan.read(folder)
+    assert caught.value.code == "E406"
+
+
+def test_unknown_fields_are_refused(folder):
+    data = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**data, "surprise": 1}))
+    assert code_of(folder) == "E404"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"F s1 m0"', '"F s1 m99"'),
+        ('"F s1 m0"', '"F s9 m0"'),
+        ('"RECV_F s1 m0 <r0"', '"RECV_F s1 m0 <r2"'),
+        ('"RECV_F s1 m0 <r0"', '"RECV_F s1 m0"'),
+        ('"F s1 m0"', '"G s1 m0"'),
+        ('"F s1 m0"', "17"),
+        ('"rank": 1', '"rank": 2'),
+    ],
+)
+def test_a_rank_file_that_makes_no_sense_is_damaged_even_with_the_right_hash(folder, old, new):
+    path = folder / "rank-0001.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    manifest = plans.read_manifest(folder)
+    rewrite_manifest(folder, files=manifest.files | {path.name: plans._sha(path.read_bytes())})
+    assert code_of(folder) == "E404"
+
+
+def test_a_new_plan_replaces_an_old_one_whole(folder):
+    plans.write(folder, *assembled(lower(make("1f1b", 2, 4))))
+    assert sorted(os.listdir(folder)) == ["plan.json", "rank-0000.json", "rank-0001.json"]
+    assert Plan.read(folder).manifest.schedule == "1f1b"
+    assert os.listdir(folder.parent) == ["plan"]
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
+    target = tmp_path / "home"
+    target.mkdir()
+    (target / "thesis.tex").write_text("years of work")
+    with pytest.raises(ZbcError) as caught:
+        plans.write(target, *assembled(lower(make("1f1b", 2, 4))))
+    assert caught.value.code == "E405"
+    assert os.listdir(target) == ["thesis.tex"]
+    (target / "plan.json").write_text("{}")
+    with pytest.raises(ZbcError):
+        plans.write(target, *assembled(lower(make("1f1b", 2, 4))))
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_plan_and_nothing_else(folder, monkeypatch):
+    before = (folder / "plan.json").read_bytes()
+    real = os.rename
+
+    def fails_for_the_new_one(source, target):
+        if str(source).endswith("new"):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(plans.os, "rename", fails_for_the_new_one)
+    with pytest.raises(ZbcError, match="No space left on device") as caught:
+        plans.write(folder, *assembled(lower(make("1f1b", 2, 4))))
+    assert caught.value.code == "E407"
+    assert (folder / "plan.json").read_bytes() == before
+    assert os.listdir(folder.parent) == ["plan"]
