@@ -29,10 +29,15 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.spec", "zbc.plan"],
-    ["zbc.runtime.transport", "zbc.runtime.split", "zbc.runtime.metrics", "zbc.runtime.data", "zbc.runtime.model"],
-    ["zbc.runtime.stage", "zbc.runtime.optimizer", "zbc.runtime.hub", "zbc.runtime.network"],
+    ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock"],
+    ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.gpt"],
+    ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.optimizer", "zbc.runtime.hub", "zbc.runtime.network"],
+    ["zbc.runtime.model"],
+    ["zbc.runtime.shapes"],
+    ["zbc.runtime.data", "zbc.runtime.stage"],
+    ["zbc.runtime.state"],
     ["zbc.runtime.handlers"],
-    ["zbc.runtime.execute"],
+    ["zbc.runtime.worker", "zbc.runtime.execute"],
     ["zbc.runtime"],
 ]
 

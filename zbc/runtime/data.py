@@ -1,0 +1,166 @@
+"""What a step trains on: which samples, in which order, as tensors of one microbatch.
+
+The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a training run
+is at position `step * m * b`. Any rank can look up any microbatch; resuming needs one integer and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime import corpus, userobject
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.shapes import TensorSpec
+
+
+class Samples(Protocol):
+    """A map-style dataset that gives whole microbatches."""
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        """The inputs of these samples, stacked along a new first dimension."""
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        """Their targets, stacked."""
+
+
+class Windows:
+    """Windows of `seq_len` tokens, one after the other; a target is its window shifted by one token."""
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+        count = max(0, (len(tokens) - 1) // seq_len)
+        self._inputs = tokens[: count * seq_len].view(count, seq_len)
+        self._targets = tokens[1 : count * seq_len + 1].view(count, seq_len) if count else self._inputs
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return self._inputs[torch.tensor(indices)].long()
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return self._targets[torch.tensor(indices)].long()
+
+
+class Noise:
+    """Random tokens, made on demand from the sample's number; nothing can be learned from them."""
+
+    def __init__(self, vocab: int, seq_len: int, seed: int, count: int = 2**20) -> None:
+        self._vocab, self._seq_len, self._seed, self._count = vocab, seq_len, seed, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._sample(i)[:-1] for i in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._sample(i)[1:] for i in indices])
+
+    def _sample(self, index: int) -> Tensor:
+        source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index))
+        return torch.randint(self._vocab, (self._seq_len + 1,), generator=source)
+
+
+class Pairs:
+    """A user's map-style dataset of (input, target) tensors, all of one shape.
+
+    The ranks of the first and the last stage each index it, so `dataset[i]` has to be the same every time; only the
+    factory call may draw from torch's generator, which is seeded for it.
+    """
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            text = f"data: {name} returned {type(dataset).__name__}, which has no length or cannot be indexed"
+            raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
+        self._dataset, self._name = dataset, name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self.pair(i)[0] for i in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self.pair(i)[1] for i in indices])
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        pair = self._dataset[index]
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+            text = f"data: sample {index} of {self._name} is not a pair (input tensor, target tensor)"
+            raise ZbcError("E505", text, hint="return two tensors; a class number is torch.tensor(3)")
+        return pair[0], pair[1]
+
+
+class Batches:
+    """The microbatches of every step."""
+
+    def __init__(self, samples: Samples, *, seed: int, microbatches: int, size: int) -> None:
+        needed, self._count = microbatches * size, len(samples)
+        if self._count < needed:
+            text = f"data: {self._count} samples, one step needs {needed} ({microbatches} microbatches of {size})"
+            raise ZbcError("E504", text, hint="give more data, shorter sequences, or fewer or smaller microbatches")
+        self._samples, self._seed, self._microbatches, self._size = samples, seed, microbatches, size
+        self._orders: dict[int, Tensor] = {}
+
+    def inputs(self, step: int, mb: int) -> Tensor:
+        """The model input of a microbatch, on the CPU."""
+        return self._samples.inputs(self.indices(step, mb))
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        """Its target, on the CPU."""
+        return self._samples.targets(self.indices(step, mb))
+
+    def indices(self, step: int, mb: int) -> list[int]:
+        """The numbers of its samples."""
+        epoch, place = divmod((step * self._microbatches + mb) * self._size, self._count)
+        chosen = self._order(epoch)[place : place + self._size].tolist()
+        if len(chosen) < self._size:  # the epoch ends inside this microbatch
+            chosen += self._order(epoch + 1)[: self._size - len(chosen)].tolist()
+        return chosen
+
+    def _order(self, epoch: int) -> Tensor:
+        order = self._orders.get(epoch)
+        if order is None:
+            source = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch))
+            order = torch.randperm(self._count, generator=source)
+            # Targets are looked up after inputs, so the epoch before may still be needed.
+            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
+        return order
+
+
+def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
+    """The samples of `[data]`. Raises E501 to E505."""
+    if data.kind not in ("text", "synthetic"):
+        factory = userobject.load(data.kind, "data.kind")
+        with seeded(seed_of(seed, "data")):  # the first and the last stage's rank build the same dataset
+            return Pairs(userobject.call(factory, data.kind, "data.kind", **data.args), data.kind)
+    seq_len = _token_length(data, model)
+    if data.kind == "synthetic":
+        if model.vocab is None:
+            raise ZbcError("E150", "config: synthetic data are tokens and need model.vocab")
+        return Noise(model.vocab, seq_len, seed)
+    raw = corpus.read(data.path)
+    tokens = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return Windows(tokens, seq_len)
+
+
+def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> TensorSpec:
+    """The model input of one microbatch; a factory's dataset is asked for its first sample."""
+    if isinstance(samples, Pairs):
+        first = samples.pair(0)[0]
+        return TensorSpec((size, *first.shape), first.dtype)
+    return TensorSpec((size, _token_length(data, model)), torch.int64)
+
+
+def _token_length(data: spec.Data, model: spec.Model) -> int:
+    if model.seq_len is None:
+        raise ZbcError("E150", f"config: {data.kind} data need model.seq_len")
+    return model.seq_len

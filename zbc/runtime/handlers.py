@@ -1,0 +1,222 @@
+"""What each op does on a rank. One function per kind, collected in `HANDLERS` at the end; stores are in state.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from zbc.errors import ZbcError
+from zbc.ir import Key, Kind, Message, Op
+from zbc.runtime.data import Batches
+from zbc.runtime.slot import Slot, swap_slot
+from zbc.runtime.stage import Stage, mismatch
+from zbc.runtime.state import Kept, Worker, name_of, take
+from zbc.runtime.validate import flatten, peak_bytes, sum_of_squares, unflatten
+
+__all__ = ["HANDLERS", "Worker"]
+
+# ---- compute -------------------------------------------------------------------------------------------------
+
+
+def forward(worker: Worker, op: Op) -> None:
+    """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
+    key, stage, message, _, local, end = worker.routes[op]
+    if key in worker.kept:
+        raise ZbcError("E703", f"run: {op} runs twice")
+    x = _stage_input(worker, key, stage, message)
+    target = _to_device(_batches(worker).targets(worker.step, op.mb), worker.device) if end else None
+    slot = Slot()
+    worker.clock.start()
+    before = swap_slot(slot)
+    try:
+        with stage.autocast:
+            y = stage.forward(x, worker.step, op.mb)
+            if target is not None:
+                y = worker.loss(y, target)
+    finally:
+        swap_slot(before)
+    if end:
+        _check_loss(y)
+        worker.losses[op.mb] = y.detach()
+    else:
+        y = stage.fit(y)
+        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
+        store[place] = y.detach()
+    # Backward starts from the edge: it keeps the graph, not the output, whose memory goes with the SEND.
+    edge = get_gradient_edge(y) if y.requires_grad else None
+    worker.kept[key] = Kept(x, edge, worker.share(y.dtype) if end else None, slot)
+    worker.clock.stop()
+
+
+def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None) -> Tensor:
+    if message is not None:
+        x = worker.wait(message)
+    elif key.stage == 0:
+        x = _to_device(_batches(worker).inputs(worker.step, key.mb), worker.device)
+    else:
+        x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
+    takes = stage.takes
+    if x.dtype is not takes.dtype or x.shape != takes.shape:
+        raise mismatch(f"the input of F {name_of(key)}", x, takes)
+    if key.stage == 0:
+        return x
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _batches(worker: Worker) -> Batches:
+    if worker.batches is None:
+        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
+    return worker.batches
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.dim() != 0:
+        text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"
+        raise ZbcError("E505", text, hint="return the mean over the microbatch")
+
+
+def backward_input(worker: Worker, op: Op) -> None:
+    """B: the gradient of the stage input; the weight gradients of split layers wait in the slot for W."""
+    worker.slots[worker.routes[op].key] = _backward(worker, op, split=True)
+
+
+def backward(worker: Worker, op: Op) -> None:
+    """BW: both halves in one walk of the graph."""
+    _backward(worker, op, split=False)
+
+
+def _backward(worker: Worker, op: Op, *, split: bool) -> Slot:
+    key, stage, message, _, local, end = worker.routes[op]
+    x, edge, grad, slot = take(worker.kept, key, f"{op.kind.value} {{}}: its F has not run")
+    if not end:
+        grad = _output_grad(worker, key, stage, message)
+    worker.clock.start()
+    slot.split = split
+    if edge is not None:
+        before = swap_slot(slot)  # for layers that run their forward again in backward (checkpointing)
+        try:
+            torch.autograd.backward((edge,), (grad,))
+        finally:
+            swap_slot(before)
+    if key.stage > 0:
+        store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
+        store[place] = torch.zeros_like(x) if x.grad is None else x.grad
+    worker.clock.stop()
+    return slot
+
+
+def _output_grad(worker: Worker, key: Key, stage: Stage, message: Message | None) -> Tensor:
+    if message is not None:
+        grad = worker.wait(message)
+    else:
+        grad = take(worker.output_grads, key, "B {}: the stage behind has not handed over its gradient")
+    gives = stage.gives
+    if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
+        raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
+    return grad
+
+
+def backward_weight(worker: Worker, op: Op) -> None:
+    """W: the weight gradients that B left."""
+    slot = take(worker.slots, worker.routes[op].key, "W {}: its B has not run")
+    worker.clock.start()
+    slot.run()
+    worker.clock.stop()
+
+
+# ---- transfers -----------------------------------------------------------------------------------------------
+
+
+def send_forward(worker: Worker, op: Op) -> None:
+    """SEND_F: start sending an output; from here on only the transport holds it."""
+    _send(worker, op, worker.outputs)
+
+
+def send_backward(worker: Worker, op: Op) -> None:
+    """SEND_B: start sending an input gradient."""
+    _send(worker, op, worker.input_grads)
+
+
+def _send(worker: Worker, op: Op, store: dict[Key, Tensor]) -> None:
+    key, _, message, peer, _, _ = worker.routes[op]
+    tensor = take(store, key, f"{op.kind.value} {{}}: what it sends has not been computed")
+    if message is not None:
+        worker.transport.send(message, tensor.contiguous(), peer)
+
+
+def receive_forward(worker: Worker, op: Op) -> None:
+    """RECV_F: post the buffer for the stage input; F waits for it."""
+    _, stage, message, peer, _, _ = worker.routes[op]
+    if message is not None:
+        worker.transport.post(message, stage.takes.empty(worker.device), peer)
+
+
+def receive_backward(worker: Worker, op: Op) -> None:
+    """RECV_B: post the buffer for the gradient of the stage output; B or BW waits for it."""
+    _, stage, message, peer, _, _ = worker.routes[op]
+    if message is not None and stage.gives is not None:
+        worker.transport.post(message, stage.gives.empty(worker.device), peer)
+
+
+# ---- the end of a step ---------------------------------------------------------------------------------------
+
+
+def reduce(worker: Worker, op: Op) -> None:
+    """REDUCE: sum the gradients of a stage over the ranks that hold a copy, in one flat message."""
+    parameters = [p for p in worker.stages[op.stage].parameters.values() if p.requires_grad]
+    if not parameters:
+        return
+    flat = flatten([p.grad for p in parameters], parameters)
+    worker.all_reduce(flat, tuple(sorted(set(worker.placement.holders(op.stage)))))
+    for parameter, grad in zip(parameters, unflatten(flat, parameters), strict=True):
+        parameter.grad = grad
+
+
+def validate(worker: Worker, op: Op) -> None:
+    """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
+    layout = worker.layout
+    squares = {name: sum_of_squares(p.grad) for name, p in worker.counted().items() if p.grad is not None}
+    vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
+    busy, peak = worker.clock.read(), peak_bytes(worker.device)
+    layout.fill(vector, squares, worker.losses, rank=worker.plan.rank, stop=worker.stop, busy=busy, peak=peak)
+    worker.losses.clear()
+    worker.all_reduce(vector, worker.everyone)
+    worker.verdict = layout.read(vector)
+
+
+def optimizer_step(worker: Worker, op: Op) -> None:
+    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
+    verdict, stage, optimizer = worker.verdict, worker.stages[op.stage], worker.optimizers[op.stage]
+    if verdict is None:
+        raise ZbcError("E703", f"run: {op} comes before VALIDATE")
+    if optimizer is not None and not verdict.skipped:
+        scale = verdict.clip(worker.clip)
+        grads = [p.grad for p in stage.parameters.values() if p.grad is not None]
+        if scale is not None and grads:
+            torch._foreach_mul_(grads, scale)
+        optimizer.step()
+    for parameter in stage.parameters.values():
+        parameter.grad = None
+    stage.forget_casts()
+
+
+HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.F: forward,
+    Kind.B: backward_input,
+    Kind.W: backward_weight,
+    Kind.BW: backward,
+    Kind.SEND_F: send_forward,
+    Kind.RECV_F: receive_forward,
+    Kind.SEND_B: send_backward,
+    Kind.RECV_B: receive_backward,
+    Kind.REDUCE: reduce,
+    Kind.VALIDATE: validate,
+    Kind.STEP: optimizer_step,
+}

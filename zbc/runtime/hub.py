@@ -1,0 +1,185 @@
+"""All ranks in one process: a transport whose ranks are threads.
+
+Strict where networks are lenient: shapes, dtypes and peers of each message are checked, a receive buffer holds NaN
+until its message is in it, and when all ranks wait for something that cannot come they are told so at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Message
+
+
+class Hub:
+    """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
+
+    def __init__(self, ranks: int) -> None:
+        self._lock = threading.Lock()
+        self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
+        self._letters: dict[tuple[int, Message], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
+        self._rounds: dict[tuple[int, ...], dict[int, Tensor]] = {}  # ranks of a collective -> who is there
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> what it waits for
+        self._left: set[int] = set()
+        self._failure: tuple[int, str] | None = None
+        self.ranks = ranks
+
+    def end(self, rank: int) -> HubTransport:
+        return HubTransport(self, rank)
+
+    def leave(self, rank: int) -> None:
+        """The rank will not call again; whoever waits for it is told."""
+        with self._lock:
+            self._left.add(rank)
+            if self._stuck():
+                self._fail(rank, self._explain())
+
+    def poison(self, rank: int, reason: str) -> None:
+        """`rank` failed: every call that waits, and every later one, raises E702 with the reason."""
+        with self._lock:
+            self._fail(rank, reason)
+
+    # ---- for the transports; `_lock` is held in the private ones ------------------------------------------------
+
+    def put(self, source: int, message: Message, tensor: Tensor, peer: int) -> None:
+        with self._lock:
+            self._check()
+            if (peer, message) in self._letters:
+                raise ZbcError("E703", f"run: {message.send} was sent twice", where=f"rank {source}")
+            self._letters[peer, message] = source, tensor
+            self._wake[peer].notify()
+
+    def take(self, rank: int, message: Message, peer: int) -> Tensor:
+        """Wait for a message and take it out."""
+        place = rank, message
+        with self._lock:
+            self._block(rank, lambda: place in self._letters, f"{message.recv} from rank {peer}")
+            source, tensor = self._letters.pop(place)
+            self._wake[source].notify()
+        if source != peer:
+            text = f"run: {message.recv} came from rank {source}, the plan says rank {peer}"
+            raise ZbcError("E703", text, where=f"rank {rank}")
+        return tensor
+
+    def drain(self, rank: int) -> None:
+        """Wait until nothing that `rank` sent is left."""
+        with self._lock:
+            self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
+
+    def reduce(self, rank: int, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        """Meet `ranks` and sum, in the order of the ranks."""
+        with self._lock:
+            self._check()
+            present = self._rounds.setdefault(ranks, {})
+            present[rank] = tensor
+            if len(present) < len(ranks):
+                self._block(rank, lambda: not present, f"a sum over ranks {', '.join(map(str, ranks))}")
+                return
+            del self._rounds[ranks]
+            _sum([present[r] for r in ranks], rank)
+            present.clear()  # what the others wait for
+            for other in ranks:
+                self._wake[other].notify()
+
+    def _block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        self._check()
+        while not ready():
+            self._blocked[rank] = ready, what
+            try:
+                if self._stuck():
+                    text = self._explain()
+                    self._fail(rank, text)
+                    raise ZbcError("E703", text, details=self._waits())
+                self._wake[rank].wait()
+            finally:
+                del self._blocked[rank]
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            rank, reason = self._failure
+            raise ZbcError("E702", f"run: stopped, because rank {rank} failed: {reason}")
+
+    def _fail(self, rank: int, reason: str) -> None:
+        self._failure = self._failure or (rank, reason)
+        for condition in self._wake:
+            condition.notify_all()
+
+    def _stuck(self) -> bool:
+        """Every rank that still runs waits, and none has what it waits for."""
+        return (
+            bool(self._blocked)
+            and len(self._blocked.keys() | self._left) == self.ranks
+            and not any(ready() for ready, _ in self._blocked.values())
+        )
+
+    def _explain(self) -> str:
+        return "all ranks wait for what cannot come: " + "; ".join(self._waits())
+
+    def _waits(self) -> list[str]:
+        waits = [f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._blocked.items())]
+        letters = sorted((source, message, to) for (to, message), (source, _) in self._letters.items())
+        return [*waits, *(f"rank {source} sent {m.send}, which rank {to} does not take" for source, m, to in letters)]
+
+    def _unread(self, rank: int) -> bool:
+        return any(source == rank for source, _ in self._letters.values())
+
+
+def _sum(tensors: Sequence[Tensor], rank: int) -> None:
+    shapes = {(tuple(t.shape), t.dtype) for t in tensors}
+    if len(shapes) > 1:
+        text = f"run: ranks sum tensors of different shapes: {sorted(map(str, shapes))}"
+        raise ZbcError("E703", text, where=f"rank {rank}")
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    for tensor in tensors:
+        tensor.copy_(total)
+
+
+class HubTransport:
+    """A `Transport`: one rank's end of a hub."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self.rank = hub, rank
+        self._posted: dict[Message, tuple[Tensor, int]] = {}
+
+    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+        self._hub.put(self.rank, message, tensor, peer)
+
+    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+        if message in self._posted:
+            raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+        self._posted[message] = buffer, peer
+
+    def wait(self, message: Message) -> Tensor:
+        try:
+            buffer, peer = self._posted.pop(message)
+        except KeyError:
+            text = f"run: {message.recv} is needed but was not posted"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+        tensor = self._hub.take(self.rank, message, peer)
+        if tensor.shape != buffer.shape or tensor.dtype is not buffer.dtype:
+            found, wanted = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (tensor, buffer))
+            text = f"run: {message.recv} got {found} from rank {peer}, its buffer is {wanted}"
+            raise ZbcError("E505", text, where=f"rank {self.rank}")
+        return buffer.copy_(tensor)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self._hub.reduce(self.rank, tensor, ranks)
+
+    def finish_step(self) -> None:
+        if self._posted:
+            names = ", ".join(str(message.recv) for message in self._posted)
+            raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
+        self._hub.drain(self.rank)
+
+    def close(self) -> None:
+        self._hub.leave(self.rank)

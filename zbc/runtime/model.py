@@ -1,0 +1,143 @@
+"""From `[model]` to named layers, each with a way to build it, and to a loss function.
+
+Layers are named "embed", "layers.0", ..., "head" for the built-in GPT and "layers.0", ... for a factory's; parameters
+`{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime import gpt, userobject
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.split import refuse_wrapped
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer that can be built on any rank: `make` takes nothing and returns the module."""
+
+    name: str
+    make: Callable[[], nn.Module]
+
+    def build(self, seed: int) -> nn.Module:
+        """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
+        with seeded(seed_of(seed, self.name)):
+            module = self._call()
+        refuse_wrapped(self.name, module)
+        return module
+
+    def on_meta(self) -> nn.Module:
+        """The layer without storage: shapes, dtypes and parameter names only."""
+        try:
+            with torch.device("meta"):
+                module = self.make()
+        except Exception:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
+            with seeded(0):
+                module = self._call()
+        return _meta_copy(module)
+
+    def _call(self) -> nn.Module:
+        module = userobject.call(self.make, self.name, "model layer")
+        if not isinstance(module, nn.Module):
+            text = f"run: the builder of {self.name} returned {type(module).__name__}, not a torch.nn.Module"
+            raise ZbcError("E502", text, hint="return modules, or functions without arguments that return modules")
+        return module
+
+
+def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
+    """All layers in order. Raises E502 (factory) or E506 (another number of layers than the job says)."""
+    return _gpt(model) if model.family == "gpt" else _factory(model, seed)
+
+
+def _gpt(model: spec.Model) -> list[LayerPlan]:
+    if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
+        raise ZbcError("E105", "config: model.hidden, heads, vocab and seq_len are needed for family gpt")
+    hidden, heads, vocab, seq_len = model.hidden, model.heads, model.vocab, model.seq_len
+    rotary = model.positions == "rotary"
+    block = functools.partial(gpt.Block, hidden, heads, model.layers, seq_len, rotary=rotary)
+    return [
+        LayerPlan("embed", functools.partial(gpt.Embed, vocab, hidden, seq_len, learned=not rotary)),
+        *(LayerPlan(f"layers.{i}", block) for i in range(model.layers)),
+        LayerPlan("head", functools.partial(gpt.Head, hidden, vocab)),
+    ]
+
+
+def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
+    """Call the user's factory. Ready-made modules were drawn under one seed in its order, so they are alike on all
+    ranks too; builders are cheaper, since a rank then builds only its own layers."""
+    factory = userobject.load(model.family, "model.family")
+    with seeded(seed_of(seed, "model")):
+        made = userobject.call(factory, model.family, "model.family", **model.args)
+    found = _as_list(made, model.family)
+    if len(found) != model.layers:
+        text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
+        raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
+    _refuse_shared(found)
+    return [LayerPlan(f"layers.{i}", _builder(item)) for i, item in enumerate(found)]
+
+
+def _as_list(made: Any, family: str) -> list[Any]:
+    hint = "return a list of modules, or of functions without arguments that return modules"
+    try:
+        found = list(made)
+    except TypeError:
+        text = f"model: {family} returned {type(made).__name__}, not a list of layers"
+        raise ZbcError("E502", text, hint=hint) from None
+    for index, item in enumerate(found):
+        if not callable(item):
+            text = f"model: layer {index} of {family} is {type(item).__name__}, not a module or a builder"
+            raise ZbcError("E502", text, hint=hint)
+    return found
+
+
+def _builder(item: Any) -> Callable[[], nn.Module]:
+    return (lambda: item) if isinstance(item, nn.Module) else item
+
+
+def _refuse_shared(found: list[Any]) -> None:
+    """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
+    owners = Counter(
+        id(p) for item in found if isinstance(item, nn.Module) for p in {id(p): p for p in item.parameters()}.values()
+    )
+    if owners and max(owners.values()) > 1:
+        shared = {key for key, count in owners.items() if count > 1}
+        guilty = [
+            f"layers.{i}"
+            for i, item in enumerate(found)
+            if isinstance(item, nn.Module) and any(id(p) in shared for p in item.parameters())
+        ]
+        text = f"model: {' and '.join(guilty)} share a parameter"
+        raise ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """A copy without storage; the module itself, which may be ready-made and in use, is left alone."""
+    memo: dict[int, Any] = {id(t): t.detach().to("meta") for t in module.buffers()}
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
+
+
+def loss(name: str) -> Loss:
+    """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar."""
+    if name == "cross_entropy":
+        return cross_entropy
+    return functional.mse_loss if name == "mse" else userobject.load(name, "model.loss")
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood over all leading dimensions."""
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())

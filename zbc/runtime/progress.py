@@ -1,0 +1,41 @@
+"""What a rank says about itself: where it is now, and what a finished step was like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Progress:
+    """The op a rank is in. Its own thread writes, the watchdog thread reads; a torn read is a moment old, no more.
+
+    `index` counts from 0 like the lines of a plan file; `since` is `time.monotonic()` when the op began; `waiting`
+    says that the rank is blocked in a receive or a collective.
+    """
+
+    step: int = 0
+    index: int = 0
+    total: int = 0
+    op: str = ""
+    waiting: bool = False
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One training step; all but `seconds` is the same on every rank.
+
+    `loss` is the mean over microbatches, `grad_norm` the norm of all gradients before clipping, `stop` whether a rank
+    asked to end here, `skipped` that the norm was not finite and no weight changed. `seconds` is this rank's wall time.
+    `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is device memory
+    allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    stop: bool
+    skipped: bool
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]

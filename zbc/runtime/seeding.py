@@ -1,0 +1,60 @@
+"""Random numbers that depend on names, never on which rank draws them or when.
+
+Initial weights are seeded per layer, active randomness in a forward (dropout) per (step, microbatch, layer). Both use
+the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+RNG_LOCK = threading.RLock()
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from the printed `parts`; the same in every process."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run with torch's CPU generator at `seed`, alone, and put its state back afterwards."""
+    with RNG_LOCK, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def drawing(device: torch.device, seed: int) -> Iterator[None]:
+    """Run a forward that draws random numbers on `device`, alone, from `seed` on."""
+    with RNG_LOCK:
+        torch.default_generator.manual_seed(seed)  # 2 us; torch.manual_seed, which visits every device, takes 375
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        yield
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a forward of `module` in training draws random numbers.
+
+    Recognised are dropout modules with p > 0, a number above 0 in an attribute named `dropout` or `dropout_p` (as
+    attention and recurrent modules have it), and a true attribute `zbc_random`, for layers that draw by other means.
+    """
+    return any(_draws(inner) for inner in module.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RReLU) or getattr(module, "zbc_random", False) is True:
+        return True
+    rates = (getattr(module, name, 0) for name in ("dropout", "dropout_p"))
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)

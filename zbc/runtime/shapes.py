@@ -1,0 +1,115 @@
+"""Every boundary tensor and parameter name of a model, found without computing anything.
+
+All layers are built and run once, in order, on torch's meta device. Every rank does this for the whole model, so all
+know the same names in the same order and the same shapes, and a plan that disagrees is refused before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.plan import Boundary, Manifest
+from zbc.runtime.model import LayerPlan
+from zbc.runtime.seeding import seeded
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the whole model looks like: per stage its input, and every parameter name of the model, sorted."""
+
+    inputs: tuple[TensorSpec, ...]
+    parameters: tuple[str, ...]
+
+
+def derive(plans: Sequence[LayerPlan], first: TensorSpec, manifest: Manifest, *, autocast: bool) -> Shapes:
+    """Run all layers on the meta device, from a model input like `first`.
+
+    Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are.
+    """
+    _check_layers(plans, manifest)
+    names: list[str] = []
+    behind = [first]  # behind[i]: the input of layer i
+    for plan in plans:
+        module = plan.on_meta()
+        names += [f"{plan.name}.{local}" for local, _ in module.named_parameters()]
+        behind.append(_output(plan, module, behind[-1]))
+    inputs, position = [first], 0
+    for stage, layers in enumerate(manifest.layers[:-1]):
+        position += len(layers)
+        inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], autocast=autocast))
+    return Shapes(tuple(inputs), tuple(sorted(names)))
+
+
+def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
+    planned = [name for names in manifest.layers for name in names]
+    found = [plan.name for plan in plans]
+    if planned != found:
+        where = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), None)
+        what = f"{len(planned)} layers" if where is None else f"{planned[where]!r} as layer {where}"
+        have = f"{len(found)}" if where is None else f"{found[where]!r}"
+        hint = "the model changed after planning: plan again"
+        raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
+
+
+def _output(plan: LayerPlan, module: nn.Module, takes: TensorSpec) -> TensorSpec:
+    """What a layer makes of its input; a layer that cannot run without values is built and run once on the CPU."""
+    try:
+        y = _run(module, takes, "meta")
+    except Exception:
+        try:
+            with seeded(0):
+                y = _run(plan.build(0), takes, "cpu")
+        except ZbcError:
+            raise
+        except Exception as error:
+            text = f"run: layer {plan.name} cannot take a tensor {takes}"
+            details = [f"{type(error).__name__}: {error}"]
+            hint = "each layer takes the one tensor that the layer before returns"
+            raise ZbcError("E505", text, hint=hint, details=details) from error
+    if not isinstance(y, Tensor):
+        text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
+        raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
+    return TensorSpec.of(y)
+
+
+def _run(module: nn.Module, takes: TensorSpec, device: str) -> object:
+    with torch.no_grad():
+        return module(torch.zeros(takes.shape, dtype=takes.dtype, device=device))
+
+
+def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, autocast: bool) -> TensorSpec:
+    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'."""
+    if planned is None:
+        return derived
+    dtype = getattr(torch, planned.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ZbcError("E505", f"run: the plan's boundary behind stage {stage} has unknown dtype {planned.dtype!r}")
+    told = TensorSpec(tuple(planned.shape), dtype)
+    free = autocast and dtype.is_floating_point and derived.dtype.is_floating_point
+    if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
+        text = f"run: the tensor behind stage {stage} is {derived}, the plan says {told}"
+        raise ZbcError("E505", text, hint="the model or its data changed after planning: plan again")
+    return told

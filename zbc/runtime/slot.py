@@ -1,0 +1,90 @@
+"""Where weight-gradient work waits between the two halves of a backward.
+
+A `Slot` belongs to one (stage, microbatch). It is current while the stage's forward runs, and every layer that can
+split its backward takes it along in its autograd context:
+
+    F    slot = Slot(); with using(slot): y = stage(x)
+    B    slot.split = True; backward(y)     each layer returns its input gradient and defers the rest: slot.defer(fn)
+    W    slot.run()                         runs what was deferred
+
+With `split` left False the same backward computes everything at once (BW). Pairing goes through the slot a layer took
+at forward time, never through an order: B and W of different microbatches may come in any order, on any thread.
+
+Layers of users can take part: read `current_slot()` in forward, call `slot.defer` in backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Slot:
+    """The weight-gradient work of one (stage, microbatch, pipe, slice) between its B and its W."""
+
+    __slots__ = ("__weakref__", "_work", "split")
+
+    def __init__(self) -> None:
+        self.split = False
+        self._work: list[Callable[[], None]] = []
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Keep `work` for W, or run it now if this backward is not split. To be called from a layer's backward.
+
+        `work` computes gradients without recording and adds them with `accumulate`. It should hold detached tensors:
+        one that still has its `grad_fn` keeps the graph alive until W.
+        """
+        if self.split:
+            self._work.append(work)
+        else:
+            with torch.no_grad():
+                work()
+
+    def run(self) -> None:
+        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends."""
+        work = self._work[::-1]
+        self._work.clear()
+        with torch.no_grad():
+            while work:
+                work.pop()()
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+
+_local = threading.local()
+
+
+def current_slot() -> Slot | None:
+    """The slot of the forward that runs on this thread; None outside a pipeline step (evaluation, tests)."""
+    slot: Slot | None = getattr(_local, "slot", None)
+    return slot
+
+
+@contextmanager
+def using(slot: Slot | None) -> Iterator[None]:
+    """Make `slot` current on this thread."""
+    before = swap_slot(slot)
+    try:
+        yield
+    finally:
+        swap_slot(before)
+
+
+def swap_slot(slot: Slot | None) -> Slot | None:
+    """Make `slot` current and return the one before: `using` without the cost of a generator."""
+    before = current_slot()
+    _local.slot = slot
+    return before
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add `grad` to `parameter.grad` as autograd does: take it over the first time, add in place afterwards."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)

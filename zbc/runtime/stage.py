@@ -1,0 +1,97 @@
+"""One stage of the model on this rank: its layers, its parameters by global name, and what goes in and out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.runtime.model import LayerPlan
+from zbc.runtime.seeding import drawing, draws, seed_of
+from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.split import SplitLinear, split_backward
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    module: nn.Module
+    random: bool  # its forward draws random numbers and has to be seeded
+
+
+@dataclass
+class Stage:
+    """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is)."""
+
+    index: int
+    layers: tuple[Layer, ...]
+    takes: TensorSpec
+    gives: TensorSpec | None
+    seed: int
+    device: torch.device
+    autocast: AbstractContextManager[object]
+    parameters: dict[str, nn.Parameter] = field(init=False)
+    casts: list[SplitLinear] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters = {
+            f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
+        }
+
+    def forward(self, x: Tensor, step: int, mb: int) -> Tensor:
+        """The stage's output. Draws of dropout depend on (seed, step, microbatch, layer) alone."""
+        for layer in self.layers:
+            if layer.random:
+                with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
+                    x = layer.module(x)
+            else:
+                x = layer.module(x)
+        return x
+
+    def fit(self, y: Tensor) -> Tensor:
+        """The output as the next stage expects it. Raises E505 if it is not."""
+        gives = self.gives
+        if gives is None or (y.dtype is gives.dtype and y.shape == gives.shape):
+            return y
+        autocast = not isinstance(self.autocast, nullcontext)
+        if autocast and y.shape == gives.shape and y.dtype.is_floating_point and gives.dtype.is_floating_point:
+            return y.to(gives.dtype)
+        raise mismatch(f"output of stage {self.index}", y, gives)
+
+    def forget_casts(self) -> None:
+        """The weights changed: drop their copies in the autocast type."""
+        for patch in self.casts:
+            patch.forget()
+
+
+def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:
+    text = f"run: {what} is {TensorSpec.of(found)}, it must be {wanted}"
+    return ZbcError("E505", text, hint="every microbatch has the same shapes; layers must not depend on the data")
+
+
+def build_stage(
+    index: int,
+    plans: list[LayerPlan],
+    takes: TensorSpec,
+    gives: TensorSpec | None,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: str,
+    splits: bool,
+) -> Stage:
+    """Build a stage's layers with their initial weights and move them to `device`.
+
+    `splits`: the plan runs B and W of this stage apart; without it the layers stay as they are and cost what they cost.
+    """
+    layers = []
+    for plan in plans:
+        module = plan.build(seed).to(device)
+        layers.append(Layer(plan.name, module, draws(module)))
+    patches = [patch for layer in layers if splits for patch in split_backward(layer.module)]
+    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
+    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, casts)

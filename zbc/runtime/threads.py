@@ -1,0 +1,60 @@
+"""All ranks of a plan as threads of this process, over a hub: for tests and small demonstrations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from zbc.plan import Plan, RankPlan
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.state import Worker
+from zbc.runtime.worker import build_worker
+
+
+def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | None = None) -> list[Worker]:
+    """Train `steps` steps on the CPU; the workers, by rank, have their `StepResult`s in `results`.
+
+    `setup` may change each worker before training. The first rank that fails stops the others at their next transfer,
+    and its exception is raised here.
+    """
+    hub = Hub(plan.manifest.ranks)
+    device = torch.device("cpu")
+    workers = []
+    for rank, ops in enumerate(plan.program.ranks):
+        worker = build_worker(RankPlan(rank, ops, plan.manifest), hub.end(rank), device)
+        if setup is not None:
+            setup(worker)
+        workers.append(worker)
+    failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
+    threads = [
+        threading.Thread(target=_run, args=(worker, steps, hub, failures), name=f"rank {worker.plan.rank}")
+        for worker in workers
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        hub.poison(0, "interrupted")
+        raise
+    if failures:
+        raise failures[0]
+    return workers
+
+
+def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) -> None:
+    try:
+        for step in range(steps):
+            result = run_step(worker, step)
+            worker.results.append(result)
+            if result.stop:
+                break
+    except BaseException as error:
+        failures.append(error)
+        hub.poison(worker.plan.rank, f"{type(error).__name__}: {error}")
+    finally:
+        worker.transport.close()

@@ -1,0 +1,115 @@
+"""Build a rank's `Worker` from its plan: stages, data, loss and optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.plan import Manifest, RankPlan
+from zbc.runtime import model
+from zbc.runtime.data import Batches, Samples, build_samples, input_spec
+from zbc.runtime.handlers import HANDLERS
+from zbc.runtime.optimizer import build_optimizer
+from zbc.runtime.shapes import Shapes, derive
+from zbc.runtime.stage import Stage, build_stage
+from zbc.runtime.state import Worker
+from zbc.runtime.transport import Transport
+from zbc.runtime.validate import Layout
+
+_Section = TypeVar("_Section", bound=spec.Section)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sections of a plan that the runtime reads, checked again."""
+
+    model: spec.Model
+    data: spec.Data
+    train: spec.Train
+    optimizer: spec.Optimizer
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Settings:
+        planning, training = manifest.planning, manifest.training
+        return cls(
+            _section(spec.Model, planning["model"]),
+            _section(spec.Data, training["data"]),
+            _section(spec.Train, training["train"]),
+            _section(spec.Optimizer, training["optimizer"]),
+        )
+
+
+def _section(section: type[_Section], values: Any) -> _Section:
+    return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
+
+
+def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> Worker:
+    """Build what one rank needs to run its plan, on `device`.
+
+    Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E508 (data, user code, shapes).
+    """
+    manifest = plan.manifest
+    if manifest.slices > 1:
+        text = f"run: the plan cuts microbatches into {manifest.slices} slices, which this runtime cannot execute"
+        raise ZbcError("E406", text, hint="plan without sequence slices")
+    settings = Settings.of(manifest)
+    placement = manifest.to_placement()
+    mine = placement.stages_of(plan.rank)
+    ends = {0, placement.stages - 1} & set(mine)
+    size = manifest.microbatch_size
+    samples = _samples(settings, needed=bool(ends))
+    plans = model.layers(settings.model, settings.train.seed)
+    first = input_spec(settings.data, settings.model, samples, size)
+    shapes = derive(plans, first, manifest, autocast=settings.model.dtype == "bfloat16")
+    stages = _build_stages(plan, settings, plans, shapes, device)
+    worker = Worker(
+        plan=plan,
+        transport=transport,
+        device=device,
+        stages=stages,
+        batches=_batches(settings, manifest, samples) if ends and samples is not None else None,
+        loss=model.loss(settings.model.loss),
+        optimizers={s: build_optimizer(settings.optimizer, stages[s].parameters.values()) for s in mine},
+        clip=settings.optimizer.clip_grad_norm,
+        layout=Layout(shapes.parameters, manifest.microbatches, manifest.ranks),
+    )
+    worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    return worker
+
+
+def _samples(settings: Settings, *, needed: bool) -> Samples | None:
+    """The data, where they are read; a factory's everywhere, since only it knows the shape of the model's input."""
+    if not needed and settings.data.kind in ("text", "synthetic"):
+        return None
+    return build_samples(settings.data, settings.model, settings.train.seed)
+
+
+def _batches(settings: Settings, manifest: Manifest, samples: Samples) -> Batches:
+    count, size = manifest.microbatches, manifest.microbatch_size
+    return Batches(samples, seed=settings.train.seed, microbatches=count, size=size)
+
+
+def _build_stages(
+    plan: RankPlan, settings: Settings, plans: list[model.LayerPlan], shapes: Shapes, device: torch.device
+) -> dict[int, Stage]:
+    manifest = plan.manifest
+    by_name = {layer.name: layer for layer in plans}
+    split = {op.stage for op in plan.ops if op.kind is Kind.B}
+    stages = {}
+    for s in manifest.to_placement().stages_of(plan.rank):
+        stages[s] = build_stage(
+            s,
+            [by_name[name] for name in manifest.layers[s]],
+            takes=shapes.inputs[s],
+            gives=shapes.inputs[s + 1] if s + 1 < manifest.stages else None,
+            seed=settings.train.seed,
+            device=device,
+            dtype=settings.model.dtype,
+            splits=s in split,
+        )
+    return stages
