@@ -99,10 +99,11 @@ class Plan:
         """Read and verify a plan directory. Raises E401 to E406."""
         manifest = read_manifest(folder)
         ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
-        return cls(manifest, _program(manifest, ranks))
+        return cls(manifest, program_of(manifest, ranks))
 
 
-def _program(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
+def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
+    """The ops of all ranks as a program."""
     history = (manifest.schedule, *manifest.passes)
     return Program(manifest.to_placement(), manifest.microbatches, ranks, history, manifest.slices)
 

@@ -280,7 +280,7 @@ def _override(text: str, source: str) -> toml.Document:
 
 def _choose(document: toml.Document, schedule: str) -> toml.Document:
     """The document with `schedule` in place of the kind, file or plugin it names."""
-    place = {("schedule", "kind"): f"--schedule {schedule}"}
+    place: dict[toml.KeyPath, str] = {("schedule", "kind"): f"--schedule {schedule}"}
     chosen = toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
     section = {key: value for key, value in chosen.values["schedule"].items() if key not in ("file", "plugin")}
     return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
@@ -307,12 +307,13 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
     try:
         result.sections[name] = section.model_validate(dict(raw))
     except ValidationError as error:
-        seen: set[tuple[Any, ...]] = set()
+        found: dict[tuple[Any, ...], ZbcError] = {}
         for problem in error.errors():
             converted, path = _convert(name, section, problem, result.document)
-            if path not in seen:  # a union reports one problem per alternative
-                seen.add(path)
-                result.problems.append(converted)
+            found.setdefault(path, converted)  # a union reports one problem per alternative
+        # Of a list with a wrong item, the item is the problem, not that the list is no number.
+        outer = {path[:end] for path in found for end in range(len(path))}
+        result.problems.extend(problem for path, problem in found.items() if path not in outer)
 
 
 def _convert(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-GIB = 1024.0**3
+MIB, GIB = 1024.0**2, 1024.0**3
 
 
 def short(value: float, digits: int = 4) -> str:
@@ -21,6 +21,19 @@ def fixed(value: float, digits: int = 4) -> str:
     rounded = float(f"{value:.{digits - 1}e}")  # 9.9999 has one digit before its point only until it is rounded
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{value:.{decimals}f}"
+
+
+def aligned(values: Sequence[float], digits: int = 4) -> list[str]:
+    """A column of numbers with as many decimals as the largest has at `digits` significant digits."""
+    most = fixed(max((abs(value) for value in values), default=0.0), digits)
+    decimals = len(most.partition(".")[2])
+    return [f"{value:.{decimals}f}" for value in values]
+
+
+def at_least(value: float, digits: int = 4) -> str:
+    """The least number of at most `digits` significant digits that is not below a positive `value`."""
+    step = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return short(math.ceil(value / step - 1e-9) * step, digits)
 
 
 def percent(share: float) -> str:

@@ -40,7 +40,7 @@ class Compiled:
 
     @property
     def step_ms(self) -> float:
-        """What one step costs by the job's objective."""
+        """The makespan or the span, as the job's objective says."""
         return self.report.makespan_ms if self.job.objective == "makespan" else self.report.span_ms
 
     def write(self, folder: Path) -> plans.Manifest:
@@ -83,17 +83,19 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     return []
 
 
-def compile_job(job: Job) -> Compiled:
+def compile_job(job: Job, *, suggest: bool = True) -> Compiled:
     """Plan a job: schedule, complete, prove, predict.
 
-    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; says
-    which other schedules would).
+    Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
+    `suggest`, which other schedules would).
     """
     compiled = _compile(job)
     try:
         check_memory(job, compiled.program, compiled.costs)
     except ZbcError as error:
-        raise _with_alternatives(error, compiled) from None
+        if suggest:
+            raise _with_alternatives(error, compiled) from None
+        raise
     return compiled
 
 

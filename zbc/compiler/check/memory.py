@@ -12,7 +12,7 @@ from zbc.compiler.memory import RankMemory, peaks
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Program
 from zbc.spec import Job, parse_limit
-from zbc.text import GIB, size
+from zbc.text import GIB, at_least, short, size
 
 
 def check_memory(job: Job, program: Program, costs: Costs) -> None:
@@ -55,9 +55,10 @@ def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Zb
         if memory[rank].units > amount * job.parallel.pp + 1e-6:
             needs, peak = memory[rank].units / job.parallel.pp, memory[rank].units
             text = (
-                f"does not fit: rank {rank} holds {peak:g} activation units, the limit is {amount * job.parallel.pp:g}"
+                f"does not fit: rank {rank} holds {short(peak)} activation units, the limit is "
+                f"{short(amount * job.parallel.pp)}"
             )
-            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{needs:.4g}x"')
+            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(needs)}x"')
     elif costs.bytes is None:
         text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"
         yield ZbcError("E302", text, where=where, hint='give the limit as a multiple, "1.0x"')
@@ -65,5 +66,5 @@ def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Zb
         rank = max(range(len(memory)), key=lambda r: memory[r].activations)
         if memory[rank].activations > amount:
             held = memory[rank].activations / GIB
-            text = f"does not fit: rank {rank} holds {held:.4g} GiB of activations, the limit is {amount / GIB:.4g} GiB"
-            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{held:.4g} GiB"')
+            text = f"does not fit: rank {rank} holds {size(held * GIB)} of activations, the limit is {size(amount)}"
+            yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(held)} GiB"')

@@ -1,0 +1,45 @@
+"""The list of commands. Each module imports what it needs inside its commands, so that `zbc --help` stays fast."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from zbc import __version__
+from zbc.cli import drawing, jobs, planning, running
+
+app = typer.Typer(
+    name="zbc",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"zbc {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def zbc(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile pipeline-parallel training schedules into proven, runnable per-rank plans."""
+
+
+app.command()(jobs.init)
+app.command()(drawing.schedules)
+app.command()(planning.plan)
+app.command()(planning.check)
+app.command()(planning.compare)
+app.command()(drawing.visualize)
+app.command()(running.run)
+app.add_typer(jobs.config, name="config")
+app.command()(jobs.explain)
+app.command()(running.doctor)

@@ -1,0 +1,127 @@
+"""How commands speak: the answer on stdout, messages and progress on stderr.
+
+Text goes out as rich `Text`, never as markup: markup swallows `[costs]` and crashes on `[/x]`. Nothing is coloured off
+a terminal; NO_COLOR switches colours off everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zbc.errors import ZbcError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+EXIT_PIPE = 141  # what a shell reports of a program that a closed pipe ended
+_UNBOUND = 10_000  # columns: a line that is too long is for the terminal to wrap, never to be cut
+
+
+def stdout() -> Console:
+    """The console of answers. A reader that goes away (`zbc schedules | head -1`) ends the command quietly."""
+    from rich.console import Console
+
+    class Answers(Console):
+        def on_broken_pipe(self) -> NoReturn:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(EXIT_PIPE)
+
+    return Answers(file=sys.stdout, width=_UNBOUND, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    from rich.console import Console
+
+    return Console(file=sys.stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print on stdout, one part below the other."""
+    from rich.text import Text
+
+    console = stdout()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str | Text))
+
+
+def show_json(document: Mapping[str, Any]) -> None:
+    stdout().print(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def tell(message: str) -> None:
+    """A remark on stderr."""
+    stderr().print(message)
+
+
+def show_error(error: ZbcError, *, as_json: bool = False) -> None:
+    """The error on stderr, for `--json` also as one document on stdout."""
+    from rich.text import Text
+
+    text = Text(error.render())
+    text.highlight_regex(re.compile(r"^error\[\w+\]", re.MULTILINE), "bold red")
+    text.highlight_regex(re.compile(r"^  --> \S+", re.MULTILINE), "cyan")
+    stderr().print(text)
+    if as_json:
+        show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
+
+
+def table(*columns: str, left: int = 1) -> Table:
+    """A table without lines; the first `left` columns are words, the others numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    return made
+
+
+def labelled(label: str, *lines: str) -> Text:
+    """`label` in bold in front of the first line, the others aligned below it."""
+    from rich.text import Text
+
+    text = Text(f"{label:<{LABEL}}", style="bold")
+    text.append(("\n" + " " * LABEL).join(lines), style="not bold")
+    return text
+
+
+LABEL = 11  # columns of a label
+
+
+def indented(block: RenderableType) -> RenderableType:
+    """A table below a label."""
+    from rich.padding import Padding
+
+    return Padding(block, (0, 0, 0, LABEL), expand=False)
+
+
+@contextmanager
+def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """A bar on stderr while a command works, on a terminal only; yields a function that counts one more as done."""
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file the user asked for. Raises E608 where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        hint = "choose a place that can be written"
+        raise ZbcError("E608", f"cannot write {path}: {error.strerror}", hint=hint) from None

@@ -1,0 +1,168 @@
+"""`visualize`, and `schedules` with its pictures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc.cli.console import labelled, show, table, tell, write_text
+from zbc.cli.options import PlanOrJob, complete_schedule
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.cost import Costs
+    from zbc.compiler.schedules import Schedule
+    from zbc.compiler.simulate import Timeline
+    from zbc.ir import Program
+
+_WIDTH = 100  # of pictures that do not go to a terminal
+_CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
+
+
+class Form(StrEnum):
+    """What a picture can be made as."""
+
+    TERM = "term"
+
+
+class By(StrEnum):
+    """What a cell of a picture is."""
+
+    TIME = "time"
+    SLOT = "slot"
+
+
+def visualize(
+    target: PlanOrJob,
+    form: Annotated[Form, typer.Option("--as", help="The form of the picture: text.")] = Form.TERM,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
+    ] = None,
+    by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell.")] = By.TIME,
+    ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
+    zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
+    width: Annotated[int | None, typer.Option(min=40, help="Columns; the terminal's if left out.")] = None,
+) -> None:
+    """Draw when each rank does what."""
+    from zbc.viz.terminal import View, draw
+
+    program, timeline, costs = _drawable(target)
+    columns = width or (_columns() if output is None else _WIDTH)
+    view = View(
+        width=columns,
+        by=by.value,
+        ranks=None if ranks is None else _parse_ranks(ranks, timeline.ranks),
+        zoom=None if zoom is None else _parse_zoom(zoom, timeline.makespan),
+        unicode=output is not None or "utf" in (sys.stdout.encoding or "").lower(),
+    )
+    picture = draw(program, timeline, costs, view)
+    if output is None:
+        show(picture)
+    else:
+        write_text(output, picture.plain + "\n")
+        tell(f"wrote {output}")
+
+
+def _drawable(target: Path) -> tuple[Program, Timeline, Costs]:
+    from zbc.cli.checking import folder_of, is_plan
+
+    if is_plan(target):
+        from zbc.compiler.recall import timeline_of
+        from zbc.plan import Plan
+
+        plan = Plan.read(folder_of(target))
+        return (plan.program, *timeline_of(plan))
+    from zbc.compiler.compile import compile_job, load_job
+
+    compiled = compile_job(load_job(target))
+    return compiled.program, compiled.timeline, compiled.costs
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+
+
+def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise typer.BadParameter(f"cannot read {text!r}; write --ranks 0-3,5", param_hint="--ranks")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not found or max(found) >= count:
+        raise typer.BadParameter(f"{text!r} names no rank of 0-{count - 1}", param_hint="--ranks")
+    return tuple(dict.fromkeys(found))
+
+
+def _parse_zoom(text: str, makespan: float) -> tuple[float, float]:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*-\s*(\d+(?:\.\d+)?)\s*(?:ms)?\s*", text)
+    if match is None:
+        raise typer.BadParameter(f"cannot read {text!r}; write --zoom 0-120 (ms)", param_hint="--zoom")
+    begin, end = float(match[1]), float(match[2])
+    if not begin < end or begin >= makespan:
+        raise typer.BadParameter(f"{text!r} shows nothing of 0-{makespan:.6g} ms", param_hint="--zoom")
+    return begin, end
+
+
+def schedules(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show the card of this one.", autocompletion=complete_schedule)
+    ] = None,
+) -> None:
+    """List the schedules, or show the card of one."""
+    from zbc.compiler.schedules import SCHEDULES, find
+
+    if name is None:
+        made = table("name", "placement", "chunks", "makespan", "span", "memory", "B, W", left=7)
+        for card in SCHEDULES.values():
+            split = "apart" if card.splits_backward else "as one"
+            made.add_row(card.name, card.placement_name, _chunks(card), card.makespan, card.span, card.memory, split)
+        show(made, "", *_units())
+        return
+    show(*_card(find(name)))
+
+
+def _units() -> tuple[str, ...]:
+    return (
+        "p ranks, m microbatches, v chunks (stages per rank); one rank's F, B and W of a microbatch take 1 each,",
+        "transfers nothing; memory is the peak of activations, 1 = one rank's share of one microbatch.",
+        "The bubble is what a makespan or span has beyond 3m. `zbc schedules NAME` shows one of them.",
+    )
+
+
+def _chunks(card: Schedule) -> str:
+    low, high = card.chunks
+    return f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"
+
+
+def _card(card: Schedule) -> Iterator[RenderableType]:
+    """What is known of one schedule, and its picture, made by the tool itself."""
+    from zbc.compiler.cost import Costs
+    from zbc.compiler.passes import lower
+    from zbc.compiler.schedules import Request
+    from zbc.compiler.simulate import simulate
+    from zbc.viz.terminal import View, draw
+
+    p, m = _CARD
+    program = lower(card.make(Request(p, m, card.default_chunks)))
+    costs = Costs.uniform(program.placement)
+    yield f"{card.name}: {card.summary}"
+    yield ""
+    yield labelled("source", card.source)
+    yield labelled("also", ", ".join(card.aliases))
+    yield labelled("placement", f"{card.placement_name}; {_chunks(card)} stages per rank")
+    yield labelled("backward", "B and W are ops of their own" if card.splits_backward else "B and W are one op")
+    yield labelled("makespan", card.makespan)
+    yield labelled("span", card.span)
+    yield labelled("memory", f"{card.memory} activation units on the fullest rank")
+    yield labelled("needs", card.needs)
+    yield ""
+    yield draw(program, simulate(program, costs), costs, View(width=max(_columns(), 40), by="slot", unicode=False))

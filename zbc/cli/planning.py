@@ -1,0 +1,135 @@
+"""`plan`, `check` and `compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc.cli.console import labelled, progress, show, show_json, write_text
+from zbc.cli.options import AsJson, JobFile, PlanOrJob, Quiet, ScheduleName, Settings, Verbose, complete_schedule
+from zbc.errors import ZbcError
+from zbc.text import short
+
+if TYPE_CHECKING:
+    from zbc.spec import Job
+
+
+def plan(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The plan directory.")] = Path("plan"),
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    dump_ir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write the program after the schedule and after each pass.")
+    ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compile a job into a plan directory.
+
+    Every check and the prediction run before anything is written; the directory appears complete or not at all.
+    """
+    from zbc.cli import summary
+    from zbc.compiler.compile import compile_job, load_job
+    from zbc.viz.terminal import title
+
+    loaded = load_job(job, settings or (), schedule)
+    if dump_ir is not None:
+        _dump(loaded, dump_ir)
+    compiled = compile_job(loaded)
+    manifest = compiled.write(output)
+    if json:
+        show_json({**compiled.report.as_json(), "plan": str(output), "plan_id": manifest.id})
+    elif not quiet:
+        show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
+        show(*summary.of_plan(compiled, verbose=verbose))
+        took = f"planned in {short(compiled.report.compile_seconds, 2)} s"
+        show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
+        show(labelled("next", f"zbc visualize {output}", _run_command(loaded, output)))
+
+
+def _run_command(job: Job, output: Path) -> str:
+    if job.hardware.device == "cuda":
+        return f"torchrun --standalone --nproc-per-node {job.parallel.pp} -m zbc run {output}"
+    return f"zbc run {output} --local {job.parallel.pp}"
+
+
+def _dump(job: Job, folder: Path) -> None:
+    """One file per state of the program: `00-zb-v.txt`, `01-insert-comm.txt`, ..."""
+    from zbc.compiler.compile import lowering
+
+    for number, (name, program) in enumerate(lowering(job)):
+        lines = []
+        for rank, ops in enumerate(program.ranks):
+            lines += [f"rank {rank}", *(f"  {program.placement.text(op)}" for op in ops)]
+        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+        write_text(folder / f"{number:02d}-{safe}.txt", "\n".join(lines) + "\n")
+
+
+def check(
+    target: PlanOrJob,
+    strict: Annotated[bool, typer.Option("--strict", help="Also fail if the plan needs sends that return.")] = False,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prove a plan directory, or a job without writing its plan: complete, paired, ordered, free of deadlock."""
+    from zbc.cli import checking
+
+    checked = checking.check_plan(target) if checking.is_plan(target) else checking.check_job(target)
+    if strict and not checked.survives_blocking_sends:
+        raise checking.not_strict(checked.program)
+    if json:
+        show_json(checked.as_json)
+    elif not quiet:
+        show(*checking.verdict(checked, target, verbose=verbose))
+
+
+def compare(
+    job: JobFile,
+    schedules: Annotated[
+        str,
+        typer.Option(metavar="all|A,B,C", help="Which schedules.", autocompletion=complete_schedule),
+    ] = "all",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2", help="Try each value; repeat for every combination of several keys."),
+    ] = None,
+    settings: Settings = None,
+    json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Plan a job under several schedules and rank them, the fastest first.
+
+    What does not fit or cannot be planned stays in the table with the reason.
+    """
+    from zbc.cli import ranking
+    from zbc.compiler.compare import combinations
+    from zbc.compiler.compare import compare as rows_of
+    from zbc.compiler.schedules import SCHEDULES
+
+    if json + csv + md > 1:
+        raise typer.BadParameter("choose one of --json, --csv and --md")
+    names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
+    wanted = combinations(names, sweep or ())
+    with progress("planning", len(wanted), quiet=quiet) as done:
+        rows = rows_of(job, settings or (), wanted, done)
+    if json:
+        show_json(ranking.as_json(rows))
+    elif csv:
+        show(ranking.as_csv(rows))
+    elif md:
+        show(ranking.as_markdown(rows))
+    else:
+        show(*ranking.as_table(rows))
+    if all(row.error is not None for row in rows):
+        raise typer.Exit(_exit_code([row.error for row in rows]))
+
+
+def _exit_code(errors: list[Any]) -> int:
+    return min(error.exit_code for error in errors if isinstance(error, ZbcError))

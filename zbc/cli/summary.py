@@ -1,0 +1,154 @@
+"""What `plan` and `check` say of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbc.cli.console import indented, labelled, table
+from zbc.text import GIB, MIB, aligned, percent
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.compile import Compiled
+    from zbc.compiler.report import Report
+
+_ROWS = 16  # of a table before its middle is left out
+
+PROVEN = (
+    "complete: F, B and W of every stage and microbatch, once, on their rank, in order",
+    "paired: every send meets one receive",
+    "FIFO: each direction of each pair of ranks receives in the order it sends",
+    "deadlock-free: no timing of ranks and messages makes ranks wait for each other",
+)
+
+
+def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
+    """The summary of a fresh plan."""
+    report = compiled.report
+    yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    yield labelled("costs", _COSTS[report.costs])
+    yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
+    yield labelled("ranks", *_ranks_note(report))
+    yield indented(_ranks(report, verbose=verbose))
+    yield labelled("stages", "layers, and ms per microbatch")
+    yield indented(_stages(compiled, verbose=verbose))
+
+
+def _step(report: Report, *, barrier: bool) -> list[str]:
+    rows = [
+        ("makespan", report.bubble_rate_makespan, _gap(report.makespan_ms, report.lower_bound_makespan_ms)),
+        ("span", report.bubble_rate_span, _gap(report.span_ms, report.lower_bound_span_ms)),
+    ]
+    times = aligned([report.makespan_ms, report.span_ms])
+    width = max(map(len, times))
+    lines = [
+        f"{name:<8}  {time:>{width}} ms   bubble {percent(bubble):>5} of it   {gap}"
+        for (name, bubble, gap), time in zip(rows, times, strict=True)
+    ]
+    return [
+        *lines,
+        f"a step takes the {'makespan: the optimizer is a' if barrier else 'span: the optimizer is no'} barrier",
+    ]
+
+
+def _gap(ms: float, bound: float) -> str:
+    if bound <= 0:
+        return "no lower bound"
+    above = ms / bound - 1
+    return "proven optimal for this cut" if above < 5e-7 else f"{percent(above)} above the lower bound"
+
+
+_COSTS = {
+    "given": "given in [costs]",
+    "estimated": "estimated from [model] and [hardware]; measured ones belong in [costs]",
+    "assumed equal": "assumed equal for all layers: what they cost is not known before the model is built",
+}
+
+
+def _blocking(report: Report) -> str:
+    return f"survives blocking sends: {'yes' if report.survives_blocking_sends else 'no'}"
+
+
+def _ranks_note(report: Report) -> list[str]:
+    unit = "units: peak activations, in shares of one microbatch per rank"
+    return [unit] if report.bytes_known else [unit, "bytes are not known before the model is built"]
+
+
+def _ranks(report: Report, *, verbose: bool) -> RenderableType:
+    """One row per rank; with `verbose` idle time by cause and memory by what fills it."""
+    idle = ["warm-up", "message", "drain"] if verbose else ["idle ms"]
+    unit, scale = ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
+    parts = [unit] if report.bytes_known else []
+    if parts and verbose:
+        parts += ["weights", "gradients", "optimizer", "activations", "buffers"]
+    columns = [
+        [str(rank.rank) for rank in report.per_rank],
+        [ranges(rank.stages) for rank in report.per_rank],
+        aligned([rank.busy_ms for rank in report.per_rank]),
+        *([aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE] if verbose else []),
+        *([] if verbose else [aligned([sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank])]),
+        [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
+        *(aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in _BYTES[: len(parts)]),
+    ]
+    made = table("rank", "stages", "busy ms", *idle, "units", *parts, left=2)
+    return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
+
+
+_IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms")
+_BYTES = ("peak_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "buffer_bytes")
+
+
+def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
+    made = table("stage", "rank", "layers", "F", "B", "W", left=3)
+    costs, placement = compiled.costs, compiled.program.placement
+    times = [aligned(column, 3) for column in (costs.f, costs.b, costs.w)]
+    rows = [
+        [str(stage), ranges(placement.holders(stage)), layer_ranges(names), *(column[stage] for column in times)]
+        for stage, names in enumerate(compiled.layers)
+    ]
+    return _filled(made, rows, verbose=verbose)
+
+
+def _filled(made: Any, rows: Sequence[Sequence[str]], *, verbose: bool) -> RenderableType:
+    """The table with its rows; the middle of a long one only with `verbose`."""
+    cut = None if verbose or len(rows) <= _ROWS else _ROWS - 3
+    for index, row in enumerate(rows):
+        if cut is None or index < cut or index >= len(rows) - 2:
+            made.add_row(*row)
+        elif index == cut:
+            made.add_row("...", f"{len(rows) - cut - 2} more: -v")
+    filled: RenderableType = made
+    return filled
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-2 7`: ascending numbers, runs of three and more joined."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+
+
+def layer_ranges(names: Sequence[str]) -> str:
+    """`embed, layers.0-2, head` for the layers of a stage."""
+    parts: list[tuple[str, list[int]]] = []
+    for name in names:
+        match = re.fullmatch(r"(.*\.)(\d+)", name)
+        stem, number = (match[1], [int(match[2])]) if match else (name, [])
+        if number and parts and parts[-1][0] == stem:
+            parts[-1][1].extend(number)
+        else:
+            parts.append((stem, number))
+    return ", ".join(f"{stem}{_run(numbers)}" for stem, numbers in parts)
+
+
+def _run(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -1,0 +1,120 @@
+"""One job under several schedules and settings, ranked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.report import Report
+from zbc.compiler.schedules import find
+from zbc.errors import ZbcError
+from zbc.spec import Job
+
+Setting = tuple[str, str]  # a key of the job file and the text of its value
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan, or the reason why there is none: exactly one of `report` and `error` is set."""
+
+    schedule: str
+    settings: tuple[Setting, ...]
+    report: Report | None = None
+    transfers: float = 0.0  # messages a rank sends per step, on average
+    step_ms: float = 0.0  # what a step costs by the job's objective
+    bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
+    sequences: int = 1  # a step trains on
+    error: ZbcError | None = None
+
+    @property
+    def sequence_ms(self) -> float:
+        """The time of a step for each of its sequences: comparable where microbatches are swept."""
+        return self.step_ms / self.sequences
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above its bound, as a share of the bound."""
+        return max(0.0, self.step_ms / self.bound_ms - 1) if self.bound_ms > 0 else 0.0
+
+
+def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
+    """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
+    names = list(dict.fromkeys(find(name).name for name in schedules))
+    axes = [_axis(sweep) for sweep in sweeps]
+    return [(name, settings) for settings in itertools.product(*axes) for name in names]
+
+
+def _axis(sweep: str) -> list[Setting]:
+    """`key=v1,v2` as its settings; commas inside brackets and quotes belong to a value."""
+    key, equals, text = sweep.partition("=")
+    values = [value.strip() for value in _split(text)]
+    if not equals or "." not in key or not all(values):
+        hint = "write --sweep schedule.microbatches=8,16,32"
+        raise ZbcError("E109", f"config: cannot read --sweep {sweep!r}", hint=hint)
+    return [(key.strip(), value) for value in values]
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def compare(
+    path: Path,
+    overrides: Sequence[str],
+    wanted: Iterable[tuple[str, tuple[Setting, ...]]],
+    done: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """A row for each combination, the least time per sequence first, those that cannot be planned last.
+
+    Calls `done` after each row. Raises what makes all of them impossible, if it is one and the same problem.
+    """
+    rows = []
+    for schedule, settings in wanted:
+        rows.append(_row(path, overrides, schedule, settings))
+        done()
+    reasons = {None if row.error is None else row.error.render() for row in rows}
+    if len(reasons) == 1 and rows[0].error is not None:
+        raise rows[0].error
+    return sorted(rows, key=lambda row: (row.error is not None, row.sequence_ms, _peak(row)))
+
+
+def _peak(row: Row) -> float:
+    return row.report.peak_activation_units if row.report else 0.0
+
+
+def _row(path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...]) -> Row:
+    settled = [*overrides, *(f"{key}={value}" for key, value in settings)]
+    try:
+        compiled = compile_job(_job(path, settled, schedule, settings), suggest=False)
+    except ZbcError as error:
+        return Row(schedule, settings, error=error)
+    report, job = compiled.report, compiled.job
+    sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
+    bound = report.lower_bound_span_ms if job.objective == "span" else report.lower_bound_makespan_ms
+    sequences = job.schedule.microbatches * job.schedule.microbatch_size
+    return Row(schedule, settings, report, sends / report.ranks, compiled.step_ms, bound, sequences)
+
+
+def _job(path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...]) -> Job:
+    """The job under `schedule`; `chunks` of the file is for schedules that leave it open, one that is swept for all."""
+    try:
+        return load_job(path, overrides, schedule)
+    except ZbcError as error:
+        if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings):
+            raise
+    return load_job(path, [*overrides, f"schedule.chunks={find(schedule).default_chunks}"], schedule)

@@ -1,0 +1,48 @@
+"""The job, the costs and the timeline of a plan directory, worked out again from what the manifest keeps.
+
+The manifest holds every section of the job, so the same code that predicted the plan predicts it again; the numbers
+equal `manifest.predicted`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from zbc import toml
+from zbc.compiler import cost, estimate
+from zbc.compiler.cost import Costs
+from zbc.compiler.partition import partition
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.errors import ZbcError
+from zbc.plan import MANIFEST, Manifest, Plan
+from zbc.spec import SECTIONS, Job
+
+
+def job_of(manifest: Manifest) -> Job:
+    """The job a plan was made from, without the places of its values. Raises E404 if the manifest holds no such job."""
+    values = {**manifest.planning, **manifest.training}
+    try:
+        sections: dict[str, Any] = {
+            name: section.model_validate(values.get(name, {})) for name, section in SECTIONS.items()
+        }
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        text = f"plan: the job in {MANIFEST} cannot be read: {place}: {first['msg'].lower()}"
+        raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`") from None
+    return Job(toml.Document(MANIFEST, values), **sections)
+
+
+def costs_of(manifest: Manifest) -> Costs:
+    """What the ops of a plan cost."""
+    job, placement = job_of(manifest), manifest.to_placement()
+    table = estimate.layers(job)
+    return cost.build(job, placement, partition(job, placement.stages, table), table)
+
+
+def timeline_of(plan: Plan) -> tuple[Timeline, Costs]:
+    """When each op of a plan runs, as predicted when it was made."""
+    costs = costs_of(plan.manifest)
+    return simulate(plan.program, costs), costs

@@ -1,0 +1,502 @@
+"""The long text of every error: what it means, an example, what to do. `zbc explain CODE` prints it.
+
+A test demands that the codes here are exactly those that zbc raises.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """`title` is one line; `text` explains, in lines of at most 80 characters."""
+
+    title: str
+    text: str
+
+
+# Second character of a code -> what its family is about.
+FAMILIES = {
+    "1": "A problem in the job file or on the command line (exit code 3).",
+    "2": "The order of operations is wrong (exit code 4).",
+    "3": "The plan is right but does not fit (exit code 5).",
+    "4": "A problem with a plan directory (exit code 4).",
+    "5": "A problem in the data or in the user's own code (exit code 6).",
+    "6": "The environment is not what the command needs (exit code 6).",
+    "7": "A run failed (exit code 7).",
+}
+
+
+def _entry(title: str, text: str) -> Entry:
+    return Entry(title, text.strip())
+
+
+CATALOGUE = {
+    "E100": _entry(
+        "the job file is not valid TOML",
+        """
+The file cannot be parsed; the place is where the parser gave up, often just
+behind the mistake.
+
+    kind = zb-v          strings need quotes: kind = "zb-v"
+    [schedule            a table needs both brackets
+    pp = 4, dp = 1       one key per line
+""",
+    ),
+    "E101": _entry(
+        "the job file cannot be read",
+        """
+It does not exist, is a directory, may not be read, or is not UTF-8 text.
+`zbc init` writes a first job file called zbc.toml.
+""",
+    ),
+    "E102": _entry(
+        "unknown key or table",
+        """
+Names are checked strictly: a key that nobody reads is a typing error that
+would otherwise change nothing without a word.
+
+    [model]
+    hiden = 512          did you mean "hidden"?
+
+`zbc config schema` prints all keys as a JSON Schema for editors.
+""",
+    ),
+    "E103": _entry(
+        "a value has the wrong type or is out of range",
+        """
+The message says what was expected and what was found.
+
+    layers = "24"              a number is written without quotes: layers = 24
+    microbatches = 8.5         expected a whole number
+    device = "gpu"             expected 'cuda' or 'cpu'
+    memory_limit = "4 GB"      write "1.0x" (of the peak of 1F1B) or "4 GiB"
+
+[schedule] takes exactly one of kind, file and plugin.
+""",
+    ),
+    "E104": _entry(
+        "unknown schedule",
+        """
+`zbc schedules` lists the names. The names of the papers and the class names
+of torch are both accepted: 1f1b and Schedule1F1B are the same.
+""",
+    ),
+    "E105": _entry(
+        "a section or a key is missing",
+        """
+[model], [parallel] and [schedule] are needed, with at least
+
+    [model]
+    layers = 8           and for family "gpt": hidden, heads, vocab, seq_len
+    [parallel]
+    pp = 4
+    [schedule]
+    kind = "zb-v"
+    microbatches = 8
+
+Everything else has a default; `zbc config show JOB.toml` shows them.
+""",
+    ),
+    "E106": _entry(
+        "the job file has another version",
+        """
+`zbc = 1` at the top says which format the file has. A higher number needs a
+newer zbc.
+""",
+    ),
+    "E107": _entry(
+        "not supported by this version of zbc",
+        """
+The format reserves this value for a later version. It is refused rather than
+ignored, so that a job never means less than it says. The hint names the value
+to use now.
+""",
+    ),
+    "E108": _entry(
+        "extends does not work out",
+        """
+`extends = "base.toml"` inherits from one other file, named relative to this
+one. The file must exist, and a chain of files must not come back to itself.
+Tables merge key by key; any other value replaces the inherited one.
+""",
+    ),
+    "E109": _entry(
+        "a --set or --sweep cannot be read",
+        """
+Both take the dotted name of a key and a TOML value; strings may go without
+quotes. A sweep takes several values.
+
+    --set schedule.microbatches=16
+    --set 'partition.layers_per_stage=[7, 8, 9, 8]'
+    --sweep schedule.microbatches=8,16,32
+""",
+    ),
+    "E110": _entry(
+        "values that do not go together",
+        """
+Each value is fine alone, but not beside another one.
+
+    hidden = 100, heads = 3         hidden must be a multiple of heads
+    positions = "rotary"            needs an even hidden / heads
+    args = {...}, family = "gpt"    args belong to "package.module:factory"
+""",
+    ),
+    "E111": _entry(
+        "init does not overwrite a file",
+        """
+There is a zbc.toml already. Move it away, or write the new one elsewhere:
+
+    zbc init another-folder
+""",
+    ),
+    "E112": _entry(
+        "no such error code",
+        """
+Codes look like E201. `zbc explain` without a code lists all of them.
+""",
+    ),
+    "E120": _entry(
+        "the schedule cannot have that many stages per rank",
+        """
+schedule.chunks is the number of stages per rank. gpipe, 1f1b, zb-h1 and zb-h2
+have one, zb-v has two; interleaved-1f1b and breadth-first take any number.
+Leave chunks out to get the schedule's own.
+""",
+    ),
+    "E121": _entry(
+        "a schedule plugin does not work",
+        """
+schedule.plugin = "package.module:function" names a function that takes a
+zbc.compiler.schedules.Request (p ranks, m microbatches, v chunks) and returns
+a zbc.ir.Program for just these. It is looked up on the import path and in the
+current directory.
+""",
+    ),
+    "E130": _entry(
+        "fewer layers than stages",
+        """
+Every stage holds at least one layer. There are parallel.pp times the chunks
+of the schedule stages: zb-v on 8 ranks has 16. Use more layers, fewer ranks,
+or a schedule with fewer stages per rank.
+""",
+    ),
+    "E131": _entry(
+        "layers_per_stage does not add up",
+        """
+partition.layers_per_stage needs one number per stage, and they must sum up to
+model.layers. Embedding and head are not counted: they belong to the first and
+last stage, the only ones that may have 0.
+
+    layers = 30, 4 stages:   layers_per_stage = [7, 8, 8, 7]
+""",
+    ),
+    "E140": _entry(
+        "a list of costs has the wrong length",
+        """
+With costs.per = "rank" a list has one number per rank, with "stage" one per
+stage, with "layer" one per layer. A single number stands for all of them.
+""",
+    ),
+    "E141": _entry(
+        "costs are incomplete or contradict each other",
+        """
+f, b and w are given together or not at all: mixing measured and estimated
+times would rank schedules by the difference between the two. act_w is a part
+of act_b and needs it. embed and head go with per = "layer".
+
+    [costs]
+    f = 18.5
+    b = 18.1
+    w = 9.3
+    comm = 0.6
+""",
+    ),
+    "E150": _entry(
+        "the data do not go with the model",
+        """
+Text data are bytes: model.vocab must be at least 256, and a model that is not
+a gpt must say its seq_len. Synthetic data are tokens: they need model.vocab
+and model.seq_len. Other models bring their own data with
+data.kind = "package.module:factory".
+""",
+    ),
+    "E201": _entry(
+        "deadlock",
+        """
+The order of ops makes ranks wait for each other forever. The lines are a
+shortest circle: each op waits for the next, the last for the first.
+
+    rank 0 step 3: SEND_F s0 m1 >r1  waits for  rank 1 step 4: RECV_F s1 m1 <r0
+    rank 1 step 3: SEND_B s1 m0 >r0  waits for  rank 0 step 4: RECV_B s0 m0 <r1
+
+Schedules of zbc never do; a plugin or an edited plan may. Break the circle at
+one place: post the receive earlier, or run the op that another rank waits for
+before the one that waits.
+""",
+    ),
+    "E202": _entry(
+        "the program is not complete",
+        """
+Every stage runs F and either BW or B and W of every microbatch, once. An op
+is missing, runs twice, or does not belong to this program.
+""",
+    ),
+    "E203": _entry(
+        "a transfer has no other end",
+        """
+Every SEND meets one RECV on the rank of the neighbouring stage, and stages of
+one rank hand tensors over without any. `zbc` adds transfers itself: plugins
+return compute ops only.
+""",
+    ),
+    "E204": _entry(
+        "messages of one direction are received in another order than sent",
+        """
+Transports deliver the messages of one rank to another in the order of their
+sending. Receives must be posted in that order; they may be posted early.
+""",
+    ),
+    "E205": _entry(
+        "an op runs on a rank that does not hold its stage",
+        """
+The placement says which rank holds which stage; an op of a stage runs there.
+""",
+    ),
+    "E206": _entry(
+        "an op runs before what it needs",
+        """
+Within a rank ops run in the order of the list, so F stands before B of the
+same stage and microbatch, B before W, a SEND behind the op that makes its
+tensor, a STEP behind all gradients.
+""",
+    ),
+    "E207": _entry(
+        "the plan needs sends that return at once",
+        """
+Asked for with `zbc check --strict`. The plan is free of deadlock as long as a
+SEND only starts a message, which is how the runtime sends. On a transport
+where a SEND holds up its rank until the message is received, it would hang.
+Schedules on a line of ranks usually survive that, V placements do not.
+""",
+    ),
+    "E301": _entry(
+        "does not fit into the memory of a rank",
+        """
+The fullest rank needs more than hardware.memory_gib: weights, gradients,
+optimizer state, activations at their peak and receive buffers together.
+The lines show the parts, and the schedules that would fit.
+
+What helps, cheapest first: another schedule, a smaller microbatch_size, more
+ranks (parallel.pp), a smaller model.
+""",
+    ),
+    "E302": _entry(
+        "holds more activations than memory_limit",
+        """
+schedule.memory_limit bounds the activations of every rank: "1.0x" is the peak
+of 1F1B, which is parallel.pp activation units; "40 GiB" counts bytes. The
+hint names the limit that this schedule needs; the lines, others that keep to
+the given one.
+""",
+    ),
+    "E401": _entry(
+        "a plan directory cannot be read",
+        """
+A plan directory holds plan.json and one rank-NNNN.json per rank; something of
+it is missing or cannot be read. `zbc plan JOB.toml -o DIR` writes one.
+""",
+    ),
+    "E402": _entry(
+        "a plan was edited after planning",
+        """
+plan.json keeps the sha256 of every file of the plan, and one of the files
+differs. Nothing runs from an edited plan, since nothing is proven of it.
+`zbc check DIR` also says what is wrong with its ops. Make the plan again; an
+order of your own is best written as a plugin (schedule.plugin).
+""",
+    ),
+    "E403": _entry(
+        "a plan of another version",
+        """
+The plan was written by a zbc whose plan format this one does not read. Plan
+the job again.
+""",
+    ),
+    "E404": _entry(
+        "a plan file is damaged",
+        """
+It is cut off, not JSON, not a plan, or contains lines that are not ops of
+this plan. Make the plan again with `zbc plan JOB.toml`.
+""",
+    ),
+    "E405": _entry(
+        "something else is in the place of the plan",
+        """
+A plan directory is replaced as a whole, so zbc only replaces directories that
+are empty or hold nothing but a plan. Choose another place with -o.
+""",
+    ),
+    "E406": _entry(
+        "the plan needs ops that this zbc does not have",
+        """
+The plan was written by a newer zbc. Use that one, or plan again.
+""",
+    ),
+    "E407": _entry(
+        "a plan directory cannot be written",
+        """
+The system refused: no permission, no space, or a file where a folder has to
+be. Nothing was changed.
+""",
+    ),
+    "E501": _entry(
+        "data are missing",
+        """
+data.path names text files, or folders of them, and something there does not
+exist, is empty or cannot be read. Without data.path the sources of this
+Python's standard library are used, which some minimal installations lack.
+""",
+    ),
+    "E502": _entry(
+        "code of yours cannot be imported or failed",
+        """
+"package.module:name" is looked up on the import path and in the current
+directory. A model factory is called with model.args and returns the list of
+layers; a data factory is called with data.args and returns a dataset with
+__len__ and __getitem__; a loss takes (output, target) and returns their mean
+over the microbatch. The lines show where your code failed.
+""",
+    ),
+    "E503": _entry(
+        "a data file is not text",
+        """
+data.kind = "text" reads UTF-8. Convert the file, or leave it out of
+data.path; for other data write a factory: data.kind = "package.module:name".
+""",
+    ),
+    "E504": _entry(
+        "too little data",
+        """
+One step takes microbatches * microbatch_size different sequences of seq_len
+tokens, and the data hold fewer. Give more data, or make a step smaller.
+""",
+    ),
+    "E505": _entry(
+        "a tensor has another shape or type than planned",
+        """
+Shapes and types are fixed before the run, since receivers make their buffers
+ahead. All microbatches have the same shape, a layer passes one tensor on, and
+the loss is a single number. Plan again if the model changed since planning.
+""",
+    ),
+    "E506": _entry(
+        "the model has another number of layers than planned",
+        """
+model.layers must be what the factory returns; the plan cuts just these layers
+into stages.
+""",
+    ),
+    "E507": _entry(
+        "a layer brings its own data parallelism",
+        """
+DistributedDataParallel and fully sharded wrappers exchange gradients in hooks
+that do not fire, or fire too early, where the weight gradient is an op of its
+own: training would go wrong silently. Return the plain layers.
+""",
+    ),
+    "E508": _entry(
+        "layers share a parameter",
+        """
+Two layers of the model hold the same parameter (tied weights). On different
+stages it would exist twice and drift apart; give each layer its own.
+""",
+    ),
+    "E601": _entry(
+        "the plan wants another number of ranks",
+        """
+A plan is made for parallel.pp ranks, and one process runs each.
+
+    torchrun --standalone --nproc-per-node 4 -m zbc run plan     under torchrun
+    zbc run plan --local 4                                       on this CPU
+
+For another number of ranks plan again with --set parallel.pp=N.
+""",
+    ),
+    "E602": _entry(
+        "torch is missing or too old",
+        """
+Planning needs no torch; `zbc run` needs 2.11 or newer. `zbc doctor` says what
+is installed.
+""",
+    ),
+    "E603": _entry(
+        "the device is missing",
+        """
+hardware.device = "cuda" needs one CUDA device per rank on this machine.
+`zbc doctor` lists them. Plan again with --set hardware.device=cpu to train on
+the CPU.
+""",
+    ),
+    "E604": _entry(
+        "not started by torchrun",
+        """
+`zbc run PLAN` is one rank of several and learns from torchrun which. Start it
+with torchrun, or let zbc start all ranks on this machine with --local N.
+
+    torchrun --standalone --nproc-per-node 4 -m zbc run plan
+""",
+    ),
+    "E605": _entry(
+        "ranks run different plans or versions",
+        """
+All ranks compare what they run before the first step. Give every machine the
+same plan directory and the same versions of zbc, torch and Python.
+""",
+    ),
+    "E606": _entry(
+        "the run directory cannot be written",
+        """
+Metrics go to a new folder below log.dir. Name another place with --out.
+""",
+    ),
+    "E607": _entry(
+        "the run directory belongs to another run",
+        """
+--out names a folder that has metrics in it. Choose another, or remove it:
+metrics of two runs in one file could not be told apart.
+""",
+    ),
+    "E608": _entry(
+        "a file cannot be written",
+        """
+The system refused to write what was asked for with -o, --dump-ir or init: no
+permission, no space, or a file where a folder has to be.
+""",
+    ),
+    "E701": _entry(
+        "no progress",
+        """
+No op ended on any rank for train.watchdog_s seconds. The lines say in which op
+each rank is; the marked one is not waiting for another rank and so holds the
+others up. A slow first step (compilation, cold files) may need a larger
+train.watchdog_s.
+""",
+    ),
+    "E702": _entry(
+        "a rank was lost",
+        """
+A rank ended, so the others cannot go on. The reason stands in the message of
+the rank that failed first; if it has none, it was killed from outside, often
+by the system for lack of memory.
+""",
+    ),
+    "E703": _entry(
+        "an op failed",
+        """
+The message names the rank, the step and the op, and the lines where the code
+failed. If it speaks of the plan (a message nobody takes, a tensor that is not
+there), the plan did not come from this zbc: check it with `zbc check`.
+""",
+    ),
+}
