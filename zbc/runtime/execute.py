@@ -7,7 +7,7 @@ import time
 from zbc.errors import ZbcError
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
-from zbc.runtime.validate import reset_peak
+from zbc.runtime.validate import Verdict, reset_peak
 
 __all__ = ["Progress", "StepResult", "run_step"]
 
@@ -31,32 +31,30 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
         place = f"op {progress.index} of {progress.total} of step {step}"
         error.add_note(f"while rank {worker.plan.rank} ran {place}: {progress.op}")
         raise
-    _finish(worker)
-    return _result(worker, step, now() - began)
-
-
-def _finish(worker: Worker) -> None:
-    left = worker.leftovers()
-    if left:
-        where = f"rank {worker.plan.rank} after step {worker.step}"
-        shown = [*left[:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
-        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=where, details=shown[1:])
-    worker.progress.waiting = True
-    worker.transport.finish_step()
-    worker.progress.waiting = False
-
-
-def _result(worker: Worker, step: int, seconds: float) -> StepResult:
-    verdict = worker.verdict
-    if verdict is None:
-        raise ZbcError("E703", "run: the plan has no VALIDATE, so the ranks agree on nothing", hint="plan again")
+    verdict = _finish(worker)
     return StepResult(
         step=step,
         loss=verdict.loss,
         grad_norm=verdict.grad_norm,
         stop=verdict.stop,
         skipped=verdict.skipped,
-        seconds=seconds,
+        seconds=now() - began,
         busy_seconds=verdict.busy_seconds,
         peak_bytes=verdict.peak_bytes,
     )
+
+
+def _finish(worker: Worker) -> Verdict:
+    """Check that the step used up everything, and wait until what was sent has arrived."""
+    where = f"rank {worker.plan.rank} after step {worker.step}"
+    if worker.verdict is None:
+        text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
+        raise ZbcError("E703", text, where=where)
+    left = worker.leftovers()
+    if left:
+        shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
+        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=where, details=shown)
+    worker.progress.waiting = True
+    worker.transport.finish_step()
+    worker.progress.waiting = False
+    return worker.verdict

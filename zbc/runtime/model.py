@@ -28,10 +28,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer that can be built on any rank: `make` takes nothing and returns the module."""
+    """One layer that can be built on any rank: `make` takes nothing and returns the module.
+
+    Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all.
+    """
 
     name: str
     make: Callable[[], nn.Module]
+    like: str | None = None
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -48,7 +52,7 @@ class LayerPlan:
         except Exception:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
             with seeded(0):
                 module = self._call()
-        return _meta_copy(module)
+        return hollow(module, "meta")
 
     def _call(self) -> nn.Module:
         module = userobject.call(self.make, self.name, "model layer")
@@ -71,7 +75,7 @@ def _gpt(model: spec.Model) -> list[LayerPlan]:
     block = functools.partial(gpt.Block, hidden, heads, model.layers, seq_len, rotary=rotary)
     return [
         LayerPlan("embed", functools.partial(gpt.Embed, vocab, hidden, seq_len, learned=not rotary)),
-        *(LayerPlan(f"layers.{i}", block) for i in range(model.layers)),
+        *(LayerPlan(f"layers.{i}", block, like="block") for i in range(model.layers)),
         LayerPlan("head", functools.partial(gpt.Head, hidden, vocab)),
     ]
 
@@ -124,10 +128,17 @@ def _refuse_shared(found: list[Any]) -> None:
         raise ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
 
 
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without storage; the module itself, which may be ready-made and in use, is left alone."""
-    memo: dict[int, Any] = {id(t): t.detach().to("meta") for t in module.buffers()}
-    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """A copy with parameters and buffers of the same shapes on `device`, their values undefined.
+
+    The module itself, which may be ready-made and in use, is left alone.
+    """
+
+    def empty(t: Tensor) -> Tensor:
+        return torch.empty(t.shape, dtype=t.dtype, device=device)
+
+    memo: dict[int, Any] = {id(t): empty(t) for t in module.buffers()}
+    memo |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, memo)
 
 

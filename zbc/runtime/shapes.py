@@ -2,20 +2,26 @@
 
 All layers are built and run once, in order, on torch's meta device. Every rank does this for the whole model, so all
 know the same names in the same order and the same shapes, and a plan that disagrees is refused before training.
+
+Under autocast a layer's output type depends on the ops inside. The meta device knows no autocast, so there the layers
+run as fake tensors of the real device: boundaries get the type they would have without a cut, which keeps results
+independent of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
-from zbc.runtime.model import LayerPlan
+from zbc.runtime.model import LayerPlan, hollow
 from zbc.runtime.seeding import seeded
 
 
@@ -44,22 +50,31 @@ class Shapes:
     parameters: tuple[str, ...]
 
 
-def derive(plans: Sequence[LayerPlan], first: TensorSpec, manifest: Manifest, *, autocast: bool) -> Shapes:
-    """Run all layers on the meta device, from a model input like `first`.
+def derive(
+    plans: Sequence[LayerPlan], first: TensorSpec, manifest: Manifest, *, autocast: torch.device | None
+) -> Shapes:
+    """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
 
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are.
     """
     _check_layers(plans, manifest)
     names: list[str] = []
     behind = [first]  # behind[i]: the input of layer i
+    known: dict[tuple[str, TensorSpec], tuple[list[str], TensorSpec]] = {}
     for plan in plans:
-        module = plan.on_meta()
-        names += [f"{plan.name}.{local}" for local, _ in module.named_parameters()]
-        behind.append(_output(plan, module, behind[-1]))
+        place = (plan.like or plan.name, behind[-1])
+        if place not in known:
+            module = plan.on_meta()
+            inner = [local for local, _ in module.named_parameters()]
+            known[place] = inner, _output(plan, module, behind[-1], autocast)
+        inner, output = known[place]
+        names += [f"{plan.name}.{local}" for local in inner]
+        behind.append(output)
     inputs, position = [first], 0
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
-        inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], autocast=autocast))
+        free = autocast is not None
+        inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], free_dtype=free))
     return Shapes(tuple(inputs), tuple(sorted(names)))
 
 
@@ -74,13 +89,13 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
         raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
 
 
-def _output(plan: LayerPlan, module: nn.Module, takes: TensorSpec) -> TensorSpec:
+def _output(plan: LayerPlan, module: nn.Module, takes: TensorSpec, autocast: torch.device | None) -> TensorSpec:
     """What a layer makes of its input; a layer that cannot run without values is built and run once on the CPU."""
     try:
-        y = _run(module, takes, "meta")
+        y = _run(module, takes, "meta") if autocast is None else _run_fake(module, takes, autocast)
     except Exception:
         try:
-            with seeded(0):
+            with seeded(0), nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
                 y = _run(plan.build(0), takes, "cpu")
         except ZbcError:
             raise
@@ -95,12 +110,17 @@ def _output(plan: LayerPlan, module: nn.Module, takes: TensorSpec) -> TensorSpec
     return TensorSpec.of(y)
 
 
-def _run(module: nn.Module, takes: TensorSpec, device: str) -> object:
+def _run(module: nn.Module, takes: TensorSpec, device: torch.device | str) -> object:
     with torch.no_grad():
         return module(torch.zeros(takes.shape, dtype=takes.dtype, device=device))
 
 
-def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, autocast: bool) -> TensorSpec:
+def _run_fake(module: nn.Module, takes: TensorSpec, device: torch.device) -> object:
+    with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
+        return _run(hollow(module, device), takes, device)
+
+
+def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:
     """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'."""
     if planned is None:
         return derived
@@ -108,7 +128,7 @@ def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, autoca
     if not isinstance(dtype, torch.dtype):
         raise ZbcError("E505", f"run: the plan's boundary behind stage {stage} has unknown dtype {planned.dtype!r}")
     told = TensorSpec(tuple(planned.shape), dtype)
-    free = autocast and dtype.is_floating_point and derived.dtype.is_floating_point
+    free = free_dtype and dtype.is_floating_point and derived.dtype.is_floating_point
     if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
         text = f"run: the tensor behind stage {stage} is {derived}, the plan says {told}"
         raise ZbcError("E505", text, hint="the model or its data changed after planning: plan again")

@@ -47,6 +47,9 @@ def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | Non
 
 
 def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) -> None:
+    # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier, and
+    # convolutions then sum in another order.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         for step in range(steps):
             result = run_step(worker, step)

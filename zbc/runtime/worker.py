@@ -65,7 +65,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     samples = _samples(settings, needed=bool(ends))
     plans = model.layers(settings.model, settings.train.seed)
     first = input_spec(settings.data, settings.model, samples, size)
-    shapes = derive(plans, first, manifest, autocast=settings.model.dtype == "bfloat16")
+    shapes = derive(plans, first, manifest, autocast=device if settings.model.dtype == "bfloat16" else None)
     stages = _build_stages(plan, settings, plans, shapes, device)
     worker = Worker(
         plan=plan,

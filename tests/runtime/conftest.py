@@ -1,0 +1,12 @@
+"""One thread per kernel: sums do not depend on the machine, and ranks as threads do not fight for cores."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_per_kernel():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,156 @@
+"""Small complete plans for runtime tests, and the same training done by one process with plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zbc import spec
+from zbc.compiler.check import check_all
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import Request, find
+from zbc.ir import Op, Placement, Program
+from zbc.plan import Boundary, Plan, RankPlan, assemble
+from zbc.runtime import model
+from zbc.runtime.data import Batches, build_samples
+from zbc.runtime.hub import Hub
+from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.state import Worker
+from zbc.runtime.worker import Settings, build_worker
+
+CPU = torch.device("cpu")
+GPT = {"family": "gpt", "layers": 6, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16}
+NOISE = {"kind": "synthetic"}
+
+
+def make_program(schedule: str, p: int, m: int, v: int | None = None) -> Program:
+    """A complete, checked program."""
+    found = find(schedule)
+    v = found.stages_per_rank(v)
+    program = lower(found.make(Request(p=p, m=m, v=v)))
+    check_all(program)
+    return program
+
+
+def make_plan(
+    program: Program,
+    *,
+    model: dict[str, Any] = GPT,
+    data: dict[str, Any] = NOISE,
+    optimizer: dict[str, Any] | None = None,
+    size: int = 2,
+    boundaries: Sequence[Boundary | None] | None = None,
+    seed: int = 7,
+    keep: Callable[[Op], bool] = lambda op: True,
+) -> Plan:
+    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly."""
+    ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
+    program = program.with_ranks(ranks, by="test")
+    checked = spec.Model.model_validate(model)
+    names = [f"layers.{i}" for i in range(checked.layers)]
+    names = ["embed", *names, "head"] if checked.family == "gpt" else names
+    stages = program.placement.stages
+    cuts = [round(s * len(names) / stages) for s in range(stages + 1)]
+    manifest, _ = assemble(
+        program,
+        parameters={},
+        layers=[names[a:b] for a, b in pairwise(cuts)],
+        boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
+        microbatch_size=size,
+        predicted={},
+        planning={"model": checked.model_dump(mode="json")},
+        training={
+            "data": spec.Data.model_validate(data).model_dump(mode="json"),
+            "train": {"seed": seed},
+            "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
+        },
+    )
+    return Plan(manifest, program)
+
+
+def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) -> Plan:
+    """A plan from op texts, one string per rank with commas between ops."""
+    ops = tuple(tuple(Op.parse(text.strip()) for text in rank.split(",")) for rank in ranks)
+    return make_plan(Program(placement, m, ops, ("test",)), **options)
+
+
+def make_worker(plan: Plan, rank: int = 0, hub: Hub | None = None) -> Worker:
+    hub = hub or Hub(plan.manifest.ranks)
+    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU)
+
+
+@dataclass
+class Reference:
+    """What one process computes: loss and gradient norm per step, last gradients before clipping, weights."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, torch.Tensor | None]
+    weights: dict[str, torch.Tensor]
+
+
+def reference(plan: Plan, steps: int = 1) -> Reference:
+    """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    m, seed = manifest.microbatches, settings.train.seed
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
+    layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
+    weights = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
+    criterion = model.loss(settings.model.loss)
+    optimizer = _optimizer(settings.optimizer, [p for p in weights.values() if p.requires_grad])
+    low = settings.model.dtype == "bfloat16"
+    result = Reference([], [], {}, {})
+    for step in range(steps):
+        losses = []
+        for mb in range(m):
+            x, target = batches.inputs(step, mb), batches.targets(step, mb)
+            with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+                for name, module in layers:
+                    with drawing(CPU, seed_of(seed, step, mb, name)):
+                        x = module(x)
+                loss = criterion(x, target)
+            losses.append(loss.item())
+            if loss.requires_grad:
+                (loss / m).backward()
+        result.grads = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
+        norm = sum(p.grad.double().square().sum().item() for p in weights.values() if p.grad is not None) ** 0.5
+        result.losses.append(sum(losses) / m)
+        result.norms.append(norm)
+        _step(optimizer, settings.optimizer.clip_grad_norm, norm, list(weights.values()))
+    result.weights = {name: p.detach().clone() for name, p in weights.items()}
+    return result
+
+
+def _optimizer(options: spec.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+    if not parameters:
+        return None
+    if options.kind == "sgd":
+        momentum, decay = options.momentum, options.weight_decay
+        return torch.optim.SGD(parameters, lr=options.lr, momentum=momentum, weight_decay=decay)
+    return torch.optim.AdamW(
+        parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+    )
+
+
+def _step(
+    optimizer: torch.optim.Optimizer | None, largest: float | None, norm: float, parameters: list[torch.nn.Parameter]
+) -> None:
+    scale = 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+    if optimizer is not None:
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:
+    """All parameters of all ranks by global name."""
+    return {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}

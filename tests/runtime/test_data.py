@@ -1,0 +1,137 @@
+"""Which samples a step sees, from which sources, and what is wrong with others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime import corpus
+from zbc.runtime.data import Batches, Noise, Windows, build_samples, input_spec
+
+HERE = "tests.runtime.user_models"
+MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
+
+
+def samples(model=MODEL, seed=1, **data):
+    return build_samples(spec.Data.model_validate(data), model, seed)
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+def batches(count, m, b, seed=1):
+    return Batches(Windows(torch.arange(4 * count + 1), 4), seed=seed, microbatches=m, size=b)
+
+
+def test_targets_are_the_inputs_one_token_later():
+    windows = Windows(torch.arange(14, dtype=torch.uint8), 4)
+    assert len(windows) == 3
+    assert windows.inputs([2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert windows.targets([2, 0]).tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
+    assert windows.inputs([0]).dtype == torch.int64
+
+
+@pytest.mark.parametrize(("count", "m", "b"), [(12, 3, 2), (13, 3, 2), (7, 2, 3), (6, 3, 2)])
+def test_an_epoch_shows_every_sample_once_in_an_order_of_its_own(count, m, b):
+    data = batches(count, m, b)
+    seen = [i for step in range(3 * count) for mb in range(m) for i in data.indices(step, mb)]
+    epochs = [seen[e * count : (e + 1) * count] for e in range(len(seen) // count)]
+    assert all(Counter(epoch) == Counter(range(count)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1 and epochs[0] != list(range(count))
+
+
+def test_any_microbatch_can_be_looked_up_in_any_order():
+    there, back = batches(50, 4, 3), batches(50, 4, 3)
+    places = [(step, mb) for step in range(20) for mb in range(4)]
+    forwards = {place: there.indices(*place) for place in places}
+    assert {place: back.indices(*place) for place in reversed(places)} == forwards
+    assert batches(50, 4, 3, seed=2).indices(0, 0) != forwards[0, 0]
+
+
+def test_too_little_data_for_one_step_is_refused():
+    error = error_of(batches, 5, 3, 2)
+    assert error.code == "E504" and "5 samples, one step needs 6 (3 microbatches of 2)" in error.message
+    batches(6, 3, 2)
+
+
+def test_text_is_bytes_of_files_and_folders_in_sorted_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    for name, content in {
+        "folder/b.txt": "bb",
+        "folder/a.txt": "aé",
+        "folder/deep/c.txt": "c",
+        "folder/.x": "x",
+    }.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert bytes(corpus.read("folder")).decode() == "aébbc"
+    assert bytes(corpus.read(["folder/b.txt", "folder/deep"])).decode() == "bbc"
+    (tmp_path / "one.txt").write_text("abcdefghi")
+    assert samples(kind="text", path="one.txt").inputs([1]).tolist() == [[101, 102, 103, 104]]
+
+
+def test_without_a_path_the_standard_library_is_read(monkeypatch):
+    text = corpus.standard_library(limit=200_000)
+    assert len(text) == 200_000 and text == corpus.standard_library(limit=200_000)
+    assert b"import" in text and 0 not in text
+    monkeypatch.setattr(corpus, "standard_library", lambda: text)
+    assert len(samples(kind="text")) == 199_999 // 4
+
+
+def test_missing_data_are_e501(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = error_of(samples, kind="text", path="nothing.txt")
+    assert error.code == "E501" and "nothing.txt" in error.message and str(tmp_path) in error.hint
+    (tmp_path / "empty").mkdir()
+    assert error_of(samples, kind="text", path="empty").code == "E501"
+
+
+@pytest.mark.parametrize(
+    ("raw", "byte"), [(b"abc\xff\xfe", 3), (b"ab\x00c", 2), (b"\x00\xff", 0), ("é".encode("latin-1") + b"a", 0)]
+)
+def test_what_is_not_text_is_e503_with_file_and_byte(tmp_path, raw, byte):
+    file = tmp_path / "data.bin"
+    file.write_bytes(raw)
+    error = error_of(samples, kind="text", path=str(file))
+    assert error.code == "E503" and str(file) in error.message and f"byte {byte} is 0x{raw[byte]:02x}" in error.message
+
+
+def test_an_empty_file_has_no_samples(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    found = samples(kind="text", path=str(tmp_path / "empty.txt"))
+    assert len(found) == 0
+    assert error_of(Batches, found, seed=1, microbatches=1, size=1).code == "E504"
+
+
+def test_noise_is_the_same_everywhere_and_different_everywhere_else():
+    noise = Noise(300, 4, seed=1)
+    assert torch.equal(noise.inputs([5, 6]), Noise(300, 4, seed=1).inputs([5, 6]))
+    assert not torch.equal(noise.inputs([5]), noise.inputs([6]))
+    assert not torch.equal(noise.inputs([5]), Noise(300, 4, seed=2).inputs([5]))
+    assert torch.equal(noise.inputs([5])[:, 1:], noise.targets([5])[:, :-1])
+    assert int(noise.inputs(range(100)).max()) < 300 and int(noise.inputs(range(100)).max()) > 256
+
+
+def test_a_dataset_of_the_user_is_drawn_alike_on_every_rank():
+    first, second = (samples(kind=f"{HERE}:Vectors", args={"width": 3}) for _ in range(2))
+    assert torch.equal(first.inputs([1, 2]), second.inputs([1, 2])) and first.targets([1, 2]).shape == (2, 3)
+    assert not torch.equal(first.inputs([1]), samples(kind=f"{HERE}:Vectors", args={"width": 3}, seed=2).inputs([1]))
+    assert input_spec(spec.Data(kind="x:y"), MODEL, first, 5) == ((5, 3), torch.float32)
+    assert input_spec(spec.Data(), MODEL, None, 5) == ((5, 4), torch.int64)
+
+
+@pytest.mark.parametrize(("name", "code"), [("NoLength", "E502"), ("raises", "E502"), ("missing", "E502")])
+def test_a_dataset_factory_that_does_not_work(name, code):
+    assert error_of(samples, kind=f"{HERE}:{name}").code == code
+
+
+def test_samples_that_are_no_pairs_are_refused():
+    error = error_of(samples(kind=f"{HERE}:Singles").inputs, [3])
+    assert error.code == "E505" and "sample 3" in error.message

@@ -1,0 +1,306 @@
+"""A plan runs exactly as written, leaves nothing behind, and says which op of which rank failed."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
+from zbc.errors import ZbcError
+from zbc.ir import Key, Kind, Op, Placement
+from zbc.runtime import handlers
+from zbc.runtime.execute import run_step
+from zbc.runtime.handlers import HANDLERS
+from zbc.runtime.hub import Hub
+from zbc.runtime.threads import run_threads
+
+HERE = "tests.runtime.user_models"
+VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}
+ONE, TWO = Placement.linear(1), Placement.linear(2)
+FIRST = "F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, VALIDATE, STEP s0"
+LAST = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE, STEP s1"
+
+
+def user(factory, **args):
+    return {"family": f"{HERE}:{factory}", "layers": 4, "loss": "mse", "args": args}
+
+
+def fails(plan, steps=1, setup=None):
+    """The error of a run, whatever it is."""
+    with pytest.raises(Exception) as caught:
+        run_threads(plan, steps, setup=setup)
+    return caught.value
+
+
+def test_every_kind_has_a_handler():
+    assert HANDLERS.keys() == set(Kind)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_ops_run_exactly_as_written(schedule, monkeypatch):
+    ran = {}
+    for kind, handler in HANDLERS.items():
+
+        def record(worker, op, handler=handler):
+            ran.setdefault(worker.plan.rank, []).append(op)
+            handler(worker, op)
+
+        monkeypatch.setitem(handlers.HANDLERS, kind, record)
+    plan = make_plan(make_program(schedule, 2, 3))
+    run_threads(plan, 2)
+    assert [tuple(ran[rank]) for rank in (0, 1)] == [ops * 2 for ops in plan.program.ranks]
+
+
+def test_each_step_learns_from_other_data_and_every_rank_knows_the_result():
+    workers = run_threads(make_plan(make_program("zb-h1", 4, 4)), 3)
+    results = [[(r.step, r.loss, r.grad_norm, r.busy_seconds, r.peak_bytes) for r in w.results] for w in workers]
+    assert all(other == results[0] for other in results)
+    assert [r.step for r in workers[0].results] == [0, 1, 2]
+    assert len({r.loss for r in workers[0].results}) == 3
+    for result in workers[0].results:
+        assert len(result.busy_seconds) == len(result.peak_bytes) == 4
+        assert all(0 < busy < result.seconds for busy in result.busy_seconds) and min(result.peak_bytes) > 2**20
+
+
+def test_a_stop_asked_for_by_one_rank_is_known_to_all():
+    plan = plan_of([FIRST, LAST], TWO, 1)
+    hub = Hub(2)
+    workers = [make_worker(plan, rank, hub) for rank in (0, 1)]
+    results = {}
+
+    def run(worker, stop):
+        results[worker.plan.rank] = [run_step(worker, 0), run_step(worker, 1, stop=stop)]
+
+    threads = [threading.Thread(target=run, args=(w, w.plan.rank == 1)) for w in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[r.stop for r in results[rank]] for rank in (0, 1)] == [[False, True]] * 2
+
+
+def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks():
+    plan = make_plan(make_program("1f1b", 2, 2), model=user("explodes"), **VECTORS)
+    before = {}
+
+    def remember(worker):
+        for stage in worker.stages.values():
+            before.update({name: p.detach().clone() for name, p in stage.parameters.items()})
+
+    workers = run_threads(plan, 1, setup=remember)
+    for worker in workers:
+        assert worker.results[0].skipped and not math.isfinite(worker.results[0].grad_norm)
+        for stage in worker.stages.values():
+            assert all(torch.equal(p, before[name]) and p.grad is None for name, p in stage.parameters.items())
+    workers = run_threads(plan, 2)
+    assert [r.skipped for r in workers[1].results] == [True, False]
+    moved = [torch.equal(p, before[n]) for w in workers for s in w.stages.values() for n, p in s.parameters.items()]
+    assert not any(moved)
+
+
+@pytest.mark.parametrize("largest", [None, 1e-3, 1e6])
+def test_clipping_scales_to_the_largest_norm(largest):
+    """Plain SGD with lr 1: the step is the clipped gradient itself."""
+    optimizer = {"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad_norm": largest}
+    plan = make_plan(make_program("zb-h1", 2, 2), optimizer=optimizer)
+    expected = reference(plan)
+    start = {
+        n: p.detach().clone() for w in run_threads(plan, 0) for s in w.stages.values() for n, p in s.parameters.items()
+    }
+    workers = run_threads(plan, 1)
+    moved = {n: start[n] - p for w in workers for s in w.stages.values() for n, p in s.parameters.items()}
+    norm = math.sqrt(sum(d.double().square().sum().item() for d in moved.values()))
+    assert workers[0].results[0].grad_norm == pytest.approx(expected.norms[0])
+    assert norm == pytest.approx(min(expected.norms[0], largest or math.inf), rel=1e-2)
+
+
+# ---- what a rank holds -----------------------------------------------------------------------------------------
+
+
+def step_through(worker):
+    """Run a worker's script op by op, yielding each op after it ran."""
+    for handler, op, _ in worker.script:
+        handler(worker, op)
+        yield op
+
+
+def test_stores_fill_and_empty_as_ops_run():
+    plan = plan_of(["F s0 m0, F s1 m0, B s1 m0, B s0 m0, W s0 m0, W s1 m0, VALIDATE"], Placement.looped(1, 2), 1)
+    worker = make_worker(plan)
+    key0, key1 = Key(0, 0), Key(1, 0)
+    sizes = []
+    for _ in step_through(worker):
+        stores = (worker.handed, worker.kept, worker.output_grads, worker.slots)
+        sizes.append([sorted(k.stage for k in store) for store in stores])
+    assert sizes == [
+        [[1], [0], [], []],
+        [[], [0, 1], [], []],
+        [[], [0], [0], [1]],
+        [[], [], [], [0, 1]],
+        [[], [], [], [1]],
+        [[], [], [], []],
+        [[], [], [], []],
+    ]
+    assert (key0, key1) == (Key(0, 0, 0, 0), Key(1, 0, 0, 0)) and worker.leftovers() == []
+
+
+def test_an_output_is_gone_after_its_send_and_the_graph_after_b():
+    """The graph outlives the output it computed; only the transport may still hold that, and B frees the graph."""
+    plan = plan_of([FIRST.replace("BW s0 m0", "B s0 m0, W s0 m0"), LAST], TWO, 1)
+    hub = Hub(2)
+    worker, other = make_worker(plan, 0, hub), make_worker(plan, 1, hub)
+    saved = {}
+
+    def remember(module, inputs, output):
+        saved["gelu input"] = weakref.ref(output.untyped_storage())
+
+    worker.stages[0].layers[1].module.up.register_forward_hook(remember)
+    ops = step_through(worker)
+    assert next(ops).kind is Kind.F
+    output = weakref.ref(worker.outputs[Key(0, 0)].untyped_storage())
+    assert next(ops).kind is Kind.SEND_F and output() is not None
+    for op in step_through(other):
+        if op.kind is Kind.SEND_B:
+            break
+    assert output() is None and saved["gelu input"]() is not None  # delivered; a sum saves nothing of its output
+    assert next(ops).kind is Kind.RECV_B and next(ops).kind is Kind.B
+    assert saved["gelu input"]() is None and not worker.kept and len(worker.slots[Key(0, 0)]) > 0
+    assert next(ops).kind is Kind.W and not worker.slots
+
+
+def test_progress_names_the_op_the_rank_is_in():
+    plan = plan_of([FIRST, LAST], TWO, 1)
+    seen = []
+
+    def watch(worker):
+        if worker.plan.rank == 1:
+            wait = worker.transport.wait
+
+            def peek(message):
+                p = worker.progress
+                seen.append((p.step, p.index, p.total, p.op, p.waiting, p.since > 0))
+                return wait(message)
+
+            worker.transport.wait = peek
+
+    (_, last) = run_threads(plan, 2, setup=watch)
+    assert seen == [(step, 1, 6, "F s1 m0", True, True) for step in (0, 1)]
+    assert last.progress.op == "STEP s1" and not last.progress.waiting
+
+
+# ---- plans that are wrong --------------------------------------------------------------------------------------
+
+WRONG = {
+    "an output is never sent": (FIRST.replace("SEND_F s0 m0, ", ""), LAST, "F s1 m0"),
+    "a gradient is never sent": (FIRST, LAST.replace("SEND_B s1 m0, ", ""), "B s0 m0"),
+    "a receive is never posted": (FIRST, LAST.replace("RECV_F s1 m0, ", ""), "RECV_F s1 m0 is needed but was not"),
+    "a gradient is never posted": (FIRST.replace("RECV_B s0 m0, ", ""), LAST, "RECV_B s0 m0 is needed but was not"),
+    "a backward without its forward": (FIRST, LAST.replace("F s1 m0, BW", "BW"), "BW s1 m0: its F has not run"),
+    "a weight gradient without its B": (FIRST.replace("BW", "W"), LAST, "W s0 m0: its B has not run"),
+    "a send before its op": (FIRST.replace("F s0 m0, SEND_F s0 m0", "SEND_F s0 m0, F s0 m0"), LAST, "SEND_F s0 m0"),
+    "a forward twice": (FIRST.replace("F s0 m0, SEND", "F s0 m0, F s0 m0, SEND"), LAST, "F s0 m0 runs twice"),
+    "a message twice": (FIRST.replace("VALIDATE", "RECV_B s0 m0, VALIDATE"), LAST, "never used: RECV_B s0 m0"),
+    "a step before the verdict": (FIRST.replace("VALIDATE, STEP s0", "STEP s0, VALIDATE"), LAST, "STEP s0 comes"),
+    "no verdict": (FIRST.replace(", VALIDATE, STEP s0", ""), LAST.replace(", VALIDATE, STEP s1", ""), "no VALIDATE"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_plan_ends_with_e703_that_names_the_op(what):
+    first, last, named = WRONG[what]
+    error = fails(plan_of([first, last], TWO, 1))
+    assert isinstance(error, ZbcError) and error.code == "E703", error
+    assert named in error.render(), error.render()
+
+
+LEFT = {
+    "F s0 m0, VALIDATE": "F s0 m0 has no backward",
+    "F s0 m0, B s0 m0, VALIDATE": "B s0 m0 has no W",
+    "VALIDATE, F s0 m0, BW s0 m0": "the loss of m0 was never reported",
+}
+
+
+@pytest.mark.parametrize("ops", LEFT)
+def test_work_left_behind_is_named(ops):
+    error = fails(plan_of([ops], ONE, 1))
+    assert error.code == "E703" and LEFT[ops] in error.message and error.where == "rank 0 after step 0"
+
+
+def test_an_unsent_output_is_named_where_nobody_waits_for_it():
+    plan = plan_of(["F s0 m0, VALIDATE", "VALIDATE"], TWO, 1)
+    error = fails(plan)
+    assert "F s0 m0 has no backward" in error.message
+    assert any("output of F s0 m0 was never sent" in line for line in error.details)
+
+
+def test_a_message_nobody_receives_ends_the_run():
+    first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, RECV_B s0 m0, BW s0 m0, RECV_B s0 m1, BW s0 m1, VALIDATE"
+    last = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE"
+    error = fails(plan_of([first, last], TWO, 2))
+    assert error.code == "E703" and "SEND_F s0 m1" in error.render()
+
+
+def test_an_op_on_a_rank_without_its_stage_is_refused_before_the_run():
+    error = fails(plan_of([FIRST, LAST + ", BW s0 m0"], TWO, 1))
+    assert error.code == "E205" and "BW s0 m0" in error.message
+
+
+def test_sequence_slices_are_refused():
+    program = make_program("1f1b", 1, 1)
+    plan = make_plan(program)
+    sliced = type(plan)(plan.manifest.model_copy(update={"slices": 2}), plan.program)
+    assert fails(sliced).code == "E406"
+
+
+# ---- ops that fail ---------------------------------------------------------------------------------------------
+
+
+def test_an_exception_keeps_its_type_and_names_rank_step_and_op():
+    plan = make_plan(make_program("1f1b", 2, 2), model=user("fails_later", good=3), **VECTORS)
+    error = fails(plan, steps=3)
+    assert type(error) is ArithmeticError and str(error) == "out of luck"
+    (note,) = error.__notes__
+    op = Op(Kind.F, 0, 1)
+    index = plan.program.ranks[0].index(op)
+    assert note == f"while rank 0 ran op {index} of {len(plan.program.ranks[0])} of step 1: F s0 m1"
+
+
+def test_a_failing_rank_ends_every_thread():
+    plan = make_plan(make_program("1f1b", 4, 4), model=user("fails_later", good=2), **VECTORS)
+    before = threading.active_count()
+    assert type(fails(plan)) is ArithmeticError
+    assert threading.active_count() == before
+
+
+def test_a_layer_that_changes_its_shape_in_training_is_named():
+    plan = make_plan(make_program("1f1b", 4, 4), model=user("shrinks"), **VECTORS)
+    error = fails(plan)
+    assert error.code == "E505" and "output of stage 1 is float32 [1, 8], it must be float32 [2, 8]" in error.message
+    assert "rank 1 ran op" in error.__notes__[0]
+
+
+def test_a_loss_that_is_not_one_number_is_named():
+    model = {**user("residual"), "loss": f"{HERE}:no_reduction"}
+    error = fails(make_plan(make_program("1f1b", 1, 1), model=model, **VECTORS))
+    assert error.code == "E505" and "shape [2, 8]" in error.message
+
+
+@pytest.mark.parametrize(
+    ("store", "op", "what"),
+    [("handed", "F", "the input of F s1 m0"), ("output_grads", "BW", "the gradient for B s0 m0")],
+)
+def test_tensors_handed_over_in_memory_are_checked_too(store, op, what):
+    plan = plan_of(["F s0 m0, F s1 m0, BW s1 m0, BW s0 m0, VALIDATE"], Placement.looped(1, 2), 1)
+    worker = make_worker(plan)
+    with pytest.raises(ZbcError) as caught:
+        for handler, current, _ in worker.script:
+            held = getattr(worker, store)
+            if held and current.kind.value == op:
+                (key,) = held
+                held[key] = held[key].double()
+            handler(worker, current)
+    assert caught.value.code == "E505" and what in caught.value.message

@@ -1,0 +1,195 @@
+"""The test that defines correctness: every schedule computes what one process with plain autograd computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, plan_of, reference
+from zbc.compiler.schedules import SCHEDULES
+from zbc.ir import Kind, Op, Placement
+from zbc.runtime.threads import run_threads
+
+VECTORS = {"data": {"kind": "tests.runtime.user_models:Vectors"}}
+
+
+def user(factory, **args):
+    loss = args.pop("loss", "mse")
+    layers = args.pop("layers", 4)
+    return {"family": f"tests.runtime.user_models:{factory}", "layers": layers, "loss": loss, "args": args}
+
+
+def without_step(op: Op) -> bool:
+    """Gradients stay where STEP would have used them up."""
+    return op.kind is not Kind.STEP
+
+
+def check_gradients(plan, *, tolerance=0.0):
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    assert found.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        mine = found[name].grad
+        if grad is None or mine is None:
+            assert grad is None and mine is None, name
+        elif tolerance:
+            torch.testing.assert_close(mine, grad, rtol=tolerance, atol=tolerance, msg=name)
+        else:
+            assert torch.equal(mine, grad), name
+    for worker in workers:
+        (result,) = worker.results
+        assert result.loss == expected.losses[0]
+        assert result.grad_norm == pytest.approx(expected.norms[0], rel=tolerance or 1e-12)
+        assert (result.loss, result.grad_norm) == (workers[0].results[0].loss, workers[0].results[0].grad_norm)
+    return workers
+
+
+def check_training(plan, steps=3):
+    workers, expected = run_threads(plan, steps), reference(plan, steps)
+    assert [r.loss for r in workers[0].results] == expected.losses
+    for name, parameter in parameters(workers).items():
+        assert torch.equal(parameter, expected.weights[name]), name
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(schedule, p):
+    m = 3 if p == 1 else 2 * p
+    check_gradients(make_plan(make_program(schedule, p, m), keep=without_step))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])
+def test_more_microbatches_than_the_pipeline_is_long_change_nothing(schedule):
+    check_gradients(make_plan(make_program(schedule, 2, 7), keep=without_step, size=1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_after_three_clipped_adamw_steps_are_those_of_one_process(schedule):
+    plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
+    check_training(plan)
+
+
+def test_weights_after_momentum_steps_are_those_of_one_process():
+    check_training(make_plan(make_program("zb-h1", 2, 4), optimizer={"kind": "sgd", "lr": 0.1, "momentum": 0.9}))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_rotary_positions(schedule):
+    check_gradients(make_plan(make_program(schedule, 4, 4), model={**GPT, "positions": "rotary"}, keep=without_step))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule):
+    model = {**GPT, "dtype": "bfloat16"}
+    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step))
+    check_training(make_plan(make_program(schedule, 2, 4), model=model, optimizer={"lr": 1e-2}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_the_convolutional_example(schedule, dtype):
+    model = {"family": "plans.convnet:layers", "layers": 8, "dtype": dtype}
+    data = {"kind": "plans.convnet:Quadrants"}
+    check_gradients(make_plan(make_program(schedule, 4, 4), model=model, data=data, keep=without_step))
+
+
+@pytest.mark.parametrize("factory", ["ready_made", "residual", "without_parameters", "value_dependent", "mixed"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_of_a_factory(schedule, factory):
+    check_gradients(make_plan(make_program(schedule, 4, 4), model=user(factory), **VECTORS, keep=without_step))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_layers_that_checkpoint_their_activations(schedule):
+    check_gradients(make_plan(make_program(schedule, 2, 4), model=user("checkpointed"), **VECTORS, keep=without_step))
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_that_do_not_train_get_no_gradient(schedule, which):
+    model = user("frozen", which=list(which))
+    check_gradients(make_plan(make_program(schedule, 4, 4), model=model, **VECTORS, keep=without_step))
+
+
+def test_a_fully_frozen_model_steps_without_changing():
+    model = user("frozen", which=[0, 1, 2, 3])
+    check_training(make_plan(make_program("zb-h1", 4, 4), model=model, **VECTORS))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_of_which_only_the_biases_train(schedule):
+    model = user("frozen", which=[0, 2], bias_only=True)
+    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, **VECTORS, keep=without_step))
+
+
+def test_a_module_used_twice_in_a_forward_is_right_up_to_the_order_of_its_two_gradients():
+    """Autograd adds both uses before it accumulates; W accumulates one use after the other: the sum order differs."""
+    plan = make_plan(make_program("zb-h1", 4, 4), model=user("twice"), **VECTORS, keep=without_step)
+    check_gradients(plan, tolerance=1e-6)
+
+
+def test_layers_that_defer_their_own_weight_work():
+    plan = make_plan(make_program("zb-h1", 4, 4), model=user("scales"), **VECTORS, keep=without_step)
+    workers = check_gradients(plan, tolerance=1e-6)  # (grad * x).sum(0) is not how autograd reduces a broadcast
+    assert all(p.grad is not None for p in parameters(workers).values())
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)])
+def test_dropout_does_not_depend_on_the_schedule(schedule, p):
+    model = user("residual", dropout=0.3)
+    check_gradients(make_plan(make_program(schedule, p, 4), model=model, **VECTORS, keep=without_step))
+
+
+def test_dropout_draws_anew_each_step_and_microbatch():
+    optimizer = {"kind": "sgd", "lr": 0.0, "weight_decay": 0.0}  # the weights stay: only dropout and data change
+    data = {"kind": "tests.runtime.user_models:Vectors", "args": {"count": 4}}
+    model = user("residual", dropout=0.5)
+    plan = make_plan(make_program("1f1b", 2, 2), model=model, data=data, optimizer=optimizer)
+    losses = [r.loss for r in run_threads(plan, 3)[0].results]
+    assert len(set(losses)) == 3
+    steady = make_plan(make_program("1f1b", 2, 2), model=user("residual"), data=data, optimizer=optimizer)
+    assert run_threads(steady, 3)[0].results[0].loss == pytest.approx(run_threads(steady, 3)[0].results[2].loss)
+
+
+def test_a_loss_function_of_the_user():
+    model = user("residual", loss="tests.runtime.user_models:sum_of_errors")
+    check_gradients(make_plan(make_program("zb-h1", 2, 2), model=model, **VECTORS, keep=without_step))
+
+
+def test_two_copies_of_each_stage_sum_their_gradients():
+    """A bidirectional pipeline: microbatch 0 goes down, microbatch 1 up; two terms, so any order has the same sum."""
+    down = "F s0 m0, SEND_F s0 m0, RECV_F s1 m1 up, F s1 m1 up, BW s1 m1 up, SEND_B s1 m1 up, RECV_B s0 m0, BW s0 m0"
+    up = "F s0 m1 up, SEND_F s0 m1 up, RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, RECV_B s0 m1 up, BW s0 m1 up"
+    end = "REDUCE s0, REDUCE s1, VALIDATE"
+    placement = Placement.bidirectional((0, 1))
+    workers = check_gradients(plan_of([f"{down}, {end}", f"{up}, {end}"], placement, 2))
+    for s in (0, 1):
+        for name, parameter in workers[0].stages[s].parameters.items():
+            assert torch.equal(parameter.grad, workers[1].stages[s].parameters[name].grad)
+
+
+def test_a_copy_without_a_gradient_gets_the_sum_and_no_gradient_anywhere_stays_none():
+    """Only rank 0 ran a microbatch through stage 0; of layer 0 nothing trains."""
+    one = "F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s0, REDUCE s1, VALIDATE"
+    two = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, REDUCE s0, REDUCE s1, VALIDATE"
+    plan = plan_of([one, two], Placement.bidirectional((0, 1)), 1, model=user("frozen", which=[0]), **VECTORS)
+    workers = check_gradients(plan)
+    assert workers[0].stages[0].parameters["layers.0.up.weight"].grad is None
+    assert workers[1].stages[0].parameters["layers.1.up.weight"].grad is not None
+
+
+@pytest.mark.parametrize("order", ["B m0, B m1, W m1, W m0", "B m1, W m1, B m0, W m0", "B m1, B m0, W m0, W m1"])
+def test_any_order_of_b_and_w_keeps_microbatches_apart(order):
+    """Sums of two terms, so that the order of accumulation cannot show and everything else does."""
+    body = ", ".join(f"{kind} s0 {mb}" for kind, mb in (item.split() for item in order.split(", ")))
+    check_gradients(plan_of([f"F s0 m0, F s0 m1, {body}, VALIDATE"], Placement.linear(1), 2))
+
+
+def test_b_and_w_in_another_order_than_f_on_every_rank():
+    """Three microbatches back in the order 2, 0, 1 with W in the order 1, 2, 0: another sum order, so 1e-6."""
+    first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2"
+    back = "".join(f", RECV_B s0 m{i}, B s0 m{i}" for i in (2, 0, 1)) + "".join(f", W s0 m{i}" for i in (1, 2, 0))
+    last = "".join(f"RECV_F s1 m{i}, F s1 m{i}, " for i in (0, 1, 2))
+    last += "".join(f"B s1 m{i}, SEND_B s1 m{i}, " for i in (2, 0, 1)) + "W s1 m1, W s1 m2, W s1 m0"
+    plan = plan_of([f"{first}{back}, VALIDATE", f"{last}, VALIDATE"], Placement.linear(2), 3)
+    check_gradients(plan, tolerance=1e-6)

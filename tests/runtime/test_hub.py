@@ -1,0 +1,199 @@
+"""The in-process transport: checks what networks do not, and turns every hang into an error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from zbc.errors import ZbcError
+from zbc.ir import Message
+from zbc.runtime.hub import Hub
+
+DOWN = Message(True, 1, 0, 0, 0)  # output of stage 0, microbatch 0
+UP = Message(False, 0, 0, 0, 0)
+
+
+def together(ranks, *parts):
+    """Run one function per rank, each with its transport; what each raised, by rank."""
+    hub = Hub(ranks)
+    errors = {}
+
+    def run(rank, part):
+        end = hub.end(rank)
+        try:
+            part(end)
+        except ZbcError as error:
+            errors[rank] = error
+            hub.poison(rank, error.message)
+        finally:
+            end.close()
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_a_message_arrives_in_the_posted_buffer_and_only_when_waited_for():
+    found = {}
+
+    def sender(end):
+        end.send(DOWN, torch.arange(3.0), 1)
+        end.finish_step()
+
+    def receiver(end):
+        buffer = torch.zeros(3)
+        end.post(DOWN, buffer, 0)
+        assert buffer.isnan().all()  # whoever forgets to wait computes NaN
+        assert end.wait(DOWN) is buffer
+        found["buffer"] = buffer
+        end.finish_step()
+
+    assert together(2, sender, receiver) == {}
+    assert found["buffer"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_messages_are_matched_by_name_not_by_order():
+    second = DOWN._replace(mb=1)
+    found = []
+
+    def sender(end):
+        end.send(second, torch.ones(1), 1)
+        end.send(DOWN, torch.zeros(1), 1)
+        end.finish_step()
+
+    def receiver(end):
+        end.post(DOWN, torch.empty(1), 0)
+        end.post(second, torch.empty(1), 0)
+        found.extend([end.wait(DOWN).item(), end.wait(second).item()])
+
+    assert together(2, sender, receiver) == {}
+    assert found == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted", "text"),
+    [
+        (torch.zeros(8), torch.zeros(16), "float32 [8] from rank 0, its buffer is float32 [16]"),
+        (torch.zeros(8), torch.zeros(8, dtype=torch.float64), "float32 [8] from rank 0, its buffer is float64 [8]"),
+        (torch.zeros(2, 4), torch.zeros(8), "float32 [2, 4] from rank 0, its buffer is float32 [8]"),
+    ],
+)
+def test_another_shape_or_dtype_than_the_buffer_is_refused(sent, wanted, text):
+    def receiver(end):
+        end.post(DOWN, wanted, 0)
+        end.wait(DOWN)
+
+    errors = together(2, lambda end: end.send(DOWN, sent, 1), receiver)
+    assert errors[1].code == "E505" and text in errors[1].message and "RECV_F s1 m0" in errors[1].message
+
+
+def test_a_message_from_another_rank_than_planned_is_refused():
+    def receiver(end):
+        end.post(DOWN, torch.empty(1), 0)
+        end.wait(DOWN)
+
+    errors = together(3, lambda end: None, receiver, lambda end: end.send(DOWN, torch.zeros(1), 1))
+    assert "came from rank 2, the plan says rank 0" in errors[1].message and errors[1].code == "E703"
+
+
+def test_sending_posting_or_waiting_twice_is_refused():
+    def sends(end):
+        end.send(DOWN, torch.zeros(1), 1)
+        end.send(DOWN, torch.zeros(1), 1)
+
+    def posts(end):
+        end.post(DOWN, torch.empty(1), 0)
+        end.post(DOWN, torch.empty(1), 0)
+
+    def waits(end):
+        end.wait(DOWN)
+
+    for part, text in ((sends, "sent twice"), (posts, "posted twice"), (waits, "not posted")):
+        (error,) = together(2, part, lambda end: None).values()
+        assert error.code == "E703" and text in error.message
+
+
+def test_a_receive_nobody_used_is_named_at_the_end_of_the_step():
+    def receiver(end):
+        end.post(DOWN, torch.empty(1), 0)
+        end.finish_step()
+
+    (error,) = together(1, receiver).values()
+    assert "RECV_F s1 m0" in error.message
+
+
+def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
+    def part(message, peer):
+        def run(end):
+            end.post(message, torch.empty(1), peer)
+            end.wait(message)
+
+        return run
+
+    errors = together(2, part(UP, 1), part(DOWN, 0))
+    first = next(error for error in errors.values() if error.code == "E703")
+    assert first.details == (
+        "rank 0 waits for RECV_B s0 m0 from rank 1",
+        "rank 1 waits for RECV_F s1 m0 from rank 0",
+    )
+    assert {error.code for error in errors.values()} == {"E702", "E703"}
+
+
+def test_waiting_for_a_rank_that_has_ended_is_an_error():
+    def waits(end):
+        end.post(DOWN, torch.empty(1), 0)
+        end.wait(DOWN)
+
+    errors = together(2, lambda end: None, waits)
+    assert "rank 1 waits for RECV_F s1 m0 from rank 0" in errors[1].message
+
+
+def test_a_collective_that_a_rank_leaves_out_is_an_error():
+    errors = together(2, lambda end: end.all_reduce(torch.zeros(1), (0, 1)), lambda end: None)
+    assert "a sum over ranks 0, 1" in errors[0].message
+
+
+def test_sums_are_the_same_on_every_rank_and_in_the_order_of_ranks():
+    """1e8 + 1 - 1e8 is 0 in float32 in rank order, 1 in another."""
+    values, found = [1e8, 1.0, -1e8], {}
+
+    def part(end):
+        tensor = torch.tensor([values[end.rank]])
+        end.all_reduce(tensor, (0, 1, 2))
+        pair = torch.tensor([float(end.rank)])
+        if end.rank:
+            end.all_reduce(pair, (1, 2))
+        found[end.rank] = tensor.item(), pair.item()
+
+    assert together(3, part, part, part) == {}
+    assert found == {0: (0.0, 0.0), 1: (0.0, 3.0), 2: (0.0, 3.0)}
+
+
+def test_sums_of_different_shapes_are_refused():
+    errors = together(2, *(lambda end: end.all_reduce(torch.zeros(1 + end.rank), (0, 1)),) * 2)
+    assert any(error.code == "E703" and "different shapes" in error.message for error in errors.values())
+
+
+def test_poison_reaches_ranks_that_wait_and_ranks_that_call_later():
+    reached = threading.Event()
+
+    def waits(end):
+        end.post(DOWN, torch.empty(1), 1)
+        reached.set()
+        end.wait(DOWN)
+
+    def fails(end):
+        reached.wait()
+        raise ZbcError("E999", "boom")
+
+    errors = together(2, waits, fails)
+    assert errors[0].code == "E702" and "rank 1 failed: boom" in errors[0].message
+    hub = Hub(2)
+    hub.poison(1, "boom")
+    with pytest.raises(ZbcError, match="rank 1 failed: boom"):
+        hub.end(0).send(DOWN, torch.zeros(1), 1)

@@ -1,0 +1,173 @@
+"""Layers, their names and their initial weights do not depend on how the model is cut; bad factories are explained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime import model, userobject
+from zbc.runtime.gpt import Rotary
+from zbc.runtime.seeding import draws, seed_of, seeded
+from zbc.runtime.threads import run_threads
+
+HERE = "tests.runtime.user_models"
+
+
+def layers(**changes):
+    return model.layers(spec.Model.model_validate({**GPT, **changes}), 7)
+
+
+def user(name, count=4, **args):
+    return layers(family=f"{HERE}:{name}", layers=count, args=args)
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize("family", ["gpt", f"{HERE}:ready_made", f"{HERE}:residual"])
+def test_initial_weights_do_not_depend_on_the_cut(family):
+    section = GPT if family == "gpt" else {"family": family, "layers": 8, "loss": "mse", "args": {"count": 8}}
+    data = {"kind": "synthetic"} if family == "gpt" else {"kind": f"{HERE}:Vectors"}
+    found = []
+    for schedule, p in (("1f1b", 1), ("1f1b", 4), ("zb-v", 2), ("interleaved-1f1b", 4)):
+        workers = run_threads(make_plan(make_program(schedule, p, 4), model=section, data=data), 0)
+        found.append(parameters(workers))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[name], p) for name, p in found[0].items())
+    weights = [p for name, p in found[0].items() if name.endswith("up.weight")]
+    assert not any(torch.equal(weights[0], w) for w in weights[1:])
+
+
+def test_the_seed_changes_all_initial_weights_and_building_leaves_the_generator_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, second = (parameters([make_worker(make_plan(make_program("1f1b", 1, 1), seed=s))]) for s in (1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = [name for name, p in first.items() if "norm" not in name and not name.endswith("bias")]
+    assert drawn and not any(torch.equal(first[name], second[name]) for name in drawn)
+
+
+def test_a_rank_builds_only_its_own_layers():
+    worker = make_worker(make_plan(make_program("1f1b", 4, 4)), 2)
+    assert {layer.name for layer in worker.stages[2].layers} == {"layers.3", "layers.4"}
+    assert {name.rsplit(".", 2)[0] for name in worker.stages[2].parameters} == {"layers.3", "layers.4"}
+
+
+def test_residual_projections_start_smaller():
+    block = layers(hidden=128, heads=4)[1].build(0)
+    assert block.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.down.weight.std().item() == pytest.approx(0.02 / (2 * 6) ** 0.5, rel=0.05)
+    assert not block.qkv.bias.any()
+
+
+def test_a_gpt_cannot_see_the_future():
+    for positions in ("learned", "rotary"):
+        chain = torch.nn.Sequential(*(plan.build(0) for plan in layers(positions=positions)))
+        tokens = torch.randint(61, (1, 16), generator=torch.Generator().manual_seed(0))
+        changed = tokens.clone()
+        changed[0, 9] = (changed[0, 9] + 1) % 61
+        a, b = chain(tokens), chain(changed)
+        assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    rotary = Rotary(32, 8)
+    q, k = torch.randn(8), torch.randn(8)
+    turned_q, turned_k = (rotary(v.expand(1, 1, 32, 8))[0, 0] for v in (q, k))
+    scores = turned_q @ turned_k.T
+    for distance in (0, 3, 17):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert scores[0, 0].item() == pytest.approx((q @ k).item(), abs=1e-4)
+
+
+def test_layers_that_draw_random_numbers_are_recognised():
+    assert draws(torch.nn.Sequential(torch.nn.Dropout(0.1))) and draws(torch.nn.MultiheadAttention(8, 2, dropout=0.1))
+    assert draws(torch.nn.RReLU())
+    assert not draws(torch.nn.Dropout(0.0)) and not draws(torch.nn.MultiheadAttention(8, 2))
+    marked = torch.nn.ReLU()
+    marked.zbc_random = True
+    assert draws(marked)
+
+
+def test_seeds_depend_on_every_part():
+    seeds = {seed_of(*parts) for parts in [(1, 2, "a"), (1, 2, "b"), (12, "a"), (1, "2a"), (2, 1, "a")]}
+    assert len(seeds) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+    with seeded(5):
+        first = torch.randn(2)
+    with seeded(5):
+        assert torch.equal(first, torch.randn(2))
+
+
+# ---- factories that do not work --------------------------------------------------------------------------------
+
+
+def test_a_factory_that_returns_another_number_of_layers_is_refused():
+    error = error_of(user, "residual", count=5)
+    assert error.code == "E506" and "returned 4 layers, model.layers is 5" in error.message
+    assert error.hint == "set model.layers = 4 and plan again"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("raises", "failed for ()"),
+        ("three_numbers", "layer 0 of"),
+        ("one_module", "not a list of layers"),
+        ("missing", "cannot import model.family"),
+        ("NOT_CALLABLE", "is int, not something to call"),
+    ],
+)
+def test_a_factory_that_does_not_work_is_e502(name, text):
+    error = error_of(user, name)
+    assert error.code == "E502" and text in error.message
+
+
+def test_the_error_of_a_factory_is_shown_with_its_place():
+    error = error_of(user, "raises", text="wrong width")
+    assert error.details[-1] == "ValueError: wrong width" and "user_models.py" in error.details[-2]
+    assert "text='wrong width'" in error.message
+
+
+def test_a_builder_that_returns_no_module_is_named():
+    error = error_of(user("bad_builders")[2].build, 0)
+    assert error.code == "E502" and "builder of layers.2 returned str" in error.message
+
+
+def test_a_module_that_does_not_exist_is_e502():
+    error = error_of(layers, family="no.such.module:layers", layers=1)
+    assert error.code == "E502" and "ModuleNotFoundError" in error.details[-1]
+
+
+def test_layers_that_share_a_parameter_are_refused():
+    error = error_of(user, "tied")
+    assert error.code == "E508" and "layers.0 and layers.2 share a parameter" in error.message
+
+
+def test_factories_are_found_in_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_own_net.py").write_text("def layers(n):\n    return [n]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p not in ("", str(tmp_path))])
+    assert userobject.load("my_own_net:layers", "model.family")(3) == [3]
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_averages_over_all_positions():
+    logits, targets = torch.zeros(2, 3, 5), torch.randint(5, (2, 3))
+    assert model.loss("cross_entropy")(logits, targets).item() == pytest.approx(torch.tensor(5.0).log().item())
+    assert model.loss("cross_entropy")(logits[:, 0], targets[:, 0]).dim() == 0
+
+
+def test_mse_and_functions_of_the_user():
+    a, b = torch.ones(2, 2), torch.zeros(2, 2)
+    assert model.loss("mse")(a, b).item() == 1.0
+    assert model.loss(f"{HERE}:sum_of_errors")(a, b).item() == 4.0

@@ -1,0 +1,108 @@
+"""Boundary tensors come from the model itself, and a plan that says otherwise is refused before training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, make_worker
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.plan import Boundary
+from zbc.runtime import model
+from zbc.runtime.shapes import TensorSpec, derive
+
+HERE = "tests.runtime.user_models"
+VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}
+HIDDEN = TensorSpec((2, 16, 32), torch.float32)
+
+
+def user(factory, **args):
+    return {"family": f"{HERE}:{factory}", "layers": 4, "loss": "mse", "args": args}
+
+
+def shapes_of(plan, first, *, autocast=None):
+    settings = spec.Model.model_validate(plan.manifest.planning["model"])
+    return derive(model.layers(settings, 7), first, plan.manifest, autocast=autocast)
+
+
+def gpt_plan(**options):
+    return make_plan(make_program("1f1b", 4, 4), **options)
+
+
+def test_a_gpt_passes_its_residual_stream():
+    shapes = shapes_of(gpt_plan(), TensorSpec((2, 16), torch.int64))
+    assert shapes.inputs == (TensorSpec((2, 16), torch.int64), HIDDEN, HIDDEN, HIDDEN)
+    assert shapes.parameters == tuple(sorted(shapes.parameters)) and len(shapes.parameters) == 77
+    assert "layers.5.qkv.weight" in shapes.parameters and "head.logits.weight" in shapes.parameters
+
+
+def test_a_gpt_passes_float32_under_autocast_too_and_a_net_passes_what_its_layers_return():
+    plan = gpt_plan(model={**GPT, "dtype": "bfloat16"})
+    assert shapes_of(plan, TensorSpec((2, 16), torch.int64), autocast=CPU).inputs[1:] == (HIDDEN,) * 3
+    net = {"family": "plans.convnet:layers", "layers": 8, "dtype": "bfloat16"}
+    data = {"kind": "plans.convnet:Quadrants"}
+    first = TensorSpec((2, 1, 16, 16), torch.float32)
+    wanted = TensorSpec((2, 16, 16, 16), torch.bfloat16)
+    assert shapes_of(gpt_plan(model=net, data=data), first, autocast=CPU).inputs[1:] == (wanted,) * 3
+
+
+@pytest.mark.parametrize(
+    "boundary",
+    [
+        Boundary(shape=[2, 16, 31], dtype="float32"),
+        Boundary(shape=[2, 16, 32], dtype="float64"),
+        Boundary(shape=[2, 16, 32], dtype="int7"),
+    ],
+)
+def test_a_plan_with_another_boundary_is_refused_with_both(boundary):
+    plan = gpt_plan(boundaries=[None, boundary, None])
+    with pytest.raises(ZbcError) as caught:
+        make_worker(plan)
+    assert caught.value.code == "E505" and "behind stage 1" in caught.value.message
+    if boundary.dtype != "int7":
+        assert "float32 [2, 16, 32]" in caught.value.message and str(boundary.shape) in caught.value.message
+
+
+def test_a_plan_may_send_bfloat16_under_autocast_only():
+    boundaries = [Boundary(shape=[2, 16, 32], dtype="bfloat16")] * 3
+    low = gpt_plan(model={**GPT, "dtype": "bfloat16"}, boundaries=boundaries)
+    assert make_worker(low, 1).stages[1].takes.dtype is torch.bfloat16
+    with pytest.raises(ZbcError, match="bfloat16"):
+        make_worker(gpt_plan(boundaries=boundaries))
+
+
+def test_a_plan_with_other_layers_is_refused():
+    plan = gpt_plan()
+    for layers, text in (
+        ([*plan.manifest.layers[:3], ["layers.5"]], "the plan has 7 layers, the model has 8"),
+        ([*plan.manifest.layers[:3], ["layers.5", "tail"]], "the plan has 'tail' as layer 7, the model has 'head'"),
+    ):
+        changed = type(plan)(plan.manifest.model_copy(update={"layers": layers}), plan.program)
+        with pytest.raises(ZbcError) as caught:
+            make_worker(changed)
+        assert caught.value.code == "E506" and text in caught.value.message
+
+
+def test_layers_that_look_at_values_are_run_for_real():
+    plan = gpt_plan(model=user("value_dependent"), **VECTORS)
+    assert make_worker(plan).stages[0].gives == TensorSpec((2, 8), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [
+        ("returns_a_tuple", "layer layers.1 returned tuple, not one tensor"),
+        ("narrow", "layer layers.1 cannot take a tensor float32 [2, 8]"),
+    ],
+)
+def test_layers_that_do_not_fit_together_are_named(factory, text):
+    with pytest.raises(ZbcError) as caught:
+        make_worker(gpt_plan(model=user(factory), **VECTORS))
+    assert caught.value.code == "E505" and text in caught.value.message
+
+
+def test_deriving_shapes_leaves_ready_made_layers_alone():
+    plan = gpt_plan(model=user("ready_made"), **VECTORS)
+    worker = make_worker(plan)
+    assert all(not p.is_meta for p in worker.stages[0].parameters.values())

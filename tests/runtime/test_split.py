@@ -1,0 +1,303 @@
+"""The two halves of a backward: the same bits as autograd, nothing but inputs and output gradients kept between."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests.runtime import user_models
+from zbc.errors import ZbcError
+from zbc.runtime.slot import Slot, current_slot, using
+from zbc.runtime.split import refuse_wrapped, split_backward
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(6, 5), (3, 6)),
+    "linear-of-a-vector": (lambda: nn.Linear(6, 5), (6,)),
+    "linear-3d": (lambda: nn.Linear(6, 5), (2, 3, 6)),
+    "linear-4d": (lambda: nn.Linear(6, 5), (2, 2, 3, 6)),
+    "linear-without-bias": (lambda: nn.Linear(6, 5, bias=False), (2, 3, 6)),
+    "linear-of-one-row": (lambda: nn.Linear(6, 5), (1, 6)),
+    "linear-to-one": (lambda: nn.Linear(6, 1), (4, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2), (2, 4, 9, 9)),
+    "conv2d-reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", bias=False), (2, 4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+}
+
+
+def pair(make):
+    """A layer left alone and its patched twin."""
+    plain = make()
+    split = copy.deepcopy(plain)
+    return plain, split, split_backward(split)
+
+
+def backward(module, x, slot, halves):
+    """Output, input gradient and parameter gradients of one microbatch through `module`."""
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    with using(slot):
+        y = module(x)
+    torch.manual_seed(1)
+    slot.split = halves
+    y.backward(torch.randn_like(y))
+    before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    slot.run()
+    return y.detach(), x.grad, [p.grad for p in module.parameters()], before
+
+
+def equal(a, b):
+    return (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("halves", [True, False])
+def test_each_layer_has_the_bits_of_autograd_fused_and_in_halves(layer, halves):
+    make, shape = LAYERS[layer]
+    plain, split, patches = pair(make)
+    assert len(patches) == 1
+    for seed in (0, 1):  # the second microbatch accumulates
+        torch.manual_seed(seed)
+        x = torch.randn(shape)
+        y, grad_x, grads, _ = backward(plain, x, Slot(), False)
+        y2, grad_x2, grads2, _ = backward(split, x, Slot(), halves)
+        assert torch.equal(y, y2) and torch.equal(grad_x, grad_x2)
+        assert all(equal(a, b) for a, b in zip(grads, grads2, strict=True))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_b_computes_no_weight_gradient_and_w_all_of_them(layer):
+    make, shape = LAYERS[layer]
+    _, split, _ = pair(make)
+    _, grad_x, grads, before = backward(split, torch.randn(shape), Slot(), True)
+    assert grad_x is not None and before == [None] * len(before)
+    assert all(grad is not None for grad in grads)
+
+
+@pytest.mark.parametrize("layer", ["linear-3d", "linear-4d", "linear-without-bias"])
+def test_inputs_that_are_not_contiguous(layer):
+    make, shape = LAYERS[layer]
+    plain, split, _ = pair(make)
+    x = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+    for a, b in zip(backward(plain, x, Slot(), False)[:3], backward(split, x, Slot(), True)[:3], strict=True):
+        assert all(map(torch.equal, a, b)) if isinstance(a, list) else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("halves", [True, False])
+def test_embeddings(padding, halves):
+    plain, split, patches = pair(lambda: nn.Embedding(7, 4, padding_idx=padding))
+    assert len(patches) == 1
+    index = torch.tensor([[0, 2, 2], [6, 2, 0]])
+    y, _, grads, _ = backward(plain, index, Slot(), False)
+    y2, _, grads2, before = backward(split, index, Slot(), halves)
+    assert torch.equal(y, y2) and torch.equal(grads[0], grads2[0])
+    assert (before[0] is None) == halves
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize("make", [LAYERS["linear"][0], LAYERS["conv2d"][0]])
+def test_a_frozen_weight_or_bias(make, frozen):
+    def build():
+        layer = make()
+        getattr(layer, frozen).requires_grad_(False)
+        return layer
+
+    plain, split, _ = pair(build)
+    x = torch.randn(LAYERS["linear"][1] if isinstance(plain, nn.Linear) else LAYERS["conv2d"][1])
+    _, grad_x, grads, _ = backward(plain, x, Slot(), False)
+    _, grad_x2, grads2, _ = backward(split, x, Slot(), True)
+    assert torch.equal(grad_x, grad_x2) and all(equal(a, b) for a, b in zip(grads, grads2, strict=True))
+
+
+def test_an_input_without_gradient_still_leaves_its_weight_gradient():
+    layer = nn.Linear(3, 2)
+    split_backward(layer)
+    slot = Slot()
+    with using(slot):
+        y = layer(torch.ones(4, 3))
+    slot.split = True
+    y.sum().backward()
+    assert layer.weight.grad is None and len(slot) == 1
+    slot.run()
+    assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
+
+
+def test_microbatches_pair_by_slot_whatever_the_order():
+    """Forwards 0 1 2, backwards 2 0 1, weights 1 2 0: each W finds the tensors of its own microbatch."""
+    layer = nn.Linear(3, 3, bias=False)
+    split_backward(layer)
+    xs, slots, ys = [torch.full((1, 3), float(i + 1)) for i in range(3)], [Slot() for _ in range(3)], []
+    for x, slot in zip(xs, slots, strict=True):
+        with using(slot):
+            ys.append(layer(x))
+    for i in (2, 0, 1):
+        slots[i].split = True
+        ys[i].backward(torch.full((1, 3), 10.0**i))
+    for i in (1, 2, 0):
+        layer.weight.grad = None
+        slots[i].run()
+        assert torch.equal(layer.weight.grad, torch.full((3, 3), (i + 1) * 10.0**i))
+
+
+def test_outside_a_step_a_patched_layer_is_the_ordinary_one():
+    plain, split, _ = pair(LAYERS["linear"][0])
+    x = torch.randn(3, 6)
+    assert current_slot() is None
+    plain(x).sum().backward()
+    split(x).sum().backward()
+    assert torch.equal(plain.weight.grad, split.weight.grad)
+    with using(Slot()), torch.no_grad():
+        assert not split(x).requires_grad
+
+
+def test_between_b_and_w_only_inputs_and_output_gradients_are_alive():
+    """Everything else that F saved, such as the input of the GELU, is gone after B; after W all is gone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    split_backward(model)
+    storages = {}
+
+    def watch(name):
+        def hook(module, inputs, output):
+            storages[name] = weakref.ref(output.untyped_storage())
+
+        return hook
+
+    for name, module in model.named_children():
+        module.register_forward_hook(watch(name))
+    slot = Slot()
+    with using(slot):
+        y = model(torch.randn(5, 8, requires_grad=True))
+    node = weakref.ref(y.grad_fn)
+    grad = torch.ones_like(y)
+    kept_grad = weakref.ref(grad)
+    alive = {name for name, storage in storages.items() if storage() is not None}
+    assert {"0", "1", "2"} <= alive
+    slot.split = True
+    y.backward(grad)
+    del y, grad
+    alive = {name for name, storage in storages.items() if storage() is not None}
+    assert alive == {"2"}  # the input of the last linear layer
+    assert node() is None and kept_grad() is not None
+    assert len(slot) == 2
+    slot.run()
+    assert not [name for name, storage in storages.items() if storage() is not None]
+    assert kept_grad() is None and len(slot) == 0
+
+
+def test_the_weight_is_cast_once_for_all_microbatches_and_again_when_it_changes():
+    layer = nn.Linear(4, 4)
+    (patch,) = split_backward(layer)
+    x = torch.randn(2, 4)
+
+    def output():
+        with using(Slot()), torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    first = output()
+    cast = patch._low[1]
+    assert cast.dtype == torch.bfloat16 and first.dtype == torch.bfloat16
+    assert torch.equal(first, output()) and patch._low[1] is cast
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert not torch.equal(first, output()) and patch._low[1] is not cast
+    patch.forget()
+    assert patch._low is None
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def hooked():
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    return layer
+
+
+def with_gradient_hook():
+    layer = nn.Linear(3, 3)
+
+    def double(parameter):
+        parameter.grad.mul_(2)
+
+    layer.weight.register_post_accumulate_grad_hook(double)
+    return layer
+
+
+def with_forward_of_its_own():
+    layer = nn.Linear(3, 3)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 3
+    return layer
+
+
+LEFT_ALONE = {
+    "a subclass with its own forward": lambda: OwnForward(3, 3),
+    "an instance with its own forward": with_forward_of_its_own,
+    "forward hooks": hooked,
+    "gradient hooks": with_gradient_hook,
+    "parametrizations": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
+    "sparse gradients": lambda: nn.Embedding(3, 3, sparse=True),
+    "renormalised embeddings": lambda: nn.Embedding(3, 3, max_norm=1.0),
+    "a compiled module": lambda: torch.compile(nn.Linear(3, 3), backend="eager"),
+    "norms": lambda: nn.LayerNorm(3),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_a_module_that_patching_could_change_is_left_alone_and_is_right(why):
+    module = LEFT_ALONE[why]()
+    assert split_backward(module) == []
+
+
+@pytest.mark.parametrize(
+    "why", ["a subclass with its own forward", "gradient hooks", "parametrizations", "forward hooks"]
+)
+def test_what_is_left_alone_gets_its_gradient_in_b(why):
+    module = LEFT_ALONE[why]()
+    split_backward(module)
+    slot = Slot()
+    with using(slot):
+        y = module(torch.randn(2, 3))
+    slot.split = True
+    y.sum().backward()
+    assert len(slot) == 0 and all(p.grad is not None for p in module.parameters())
+
+
+def test_wrapped_layers_are_refused_with_the_reason():
+    class FSDPModule(nn.Linear):
+        """As torch makes them: the name is all there is to see without importing FSDP."""
+
+    for layer in (FSDPModule(3, 3), nn.Sequential(nn.ReLU(), FSDPModule(3, 3))):
+        with pytest.raises(ZbcError) as caught:
+            refuse_wrapped("layers.2", layer)
+        assert caught.value.code == "E507" and "layers.2" in caught.value.message
+        assert "FSDPModule" in caught.value.message
+    refuse_wrapped("layers.2", user_models.Residual(8))
+
+
+def test_ddp_is_refused():
+    from torch.nn.parallel import DistributedDataParallel
+
+    layer = DistributedDataParallel.__new__(DistributedDataParallel)  # a real one needs a process group
+    nn.Module.__init__(layer)
+    with pytest.raises(ZbcError, match="DistributedDataParallel"):
+        refuse_wrapped("layers.0", layer)
+
+
+def test_deferred_work_of_users_runs_at_once_when_the_backward_is_not_split():
+    ran = []
+    slot = Slot()
+    slot.defer(lambda: ran.append(("now", torch.is_grad_enabled())))
+    slot.split = True
+    slot.defer(lambda: ran.append(("first", torch.is_grad_enabled())))
+    slot.defer(lambda: ran.append(("second", torch.is_grad_enabled())))
+    assert ran == [("now", False)]
+    slot.run()
+    assert ran == [("now", False), ("first", False), ("second", False)]

@@ -1,0 +1,81 @@
+"""What ranks agree on: exact sums, one norm for every cut, an honest verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program
+from zbc.runtime.threads import run_threads
+from zbc.runtime.validate import Layout, Verdict, flatten, sum_of_squares, unflatten
+
+LAYOUT = Layout(("a", "b", "c"), microbatches=2, ranks=2)
+
+
+def summed(*ranks):
+    """The verdict of what ranks fill in."""
+    vector = torch.zeros(LAYOUT.size, dtype=torch.float64)
+    for rank, (squares, losses, stop) in enumerate(ranks):
+        part = torch.zeros_like(vector)
+        scalars = {k: torch.tensor(v) for k, v in squares.items()}
+        fp32 = {k: torch.tensor(v) for k, v in losses.items()}
+        LAYOUT.fill(part, scalars, fp32, rank=rank, stop=stop, busy=1.5 + rank, peak=10**12 + rank)
+        vector += part
+    return LAYOUT.read(vector)
+
+
+def test_each_rank_fills_its_own_entries():
+    verdict = summed(({"c": 4.0}, {}, False), ({"a": 5.0}, {1: 2.0, 0: 3.0}, True))
+    assert verdict == Verdict(2.5, 3.0, True, (1.5, 2.5), (10**12, 10**12 + 1))
+    assert not verdict.skipped
+    assert not summed(({}, {}, False), ({}, {}, False)).stop
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_skips_the_step(bad):
+    verdict = summed(({"c": bad}, {}, False), ({"a": 5.0}, {}, False))
+    assert verdict.skipped and verdict.clip(1.0) is None
+
+
+def test_a_loss_that_is_not_finite_is_reported_as_it_is():
+    assert math.isnan(summed(({}, {0: math.inf}, False), ({}, {1: -math.inf}, False)).loss)
+
+
+def test_clipping_follows_torch():
+    verdict = Verdict(0.0, 4.0, False, (), ())
+    assert verdict.clip(1.0) == pytest.approx(1.0 / (4.0 + 1e-6))
+    assert verdict.clip(5.0) is None and verdict.clip(None) is None
+    grads = [torch.full((4,), 2.0)]
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = grads[0].clone()
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    torch.testing.assert_close(parameter.grad, grads[0] * verdict.clip(1.0))
+
+
+def test_sums_of_squares_are_exact_where_float32_is_not():
+    grad = torch.full((5, 2**21), 0.1)
+    value = float(torch.tensor(0.1)) ** 2
+    assert sum_of_squares(grad).item() == pytest.approx(grad.numel() * value, rel=1e-10)
+    assert sum_of_squares(torch.zeros(0, 3)).item() == 0.0
+    assert sum_of_squares(torch.tensor([1e30])).item() == pytest.approx(1e60)
+
+
+def test_the_norm_is_the_same_double_for_every_cut_of_the_model():
+    norms = set()
+    for schedule, p in (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("interleaved-1f1b", 4), ("zb-h1", 4), ("zb-v", 2)):
+        plan = make_plan(make_program(schedule, p, 4))
+        norms.add(run_threads(plan, 1)[0].results[0].grad_norm)
+    assert len(norms) == 1
+
+
+def test_flat_gradients_come_back_in_shape_and_absent_ones_stay_absent():
+    like = [torch.zeros(2, 3), torch.zeros(4), torch.zeros(())]
+    grads = [torch.randn(2, 3), None, torch.tensor(2.0)]
+    flat = flatten(grads, like)
+    assert flat.shape == (6 + 4 + 1 + 3,)
+    back = unflatten(flat, like)
+    assert torch.equal(back[0], grads[0]) and back[1] is None and torch.equal(back[2], grads[2])
+    both = unflatten(flat + flatten([None, torch.ones(4), None], like), like)
+    assert torch.equal(both[0], grads[0]) and torch.equal(both[1], torch.ones(4))

@@ -1,0 +1,234 @@
+"""Layer factories and datasets that tests name as a user would."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zbc.runtime.slot import accumulate, current_slot
+
+
+class Vectors:
+    """Random vectors and a fixed linear map of them."""
+
+    def __init__(self, width: int = 8, count: int = 64) -> None:
+        self.x = torch.randn(count, width)
+        self.y = self.x @ torch.randn(width, width)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def sum_of_errors(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().sum()
+
+
+def no_reduction(output: Tensor, target: Tensor) -> Tensor:
+    return output - target
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def residual(width: int = 8, count: int = 4, dropout: float = 0.0):
+    return [lambda: Residual(width, dropout) for _ in range(count)]
+
+
+def ready_made(width: int = 8, count: int = 4):
+    return nn.Sequential(*(Residual(width) for _ in range(count)))
+
+
+class Checkpointed(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed(width: int = 8, count: int = 4):
+    return [lambda: Checkpointed(width) for _ in range(count)]
+
+
+class Twice(nn.Module):
+    """One linear layer used two times in one forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+def twice(width: int = 8, count: int = 4):
+    return [lambda: Twice(width) for _ in range(count)]
+
+
+def frozen(width: int = 8, which: tuple[int, ...] = (0,), count: int = 4, bias_only: bool = False):
+    """Residual layers of which some do not train (with `bias_only`: only their biases do)."""
+    made = [Residual(width) for _ in range(count)]
+    for index in which:
+        for name, parameter in made[index].named_parameters():
+            parameter.requires_grad_(bias_only and name.endswith("bias"))
+    return made
+
+
+def without_parameters(width: int = 8):
+    return [nn.Linear(width, width), nn.GELU(), nn.Identity(), nn.Linear(width, width)]
+
+
+class OwnSplit(torch.autograd.Function):
+    """x * scale, with the gradient of the scale deferred by hand."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        ctx.slot = current_slot()
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = (t.detach() for t in ctx.saved_tensors)
+        leaf = ctx.saved_tensors[1]
+        ctx.slot.defer(lambda: accumulate(leaf, (grad * x).sum(0)))
+        return grad * scale, None
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int, own: bool) -> None:
+        super().__init__()
+        self.scale, self.own = nn.Parameter(torch.linspace(0.5, 1.5, width)), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OwnSplit.apply(x, self.scale) if self.own and current_slot() else x * self.scale
+
+
+def scales(width: int = 8, count: int = 4):
+    return [lambda: Scale(width, own=True) for _ in range(count)]
+
+
+class Recording(nn.Module):
+    """Looks at values, so it cannot run on the meta device; and its constructor cannot either."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)
+
+
+def value_dependent(width: int = 8, count: int = 4):
+    return [lambda: Recording(width) for _ in range(count)]
+
+
+def mixed(width: int = 8):
+    """A linear, a normalising, a convolutional and a transposing layer behind each other."""
+    return [
+        lambda: nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)),
+        lambda: nn.Sequential(nn.Unflatten(1, (2, width // 2)), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")),
+        lambda: nn.Flatten(),
+        lambda: nn.Linear(width, width),
+    ]
+
+
+def tied():
+    shared = nn.Linear(8, 8)
+    return [shared, nn.ReLU(), nn.Sequential(shared), nn.ReLU()]
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def returns_a_tuple():
+    return [nn.Linear(8, 8), Pair(), nn.ReLU(), nn.ReLU()]
+
+
+def narrow():
+    return [nn.Linear(8, 8), nn.Linear(9, 8), nn.ReLU(), nn.ReLU()]
+
+
+class FailsLater(nn.Module):
+    """Works for the first microbatches, then does not."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(8, 8), good
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            self.left -= 1
+            if self.left < 0:
+                raise ArithmeticError("out of luck")
+        return self.linear(x)
+
+
+def fails_later(good: int = 2):
+    return [lambda: nn.Linear(8, 8), lambda: FailsLater(good), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 8)]
+
+
+class Shrinks(nn.Module):
+    """Returns what it says on the meta device and something shorter in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.is_meta else x[:1]
+
+
+def shrinks():
+    return [nn.Linear(8, 8), Shrinks(), nn.Linear(8, 8), nn.Linear(8, 8)]
+
+
+class Explodes(nn.Module):
+    """A loss that is not finite in the first step's microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 0 if x.is_meta else 1
+        return self.linear(x) * (torch.inf if self.seen == 1 and not x.is_meta else 1.0)
+
+
+def explodes():
+    return [lambda: nn.Linear(8, 8), Explodes, lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 8)]
+
+
+def raises(text: str = "no such luck"):
+    raise ValueError(text)
+
+
+def three_numbers():
+    return [1, 2, 3, 4]
+
+
+def one_module():
+    return nn.Linear(8, 8)
+
+
+def bad_builders():
+    return [lambda: "not a module"] * 4
+
+
+NOT_CALLABLE = 3
+
+
+class NoLength:
+    pass
+
+
+class Singles(Vectors):
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x[index]
