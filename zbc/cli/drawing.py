@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zbc.ir import Program
 
 _WIDTH = 100  # of pictures that do not go to a terminal
+_NARROWEST = 60
 _CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
 
 
@@ -49,7 +50,7 @@ def visualize(
     by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell.")] = By.TIME,
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
-    width: Annotated[int | None, typer.Option(min=40, help="Columns; the terminal's if left out.")] = None,
+    width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
 ) -> None:
     """Draw when each rank does what."""
     from zbc.viz.terminal import View, draw
@@ -87,7 +88,7 @@ def _drawable(target: Path) -> tuple[Program, Timeline, Costs]:
 
 
 def _columns() -> int:
-    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+    return max(_NARROWEST, shutil.get_terminal_size((_WIDTH, 24)).columns) if sys.stdout.isatty() else _WIDTH
 
 
 def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
@@ -165,4 +166,4 @@ def _card(card: Schedule) -> Iterator[RenderableType]:
     yield labelled("memory", f"{card.memory} activation units on the fullest rank")
     yield labelled("needs", card.needs)
     yield ""
-    yield draw(program, simulate(program, costs), costs, View(width=max(_columns(), 40), by="slot", unicode=False))
+    yield draw(program, simulate(program, costs), costs, View(width=_columns(), by="slot", unicode=False))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from zbc import plan as plans
 from zbc import spec
@@ -16,6 +17,7 @@ from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
+from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.partition import Stages, partition
 from zbc.compiler.passes import PASSES, lower
 from zbc.compiler.schedules import SCHEDULES, Request, Schedule, find
@@ -68,16 +70,20 @@ def load_job(path: Path, overrides: Sequence[str] = (), schedule: str | None = N
 
 
 def _schedule_problems(draft: Draft) -> list[ZbcError]:
-    section: spec.Schedule | None = draft.sections.get("schedule")
-    if section is None or section.kind is None:
+    """What is wrong with the name and the chunks, read even where the rest of [schedule] is wrong as well."""
+    section = draft.document.values.get("schedule")
+    kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
+    if not isinstance(kind, str):
         return []
     where = draft.document.where
     try:
-        found = find(section.kind)
+        found = find(kind)
     except ZbcError as error:
         return [ZbcError("E104", error.message, where=where(("schedule", "kind")), hint=error.hint)]
+    if not isinstance(chunks, int) or chunks < 1:  # left out, or a problem of its own
+        return []
     try:
-        found.stages_per_rank(section.chunks)
+        found.stages_per_rank(chunks)
     except ZbcError as error:
         return [ZbcError(error.code, error.message, where=where(("schedule", "chunks")), hint=error.hint)]
     return []
@@ -123,10 +129,20 @@ def _compile(job: Job) -> Compiled:
     return Compiled(job, name, program, costs, layers, timeline, summary)
 
 
+class _Alternative(NamedTuple):
+    """Another schedule that would fit: its name, the ms of a step and what each rank holds."""
+
+    schedule: str
+    step_ms: float
+    memory: list[RankMemory]
+
+
 def _with_alternatives(error: ZbcError, compiled: Compiled) -> ZbcError:
     """The error with the schedules that would fit, the fastest first, beside what they cost against this one."""
     found = sorted(_alternatives(compiled.job, compiled.schedule), key=lambda other: other.step_ms)
-    words = [f"{other.schedule} ({_need(other, error)}, step {_change(other, compiled)})" for other in found]
+    words = [
+        f"{o.schedule} ({_need(o, compiled.job, error)}, step {_change(o.step_ms, compiled.step_ms)})" for o in found
+    ]
     lines = wrap([f"= would fit: {words[0]}", *words[1:]], 90, between=", ") if words else []
     details = [lines[0], *(f"  {line}" for line in lines[1:])] if lines else ["= no other schedule would fit"]
     last = error.errors[-1]
@@ -134,33 +150,38 @@ def _with_alternatives(error: ZbcError, compiled: Compiled) -> ZbcError:
     return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
 
 
-def _need(compiled: Compiled, error: ZbcError) -> str:
+def _need(other: _Alternative, job: Job, error: ZbcError) -> str:
     """What a plan needs of what `error` found too little of."""
     if error.code == "E301":
-        return size(compiled.report.peak_bytes)
-    limit = spec.parse_limit(compiled.job.schedule.memory_limit or "")
+        return size(max(rank.bytes for rank in other.memory))
+    limit = spec.parse_limit(job.schedule.memory_limit or "")
     if limit is not None and limit[1] == "bytes":
-        return size(max(rank.activation_bytes for rank in compiled.report.per_rank))
-    return f"{short(compiled.report.peak_activation_units)} units"
+        return size(max(rank.activations for rank in other.memory))
+    return f"{short(max(rank.units for rank in other.memory))} units"
 
 
-def _change(other: Compiled, one: Compiled) -> str:
-    return f"{100 * (other.step_ms / one.step_ms - 1):+.1f}%" if one.step_ms > 0 else "+0.0%"
+def _change(ms: float, from_ms: float) -> str:
+    return f"{100 * (ms / from_ms - 1):+.1f}%" if from_ms > 0 else "+0.0%"
 
 
-def _alternatives(job: Job, failed: str) -> Iterator[Compiled]:
-    """The job under every other registered schedule that can plan it within its limits."""
+def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
+    """Every other registered schedule that keeps to the job's limits; predicted, not proven."""
+    table = estimate.layers(job)
     for name, card in SCHEDULES.items():
         if name == failed:
             continue
         chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
         changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}
+        other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
-            other = _compile(replace(job, schedule=job.schedule.model_copy(update=changes)))
-            check_memory(other.job, other.program, other.costs)
+            _, compute, _, costs = _order(other, table)
+            program = lower(compute)
+            check_memory(other, program, costs)
         except ZbcError:
             continue
-        yield other
+        timeline = simulate(compute, costs)
+        step = timeline.makespan if job.objective == "makespan" else timeline.span
+        yield _Alternative(name, step, peaks(program, costs))
 
 
 def _order(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:

@@ -1,8 +1,9 @@
 """Which op does each cell of a drawn timeline show?
 
 By time, all cells are equally long and each shows the op that covers most of it; a cell that is idle for more than half
-of its time is idle. By slot, a cell is not a time but a turn: columns are opened in the order in which ops start, each
-column holds at most one start per rank, and an op stays visible in the columns opened before it ends.
+of its time is idle. By slot, a cell is not a time but a turn: columns come in the order in which ops start, the ops
+that start in one column run at the same time, at most one a rank, and an op stays visible in the columns before its
+end. With ops of equal length and free transfers the two are the same.
 """
 
 from __future__ import annotations
@@ -127,14 +128,16 @@ def by_slot(timeline: Timeline, window: Window) -> Grid:
     order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
     column: dict[int, int] = {}
     edges: list[float] = []
+    closes = 0.0  # when the first op of the last column ends
     latest: dict[int, int] = {}  # rank -> column of its last op
-    current = 0
-    for _, _, piece in order:
+    for start, end, piece in order:
         rank, source = dag.rank[piece.id], dag.source[piece.id]
-        current = max(current, latest.get(rank, -1) + 1, column.get(source, -1) + 1)
-        if current == len(edges):
+        last = len(edges) - 1
+        if last < 0 or start >= closes or latest.get(rank) == last or column.get(source) == last:
             edges.append(piece.start)
-        column[piece.id] = latest[rank] = current
+            closes = end
+        closes = min(closes, end)
+        column[piece.id] = latest[rank] = len(edges) - 1
     blocks = [_spread(row, column, edges, _ALMOST * length) for row in rows]
     return Grid(len(edges), tuple(blocks), (*edges, window[1]), {})
 

@@ -41,7 +41,6 @@ _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SPARK = 10  # cells of a memory line
 _SPARK_FROM = 100  # columns of a picture that has room for memory lines
-MIN_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)

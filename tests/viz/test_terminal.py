@@ -1,0 +1,122 @@
+"""Pictures: golden ones a person has looked at, and what must hold for all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compiler.grid import make
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.simulate import simulate
+from zbc.viz.terminal import View, draw
+
+every = pytest.mark.parametrize("name", SCHEDULES)
+PAPER = (18.522, 18.086, 9.337, 0.601)  # ms of F, B, W and a transfer; arXiv 2401.10241, 1.5B
+
+
+def picture(name, p, m, view, costs=(1.0, 1.0, 1.0, 0.0)):
+    program = lower(make(name, p, m, SCHEDULES[name].default_chunks))
+    known = Costs.uniform(program.placement, *costs)
+    return draw(program, simulate(program, known), known, view)
+
+
+def rows(text):
+    """The cells of each row, by rank."""
+    return {int(line.split("|")[0]): line.split("|")[1] for line in text.split("\n") if line.count("|") == 2}
+
+
+@every
+def test_four_ranks_and_eight_microbatches_look_as_they_did(name, golden):
+    times = picture(name, 4, 8, View(width=120))
+    slots = picture(name, 4, 8, View(width=120, by="slot"))
+    real = picture(name, 4, 8, View(width=160), PAPER)
+    golden(f"timeline-{name}.txt", "\n\n".join(part.plain for part in (times, slots, real)) + "\n")
+
+
+@every
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
+@pytest.mark.parametrize("by", ["time", "slot"])
+def test_no_line_is_wider_than_asked_for_and_all_rows_are_equally_wide(name, width, by):
+    text = picture(name, 8, 12, View(width=width, by=by), PAPER).plain
+    assert max(map(len, text.split("\n"))) <= width
+    panels = [line for line in text.split("\n") if line.count("|") == 2]
+    assert len(panels) % 8 == 0
+    for first in range(0, len(panels), 8):
+        assert len({line.rindex("|") for line in panels[first : first + 8]}) == 1
+
+
+def test_slots_of_unit_ops_are_the_figure_of_the_paper():
+    """arXiv 2401.10241, figure 3, ZB-H1: with F = B = W = 1 a slot is a time."""
+    found = rows(picture("zb-h1", 4, 8, View(width=120, by="slot")).plain)
+    assert found == {
+        0: "F0F1F2F3......D0  F4D1  F5D2  F6D3  F7B4W4B5W5B6W6D7  ",
+        1: "..F0F1F2....B0F3B1W0F4B2W1F5B3W2F6B4W3F7B5W4B6W5B7W6W7",
+        2: "....F0F1..B0F2B1F3B2W0F4B3W1F5B4W2F6B5W3F7B6W4B7W5W6W7",
+        3: "......F0B0F1B1F2B2F3B3W0F4B4W1F5B5W2F6B6W3F7B7W4W5W6W7",
+    }
+
+
+def test_lower_case_is_the_second_stage_of_a_rank():
+    found = rows(picture("zb-v", 4, 8, View(width=120, by="slot")).plain)
+    assert found[3].startswith("......F0f0F1f1F2f2F3f3")
+    assert "lower case" in picture("zb-v", 4, 8, View()).plain
+    assert "lower case" not in picture("zb-h1", 4, 8, View()).plain
+
+
+def test_only_the_ranks_asked_for_are_drawn():
+    assert list(rows(picture("1f1b", 4, 8, View(ranks=(3, 1))).plain)) == [3, 1]
+
+
+def test_zoom_shows_the_window_and_labels_it():
+    whole = rows(picture("1f1b", 4, 8, View(width=120)).plain)
+    text = picture("1f1b", 4, 8, View(width=120, zoom=(10.0, 21.0))).plain
+    part = rows(text)
+    assert "|10" in text
+    assert "|0" not in text
+    letters = [[c for c in row if c.isalpha()] for row in (whole[0], part[0])]
+    assert len(letters[1]) < len(letters[0])
+    assert part[0].startswith("D0")
+
+
+def test_both_bubble_rates_are_named():
+    text = picture("zb-v", 4, 8, View(width=100)).plain
+    assert "makespan 25.5 ms, of which bubble 5.9%; span 24 ms, of which bubble 0.0%" in text
+
+
+def test_the_axis_puts_a_bar_under_the_cell_that_begins_at_its_time():
+    text = picture("1f1b", 4, 8, View(width=120)).plain.split("\n")
+    row, axis = text[1], text[5]
+    assert axis.startswith("ms  |0")
+    per_ms = len(row.split("|")[1]) / 33
+    for label in ("10", "20", "30"):
+        assert axis.index(f"|{label}") == pytest.approx(row.index("|") + 1 + int(label) * per_ms, abs=0.51)
+
+
+@every
+def test_the_memory_line_ends_with_the_peak_of_its_rank_and_is_full_where_the_peak_is_highest(name):
+    program = lower(make(name, 4, 8, SCHEDULES[name].default_chunks))
+    costs = Costs.uniform(program.placement)
+    text = draw(program, simulate(program, costs), costs, View(width=120)).plain
+    found = [line.rsplit("| ", 1)[1] for line in text.split("\n") if line.count("|") == 2]
+    most = [memory.units for memory in peaks(program, costs)]
+    assert [float(tail.split()[-1]) for tail in found] == pytest.approx(most, rel=5e-3)
+    assert ["█" in tail for tail in found] == [units > 15 / 16 * max(most) - 1e-9 for units in most]
+
+
+def test_narrow_pictures_and_plain_consoles_have_no_memory_line():
+    assert "█" not in picture("1f1b", 4, 8, View(width=80)).plain
+    assert picture("1f1b", 4, 8, View(width=120, unicode=False)).plain.isascii()
+
+
+def test_what_is_too_short_to_see_is_said():
+    text = picture("zb-v", 8, 32, View(width=80), PAPER).plain
+    assert "too short for a cell of" in text
+    assert "--zoom" in text
+    assert "too short" not in picture("zb-v", 4, 8, View(width=120)).plain
+
+
+def test_colours_tell_kinds_and_neighbouring_microbatches_apart():
+    spans = {str(span.style) for span in picture("zb-v", 4, 8, View(width=120)).spans}
+    assert len([style for style in spans if " on " in style]) == 8  # four kinds, two shades each
