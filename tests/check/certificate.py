@@ -1,0 +1,108 @@
+"""Reading a deadlock error back as a proof: every wait it names is one, and the waits close a circle.
+
+Knows what the ops mean, not how the check found the circle.
+"""
+
+from __future__ import annotations
+
+import re
+
+import networkx as nx
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Program, message_of, parse_line
+
+OP = re.compile(r"(?:(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?|(?:REDUCE|STEP) s\d+|VALIDATE)(?: up)?\b")
+PLACE = re.compile(r"rank (\d+) step (\d+): (" + OP.pattern + r"(?: [<>]r\d+)?)")
+LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, behind step (\d+))?")
+FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
+
+
+def named_ops(error: ZbcError) -> set[Op]:
+    """All ops an error names, whether or not the program has them."""
+    return {Op.parse(text) for text in OP.findall(error.render())}
+
+
+def check_places(error: ZbcError, program: Program) -> int:
+    """Assert that the ops an error places are where it says; how many there are."""
+    found = PLACE.findall(error.render())
+    for rank, step, text in found:
+        assert program.text(int(rank), int(step)) == f"rank {rank} step {step}: {text}"
+    return len(found)
+
+
+def circles(error: ZbcError) -> list[list[re.Match[str]]]:
+    """Per circle among an error's problems, its lines."""
+    found = [[match for line in problem.details if (match := LINE.fullmatch(line))] for problem in error.errors]
+    return [lines for lines in found if lines]
+
+
+def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
+    """Assert that each line is a true wait and that the lines lead round to where they began."""
+    for line, following in zip(lines, [*lines[1:], lines[0]], strict=True):
+        _, _, text, other_rank, other_step, other_text, behind = line.groups()
+        assert waits_for(parse_line(text)[0], parse_line(other_text)[0], blocking), line[0]
+        assert following.group(1, 2) == (other_rank, behind or other_step)
+        assert behind is None or int(behind) < int(other_step)
+
+
+def waits_for(op: Op, other: Op, blocking: bool) -> bool:
+    """Whether `op` cannot end before `other` was reached (before it ended, for compute)."""
+    if op.kind in (Kind.REDUCE, Kind.VALIDATE) and op == other:
+        return True  # a rendezvous
+    if op.kind.is_transfer and other.kind.is_transfer:
+        return blocking and op.kind.is_send and other.kind.is_recv and message_of(op) == message_of(other)
+    same = op[2:] == other[2:]
+    if other.kind.is_transfer:
+        message = message_of(other)
+        uses = op.kind in (FORWARD if message.forward else BACKWARD)
+        return uses and message[1:] == op[1:]
+    if op.kind in FORWARD:
+        return other.kind in FORWARD and (
+            (same and other.stage == op.stage - 1)
+            or (op.stage, op.mb, op.pipe, op.slice - 1) == (other.stage, other.mb, other.pipe, other.slice)
+        )
+    if op.kind in BACKWARD:
+        if other.kind in FORWARD:
+            return op[1:] == other[1:]
+        return other.kind in BACKWARD and (
+            (same and other.stage == op.stage + 1)
+            or (op.stage, op.mb, op.pipe, op.slice + 1) == (other.stage, other.mb, other.pipe, other.slice)
+        )
+    if op.kind is Kind.W:
+        return other.kind is Kind.B and op[1:] == other[1:]
+    if op.kind.is_send:
+        made = FORWARD if op.kind is Kind.SEND_F else BACKWARD
+        return other.kind in made and op[1:] == other[1:]
+    if op.kind is Kind.REDUCE:
+        return other.kind.is_compute and op.stage == other.stage
+    if op.kind is Kind.VALIDATE:
+        return other.kind.is_compute or other.kind is Kind.REDUCE
+    return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
+
+
+def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
+    """The number of waits of a shortest circle, found the long way round: every pair of ops, every start; None if
+    there is no circle."""
+    graph = nx.DiGraph()
+    ops = [(r, k, op) for r, k, op in program]
+    for r, k, op in ops:
+        graph.add_edge(("end", r, k), ("start", r, k), weight=0)
+        if k:
+            graph.add_edge(("start", r, k), ("end", r, k - 1), weight=0)
+        meets = op.kind in (Kind.REDUCE, Kind.VALIDATE)
+        for r2, k2, other in ops:
+            if (r == r2 and k2 <= k) or not waits_for(op, other, blocking):
+                continue  # what stands before an op on its rank costs no wait
+            own = (meets and op == other) or (op.kind.is_send and other.kind.is_recv)
+            arrival = other.kind.is_transfer or (meets and op == other)
+            here, there = ("end" if own else "start", r, k), ("start" if arrival else "end", r2, k2)
+            graph.add_edge(here, there, weight=1)
+    best = None
+    for component in nx.strongly_connected_components(graph):
+        inside = graph.subgraph(component)
+        for here, there, weight in inside.edges(data="weight"):
+            if weight:
+                length = 1 + nx.dijkstra_path_length(inside, there, here)
+                best = length if best is None else min(best, length)
+    return best

@@ -1,0 +1,276 @@
+"""What a program does when ranks really run it: the meaning that check/ has to agree with.
+
+A state machine per rank, FIFO queues between ranks, rendezvous. Nothing here looks at a graph or knows of a proof, and
+nothing is imported from the compiler. A run is a success if
+
+- every rank gets to its end, and every op does what it says on the rank where it stands (the rank holds the stage, the
+  inputs are there, nothing runs twice, no weights change after they were summed or judged);
+- each message meets the receive that was posted for it, and every tensor that arrives is used once;
+- nothing is left over: no message on its way, no receive still open, no tensor unused;
+- afterwards each microbatch (each slice of it) has been through all stages of exactly one pipe, forward, backward and
+  weight gradients, and, if the program steps at all, each copy of each stage was stepped once, its gradients summed
+  over all copies before.
+
+Otherwise it is *stuck* (every rank waits) or it has *failed* (an op cannot do what it says, or the step ends short).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from zbc.ir import Op, Program
+
+COMPUTE = {"F", "B", "BW", "W"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: str  # "success", "stuck" or "failed"
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "success"
+
+
+class FailureError(Exception):
+    pass
+
+
+def require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise FailureError(reason)
+
+
+@dataclass
+class Channel:
+    """Tensors on their way from one rank to another: both queues are strictly first in, first out."""
+
+    sent: deque[tuple] = field(default_factory=deque)
+    posted: deque[tuple] = field(default_factory=deque)
+    moved: int = 0
+    entered: int = 0
+
+
+@dataclass
+class Rank:
+    ops: tuple[Op, ...]
+    pc: int = 0
+    outputs: set[tuple] = field(default_factory=set)  # keys whose F ran here
+    gradients: set[tuple] = field(default_factory=set)  # keys whose B or BW ran here
+    weights: set[tuple] = field(default_factory=set)  # keys whose W or BW ran here
+    arrived: set[tuple] = field(default_factory=set)  # messages in their buffers
+    summed: set[int] = field(default_factory=set)
+    validated: bool = False
+    stepped: set[int] = field(default_factory=set)
+    ticket: tuple[Channel, int] | None = None  # the message a blocking send waits for
+
+    @property
+    def op(self) -> Op | None:
+        return self.ops[self.pc] if self.pc < len(self.ops) else None
+
+
+class Machine:
+    def __init__(self, program: Program, blocking: bool) -> None:
+        self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
+        self.microbatches, self.slices = program.microbatches, program.slices
+        self.ranks = [Rank(ops) for ops in program.ranks]
+        self.channels: dict[tuple[int, int], Channel] = {}
+        self.blocking = blocking
+        self.explicit = any(op.kind.value not in COMPUTE for ops in program.ranks for op in ops)
+
+    def run(self, rng: random.Random) -> Outcome:
+        try:
+            waiting: set[int] = set()
+            while len(waiting) < len(self.ranks):
+                r = rng.choice([r for r in range(len(self.ranks)) if r not in waiting])
+                if self.advance(r):
+                    waiting.clear()
+                else:
+                    waiting.add(r)
+            fronts = [f"rank {r} at {rank.op}" for r, rank in enumerate(self.ranks) if rank.op is not None]
+            if fronts:
+                return Outcome("stuck", ", ".join(fronts))
+            self.finish()
+        except FailureError as failure:
+            return Outcome("failed", str(failure))
+        return Outcome("success")
+
+    def advance(self, r: int) -> bool:
+        """Let rank r do one op; False if it has none left or has to wait."""
+        rank = self.ranks[r]
+        op = rank.op
+        if op is None:
+            return False
+        kind = op.kind.value
+        if kind in ("REDUCE", "VALIDATE"):
+            return self.meet(r, op)
+        if kind == "STEP":
+            self.step(r, op)
+        elif kind.startswith("SEND"):
+            if not self.send(r, op):
+                return False
+        elif kind.startswith("RECV"):
+            self.recv(r, op)
+        elif not self.compute(r, op):
+            return False
+        rank.pc += 1
+        return True
+
+    # ---- compute ----
+
+    def key(self, r: int, op: Op) -> tuple:
+        """(stage, mb, pipe, slice), once it is sure that rank r may work on it."""
+        fits = 0 <= op.stage < self.stages and 0 <= op.mb < self.microbatches
+        require(fits and 0 <= op.pipe < len(self.pipes) and 0 <= op.slice < self.slices, f"{op} does not exist")
+        require(self.pipes[op.pipe][op.stage] == r, f"rank {r} has no weights for {op}")
+        return (op.stage, op.mb, op.pipe, op.slice)
+
+    def compute(self, r: int, op: Op) -> bool:
+        rank, key = self.ranks[r], self.key(r, op)
+        require(not rank.validated, f"{op} comes after the step was judged")
+        kind = op.kind.value
+        if kind == "W":
+            require(key in rank.gradients, f"{op} has no B before it")
+        elif kind == "F":
+            require(key not in rank.outputs, f"{op} ran before")
+            require(op.slice == 0 or (*key[:3], op.slice - 1) in rank.outputs, f"{op} lacks the slice before")
+            if not self.take(r, "F", key, op.stage - 1):
+                return False
+            rank.outputs.add(key)
+        else:
+            require(key in rank.outputs, f"{op} has no F before it")
+            require(key not in rank.gradients, f"{op} ran before")
+            last = op.slice == self.slices - 1
+            require(last or (*key[:3], op.slice + 1) in rank.gradients, f"{op} lacks the slice behind")
+            if not self.take(r, "B", key, op.stage + 1):
+                return False
+            rank.gradients.add(key)
+        if kind in ("W", "BW"):
+            require(key not in rank.weights, f"{op} would count its gradient twice")
+            require(op.stage not in rank.summed, f"{op} comes after the sum over copies")
+            rank.weights.add(key)
+        return True
+
+    def take(self, r: int, direction: str, key: tuple, source: int) -> bool:
+        """Get the input that stage `source` makes; False while it is not there yet."""
+        if not 0 <= source < self.stages:
+            return True
+        maker = self.pipes[key[2]][source]
+        made = "outputs" if direction == "F" else "gradients"
+        if maker == r:
+            require((source, *key[1:]) in getattr(self.ranks[r], made), f"rank {r} has no input for {direction} {key}")
+            return True
+        if not self.explicit:
+            return (source, *key[1:]) in getattr(self.ranks[maker], made)
+        message = (direction, *key)
+        if message not in self.ranks[r].arrived:
+            return False
+        self.ranks[r].arrived.remove(message)
+        return True
+
+    # ---- transfers ----
+
+    def peer(self, r: int, op: Op) -> tuple[int, int]:
+        """(stage, rank) at the other end of a transfer."""
+        self.key(r, op)
+        stage = op.stage + (1 if op.kind.value in ("SEND_F", "RECV_B") else -1)
+        require(0 <= stage < self.stages, f"{op} leaves the pipeline")
+        rank = self.pipes[op.pipe][stage]
+        require(rank != r, f"{op} does not leave its rank")
+        return stage, rank
+
+    def send(self, r: int, op: Op) -> bool:
+        rank = self.ranks[r]
+        if rank.ticket is None:
+            (stage, other), direction = self.peer(r, op), op.kind.value[-1]
+            made = rank.outputs if direction == "F" else rank.gradients
+            require((op.stage, op.mb, op.pipe, op.slice) in made, f"{op} has nothing to send")
+            channel = self.channels.setdefault((r, other), Channel())
+            channel.sent.append((direction, stage, op.mb, op.pipe, op.slice))
+            rank.ticket = channel, channel.entered
+            channel.entered += 1
+            self.move(channel, other)
+        channel, place = rank.ticket
+        if self.blocking and channel.moved <= place:
+            return False
+        rank.ticket = None
+        return True
+
+    def recv(self, r: int, op: Op) -> None:
+        _, other = self.peer(r, op)
+        channel = self.channels.setdefault((other, r), Channel())
+        channel.posted.append((op.kind.value[-1], op.stage, op.mb, op.pipe, op.slice))
+        self.move(channel, r)
+
+    def move(self, channel: Channel, receiver: int) -> None:
+        while channel.sent and channel.posted:
+            sent, posted = channel.sent.popleft(), channel.posted.popleft()
+            require(sent == posted, f"{sent} arrives in the buffer for {posted}")
+            require(sent not in self.ranks[receiver].arrived, f"{sent} arrives twice")
+            self.ranks[receiver].arrived.add(sent)
+            channel.moved += 1
+
+    # ---- the end of the step ----
+
+    def meet(self, r: int, op: Op) -> bool:
+        """REDUCE and VALIDATE: go on together once all who take part stand at the same op."""
+        members = set(range(len(self.ranks)))
+        if op.kind.value == "REDUCE":
+            members = self.holders(op.stage)
+            require(r in members, f"rank {r} has no copy of {op}")
+            require(not self.ranks[r].validated, f"{op} comes after the step was judged")
+            require(op.stage not in self.ranks[r].summed, f"{op} again")
+        else:
+            require(not self.ranks[r].validated, f"{op} again")
+        if any(self.ranks[other].op != op for other in members):
+            return False
+        for other in members:
+            rank = self.ranks[other]
+            rank.pc += 1
+            if op.kind.value == "REDUCE":
+                rank.summed.add(op.stage)
+            else:
+                rank.validated = True
+        return True
+
+    def holders(self, stage: int) -> set[int]:
+        require(0 <= stage < self.stages, f"there is no stage {stage}")
+        return {pipe[stage] for pipe in self.pipes}
+
+    def step(self, r: int, op: Op) -> None:
+        rank = self.ranks[r]
+        require(r in self.holders(op.stage), f"rank {r} has no copy of {op}")
+        require(rank.validated, f"{op} comes before the step was judged")
+        require(op.stage not in rank.stepped, f"{op} again")
+        rank.stepped.add(op.stage)
+
+    def finish(self) -> None:
+        for (a, b), channel in self.channels.items():
+            require(not channel.sent and not channel.posted, f"left over between {a} and {b}")
+        for r, rank in enumerate(self.ranks):
+            require(not rank.arrived, f"rank {r} never used {rank.arrived}")
+        for mb in range(self.microbatches):
+            homes = [pipe for pipe in range(len(self.pipes)) if self.touched(pipe, mb)]
+            require(len(homes) == 1, f"microbatch {mb} was in {len(homes)} pipes")
+            for stage in range(self.stages):
+                for part in range(self.slices):
+                    rank, key = self.ranks[self.pipes[homes[0]][stage]], (stage, mb, homes[0], part)
+                    done = key in rank.outputs and key in rank.gradients and key in rank.weights
+                    require(done, f"{key} is not finished")
+        if any(rank.validated or rank.stepped for rank in self.ranks):
+            for stage in range(self.stages):
+                holders = self.holders(stage)
+                for r in holders:
+                    require(stage in self.ranks[r].stepped, f"stage {stage} was not stepped on rank {r}")
+                    require(len(holders) == 1 or stage in self.ranks[r].summed, f"stage {stage} was not summed")
+
+    def touched(self, pipe: int, mb: int) -> bool:
+        return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)
+
+
+def run(program: Program, *, blocking: bool = False, seed: int = 0) -> Outcome:
+    """Run one step of a program; `seed` decides which rank goes next whenever several can."""
+    return Machine(program, blocking).run(random.Random(seed))

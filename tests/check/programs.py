@@ -1,0 +1,325 @@
+"""Random correct programs, and ways to break them."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zbc.ir import Kind, Message, Op, Placement, Program, message_of
+
+Ranks = list[list[Op]]
+
+
+def placement(rng: random.Random) -> Placement:
+    p = rng.choice([1, 2, 2, 3, 3, 4])
+    return rng.choice(
+        [
+            Placement.linear(p),
+            Placement.linear(p),
+            Placement.looped(p, 2),
+            Placement.vshape(p),
+            Placement.bidirectional(range(p)),
+        ]
+    )
+
+
+def correct(rng: random.Random) -> Program:
+    """A program that runs: legal compute order, with or without transfers, with or without step-level ops.
+
+    Sends that are held back can make it deadlock all the same; the operational machine has the last word.
+    """
+    place = placement(rng)
+    microbatches, slices = rng.randint(1, 4), rng.choice([1, 1, 1, 2])
+    pipes = [rng.randrange(len(place.pipes)) for _ in range(microbatches)]
+    order = compute_order(rng, place, pipes, slices)
+    ranks: Ranks = [[] for _ in range(place.ranks)]
+    for rank, op in order:
+        ranks[rank].append(op)
+    if rng.random() < 0.85:
+        ranks = with_transfers(rng, place, ranks)
+        if rng.random() < 0.5:
+            ranks = with_step_ops(rng, place, ranks)
+    return Program(place, microbatches, tuple(map(tuple, ranks)), ("random",), slices)
+
+
+def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices: int) -> list[tuple[int, Op]]:
+    """A random legal order of all compute ops over all ranks, as (rank, op).
+
+    The kinds get random urgencies, so that anything between GPipe, 1F1B and zero-bubble orders comes out.
+    """
+    after: dict[Op, list[Op]] = defaultdict(list)
+    missing: dict[Op, int] = {}
+    last = place.stages - 1
+
+    def add(op: Op, *needs: Op) -> None:
+        missing[op] = len(needs)
+        for needed in needs:
+            after[needed].append(op)
+
+    split = rng.choice([0.0, 0.5, 1.0])
+    for mb, pipe in enumerate(pipes):
+        back = {(s, k): Kind.B if rng.random() < split else Kind.BW for s in range(last + 1) for k in range(slices)}
+        for s in range(last + 1):
+            for k in range(slices):
+                forward = [Op(Kind.F, s - 1, mb, pipe, k)] if s else []
+                forward += [Op(Kind.F, s, mb, pipe, k - 1)] if k else []
+                add(Op(Kind.F, s, mb, pipe, k), *forward)
+                needs = [Op(Kind.F, s, mb, pipe, k)]
+                needs += [Op(back[s + 1, k], s + 1, mb, pipe, k)] if s < last else []
+                needs += [Op(back[s, k + 1], s, mb, pipe, k + 1)] if k < slices - 1 else []
+                add(Op(back[s, k], s, mb, pipe, k), *needs)
+                if back[s, k] is Kind.B:
+                    add(Op(Kind.W, s, mb, pipe, k), Op(Kind.B, s, mb, pipe, k))
+    weight = {kind: rng.choice([1, 3, 20]) for kind in (Kind.F, Kind.B, Kind.BW, Kind.W)}
+    in_order = rng.random() < 0.7
+    ready = [op for op, count in missing.items() if not count]
+    order = []
+    while ready:
+        chances = [weight[op.kind] * (8.0**-op.mb if in_order else 1.0) for op in ready]
+        op = rng.choices(ready, chances)[0]
+        ready.remove(op)
+        order.append((place.rank_of(op.stage, op.pipe), op))
+        for other in after[op]:
+            missing[other] -= 1
+            if not missing[other]:
+                ready.append(other)
+    return order
+
+
+def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
+    """Sends behind their producers, some a while later; receives a random number of ops ahead, in channel order."""
+    held_back = rng.choice([0.0, 0.0, 0.3])
+    ahead = rng.choice([0, 1, 3, 100])
+    use: dict[Message, int] = {}
+    sends: dict[tuple[int, int], list[tuple[int, Message]]] = defaultdict(list)
+    for rank, ops in enumerate(ranks):
+        for at, op in enumerate(ops):
+            if op.kind is Kind.W:
+                continue
+            forward = op.kind is Kind.F
+            use[Message(forward, *op[1:])] = at
+            there = op.stage + (1 if forward else -1)
+            if place.neighbours(op.stage, there, op.pipe):
+                late = rng.randint(1, 3) if rng.random() < held_back else 0
+                peer = place.rank_of(there, op.pipe)
+                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(forward, there, *op[2:])))
+    placed: list[list[tuple[int, int, int, Op]]] = [[(at, 1, 0, op) for at, op in enumerate(ops)] for ops in ranks]
+    for (rank, peer), messages in sends.items():
+        messages.sort(key=lambda sent: sent[0])
+        limit = len(ranks[peer])
+        for k, (at, message) in reversed(list(enumerate(messages))):
+            placed[rank].append((at, 2, k, message.send))
+            limit = min(limit, max(0, use[message] - rng.randint(0, ahead)))
+            placed[peer].append((limit, 0, k, message.recv))
+    return [[op for *_, op in sorted(items, key=lambda item: item[:3])] for items in placed]
+
+
+def with_step_ops(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
+    """REDUCE behind a stage's last op or at the end, VALIDATE, STEP."""
+    early = rng.random() < 0.3
+    closed = []
+    for rank, ops in enumerate(ranks):
+        listed = list(ops)
+        for stage in place.stages_of(rank):
+            if len(set(place.holders(stage))) > 1:
+                last = max(
+                    (i for i, op in enumerate(listed) if op.kind.is_compute and op.stage == stage),
+                    default=len(listed) - 1,
+                )
+                listed.insert(last + 1 if early else len(listed), Op(Kind.REDUCE, stage))
+        steps = [Op(Kind.STEP, stage) for stage in place.stages_of(rank)]
+        closed.append([*listed, Op(Kind.VALIDATE, 0), *rng.sample(steps, len(steps))])
+    return closed
+
+
+# ---- breaking ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broken:
+    program: Program
+    how: str
+    touched: frozenset[Op]  # the ops that were moved, dropped or changed, and the other ends of transfers among them
+
+
+def broken(rng: random.Random, program: Program, how: str) -> Broken:
+    """The program after one break; unchanged if it has nothing to break that way."""
+    ranks = [list(ops) for ops in program.ranks]
+    touched = BREAKS[how](rng, ranks, program.placement)
+    ends = {end for op in touched if op.kind.is_transfer for end in _ends(op)}
+    return Broken(replace(program, ranks=tuple(map(tuple, ranks))), how, frozenset({*touched, *ends}))
+
+
+def _ends(op: Op) -> tuple[Op, Op]:
+    return message_of(op).send, message_of(op).recv
+
+
+def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int] | None:
+    places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if wanted(op)]
+    return rng.choice(places) if places else None
+
+
+def nothing(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    return []
+
+
+def _swap(ops: list[Op], i: int, j: int) -> list[Op]:
+    ops[i], ops[j] = ops[j], ops[i]
+    return [ops[i], ops[j]]
+
+
+def swap_adjacent(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    spot = _pick(rng, [ops[:-1] for ops in ranks])
+    return _swap(ranks[spot[0]], spot[1], spot[1] + 1) if spot else []
+
+
+def swap_any(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    ops = rng.choice(ranks)
+    return _swap(ops, *rng.sample(range(len(ops)), 2)) if len(ops) > 1 else []
+
+
+def move_any(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    ops = rng.choice(ranks)
+    if not ops:
+        return []
+    op = ops.pop(rng.randrange(len(ops)))
+    ops.insert(rng.randint(0, len(ops)), op)
+    return [op]
+
+
+def _drop(wanted: Callable[[Op], bool]) -> Callable[[random.Random, Ranks, Placement], list[Op]]:
+    def drop(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+        spot = _pick(rng, ranks, wanted)
+        return [ranks[spot[0]].pop(spot[1])] if spot else []
+
+    return drop
+
+
+def _repeat(wanted: Callable[[Op], bool]) -> Callable[[random.Random, Ranks, Placement], list[Op]]:
+    def repeat(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+        spot = _pick(rng, ranks, wanted)
+        if spot is None:
+            return []
+        op = ranks[spot[0]][spot[1]]
+        ranks[spot[0]].insert(rng.randint(0, len(ranks[spot[0]])), op)
+        return [op]
+
+    return repeat
+
+
+def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    """Both ends of a message a second time, right behind the first."""
+    spot = _pick(rng, ranks, lambda op: op.kind.is_send)
+    if spot is None:
+        return []
+    ends = _ends(ranks[spot[0]][spot[1]])
+    for ops in ranks:
+        for op in ends:
+            if op in ops:
+                ops.insert(ops.index(op), op)
+    return list(ends)
+
+
+def reorder_receives(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    """Two receives of one channel trade places."""
+    channels: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+    for rank, ops in enumerate(ranks):
+        for i, op in enumerate(ops):
+            if op.kind.is_recv:
+                channels[rank, place.peer(op)].append(i)
+    longer = sorted(key for key, places in channels.items() if len(places) > 1)
+    if not longer:
+        return []
+    key = rng.choice(longer)
+    return _swap(ranks[key[0]], *rng.sample(channels[key], 2))
+
+
+def legal_moves(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    """Some ops go as far back or forth as a random number of steps and the order on their own rank allow."""
+    touched = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        spot = _pick(rng, ranks)
+        if spot is None:
+            break
+        ops, i = ranks[spot[0]], spot[1]
+        direction = rng.choice([-1, 1])
+        for _ in range(rng.choice([1, 3, 100])):
+            j = i + direction
+            if not 0 <= j < len(ops) or _bound(place, ops[min(i, j)], ops[max(i, j)]):
+                break
+            ops[i], ops[j] = ops[j], ops[i]
+            i = j
+        touched.append(ops[i])
+    return touched
+
+
+def _bound(place: Placement, first: Op, second: Op) -> bool:
+    """Whether `second` has to stay behind `first` on their rank, whatever the other ranks do."""
+    for op, other in ((first, second), (second, first)):
+        if op.kind in (Kind.VALIDATE, Kind.STEP) or (op.kind is Kind.REDUCE and not other.kind.is_transfer):
+            return True
+    if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
+        return place.peer(first) == place.peer(second)
+    same = (first.mb, first.pipe) == (second.mb, second.pipe)
+    return same and abs(first.stage - second.stage) <= 1
+
+
+def receive_later(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    """A receive is posted later, still before the next receive of its channel if there is room."""
+    spot = _pick(rng, ranks, lambda op: op.kind.is_recv)
+    if spot is None:
+        return []
+    rank, i = spot
+    op = ranks[rank].pop(i)
+    peers = [j for j, o in enumerate(ranks[rank]) if o.kind.is_recv and place.peer(o) == place.peer(op) and j >= i]
+    end = min(peers, default=len(ranks[rank])) if rng.random() < 0.7 else len(ranks[rank])
+    ranks[rank].insert(rng.randint(i, max(i, end)), op)
+    return [op]
+
+
+def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    spot = _pick(rng, ranks)
+    if spot is None or len(ranks) < 2:
+        return []
+    op = ranks[spot[0]].pop(spot[1])
+    target = rng.choice([r for r in range(len(ranks)) if r != spot[0]])
+    ranks[target].insert(rng.randint(0, len(ranks[target])), op)
+    return [op]
+
+
+def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
+    """One field of an op changes, perhaps to something that does not exist."""
+    spot = _pick(rng, ranks, lambda op: op.kind is not Kind.VALIDATE)
+    if spot is None:
+        return []
+    old = ranks[spot[0]][spot[1]]
+    keyed = old.kind.is_compute or old.kind.is_transfer
+    field = rng.choice(["kind", "stage", "mb", "pipe", "slice"]) if keyed else "stage"
+    kinds = [kind for kind in Kind if kind.is_compute] if old.kind.is_compute else [k for k in Kind if k.is_transfer]
+    new = rng.choice(kinds) if field == "kind" else max(0, getattr(old, field) + rng.choice([-1, 1]))
+    ranks[spot[0]][spot[1]] = op = old._replace(**{field: new})
+    return [old, op]
+
+
+BREAKS: dict[str, Callable[[random.Random, Ranks, Placement], list[Op]]] = {
+    "nothing": nothing,
+    "swap adjacent": swap_adjacent,
+    "swap any": swap_any,
+    "move any": move_any,
+    "drop compute": _drop(lambda op: op.kind.is_compute),
+    "drop transfer": _drop(lambda op: op.kind.is_transfer),
+    "drop step op": _drop(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
+    "repeat compute": _repeat(lambda op: op.kind.is_compute),
+    "repeat transfer": _repeat(lambda op: op.kind.is_transfer),
+    "repeat step op": _repeat(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
+    "repeat message": repeat_message,
+    "reorder receives": reorder_receives,
+    "legal moves": legal_moves,
+    "more legal moves": legal_moves,
+    "yet more legal moves": legal_moves,
+    "receive later": receive_later,
+    "other rank": other_rank,
+    "other op": other_op,
+}

@@ -1,0 +1,181 @@
+"""The checks and a machine that runs the program say the same of thousands of random programs, whole and broken.
+
+`operational.py` is the machine, `programs.py` makes and breaks the programs. Each seed is one program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from tests.check import operational
+from tests.check.certificate import check_circle, check_places, circles, fewest_waits, named_ops
+from tests.check.programs import BREAKS, Broken, broken, correct
+from tests.listing import listing, show
+from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
+from zbc.errors import ZbcError
+from zbc.ir import Program
+
+PROGRAMS = 2500
+BATCHES = [range(start, start + 250) for start in range(0, PROGRAMS, 250)]
+batches = pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+
+
+@cache
+def case(seed: int) -> tuple[Program, Broken]:
+    """A correct program and what became of it: every fifth is broken twice."""
+    rng = random.Random(seed)
+    program = correct(rng)
+    result = broken(rng, program, rng.choice(list(BREAKS)))
+    if seed % 5 == 0:
+        again = broken(rng, result.program, rng.choice(list(BREAKS)))
+        result = Broken(again.program, f"{result.how}, {again.how}", result.touched | again.touched)
+    return program, result
+
+
+@cache
+def rejected(seed: int) -> ZbcError | None:
+    """What check_all says of the broken program."""
+    return verdict(check_all, case(seed)[1].program)
+
+
+@cache
+def deadlock(seed: int, blocking: bool) -> ZbcError | None:
+    """What check_deadlock says of the broken program."""
+    return verdict(check_deadlock, case(seed)[1].program, blocking_sends=blocking)
+
+
+@cache
+def ran(seed: int, blocking: bool) -> operational.Outcome:
+    """What the machine makes of the broken program."""
+    return operational.run(case(seed)[1].program, blocking=blocking, seed=seed)
+
+
+def verdict(check, program: Program, **how: bool) -> ZbcError | None:
+    """The error of a check, None if it passes."""
+    try:
+        check(program, **how)
+    except ZbcError as error:
+        return error
+    return None
+
+
+def describe(seed: int, result: Broken, *said: object) -> str:
+    return "\n".join(map(str, [f"seed {seed} ({result.how})", show(result.program), *said]))
+
+
+@batches
+def test_a_program_passes_exactly_if_it_runs(seeds):
+    for seed in seeds:
+        _, result = case(seed)
+        error, outcome = rejected(seed), ran(seed, False)
+        assert (error is None) is outcome.ok, describe(seed, result, error, outcome)
+
+
+@batches
+def test_a_program_survives_blocking_sends_exactly_if_it_runs_with_them(seeds):
+    for seed in seeds:
+        _, result = case(seed)
+        sound = not any(verdict(check, result.program) for check in (check_complete, check_pairing))
+        outcome = ran(seed, True)
+        assert (sound and survives_blocking_sends(result.program)) is outcome.ok, describe(seed, result, outcome)
+
+
+@batches
+def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
+    """check_deadlock alone, on programs that the checks before it would reject."""
+    for seed in seeds:
+        _, result = case(seed)
+        for blocking in (False, True):
+            error, state = deadlock(seed, blocking), ran(seed, blocking).state
+            if state != "failed":
+                assert (error is None) is (state == "success"), describe(seed, result, error, state)
+
+
+@batches
+def test_every_rejected_program_names_an_op_that_was_touched(seeds):
+    """After one break of a program that ran, some op of the error is one that was moved, dropped or changed, or its
+    partner in a transfer; at the least, one of the same stage and microbatch."""
+    for seed in seeds:
+        program, result = case(seed)
+        error = rejected(seed)
+        if error is None:
+            continue
+        named = named_ops(error)
+        assert named, describe(seed, result, error)
+        check_places(error, result.program)
+        if "," in result.how or verdict(check_all, program) is not None:
+            continue  # broken twice, or never right
+        assert {op.key for op in named} & {op.key for op in result.touched}, describe(seed, result, error)
+        if result.how != "other op":
+            assert named & result.touched, describe(seed, result, error)
+
+
+@batches
+def test_every_deadlock_that_is_reported_is_a_proof(seeds):
+    for seed in seeds:
+        _, result = case(seed)
+        for blocking in (False, True):
+            error = deadlock(seed, blocking)
+            if error is not None:
+                found = circles(error)
+                assert len(found) == (error.errors[0].message.endswith(("each other", "own rank")))
+                check_places(error, result.program)
+                for lines in found:
+                    check_circle(lines, blocking=blocking)
+
+
+def test_no_circle_is_shorter_than_the_one_reported():
+    lengths, none = Counter(), 0
+    for seed in range(PROGRAMS):
+        _, result = case(seed)
+        program = result.program
+        if program.size > 70 or any(verdict(check, program) for check in (check_complete, check_pairing)):
+            continue
+        for blocking in (False, True):
+            error = deadlock(seed, blocking)
+            if error is None and none < 20:
+                none += 1
+                assert fewest_waits(program, blocking=blocking) is None, describe(seed, result)
+            elif error is not None and sum(lengths.values()) < 100:
+                [lines] = circles(error)
+                lengths[len(lines)] += 1
+                assert len(lines) == fewest_waits(program, blocking=blocking), describe(seed, result, error)
+    assert (none, sum(lengths.values())) == (20, 100) and max(lengths) >= 3, lengths
+
+
+def test_the_outcome_does_not_depend_on_who_goes_first():
+    for seed in range(0, PROGRAMS, 20):
+        _, result = case(seed)
+        states = {operational.run(result.program, seed=timing).ok for timing in range(4)}
+        assert len(states) == 1, describe(seed, result)
+
+
+def test_the_programs_are_of_every_kind():
+    """Agreement on programs of one kind would say little."""
+    codes, breaks, states = Counter(), Counter(), Counter()
+    for seed in range(PROGRAMS):
+        _, result = case(seed)
+        error = rejected(seed)
+        codes[error.code if error else "passes"] += 1
+        states[ran(seed, True).state] += 1
+        breaks[result.how.partition(",")[0]] += 1
+    assert min(codes[code] for code in ("E201", "E202", "E203", "E204", "E205", "E206")) >= 40, codes
+    assert codes["passes"] >= 800 and PROGRAMS - codes["passes"] >= 1500, codes
+    assert min(states.values()) >= 500, states
+    assert min(breaks[how] for how in BREAKS) >= 100, breaks
+
+
+def test_a_listing_reads_back_what_show_writes():
+    for seed in range(100):
+        program, _ = case(seed)
+        back = listing(show(program), program.placement, microbatches=program.microbatches, slices=program.slices)
+        assert back.ranks == program.ranks
+
+
+def test_a_listing_with_a_wrong_peer_is_refused():
+    with pytest.raises(ValueError, match="the listing says 2"):
+        listing("rank 0: SEND_F s0 m0 >r2\nrank 1: F s1 m0\nrank 2: F s2 m0")

@@ -1,0 +1,255 @@
+"""What runs, where, and in which order on each rank: E202, E205, E206."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.listing import listing
+from zbc.compiler.check import check_all, check_complete
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+
+TWO_RANKS = """
+    rank 0
+      F s0 m0
+      F s0 m1
+      B s0 m0
+      W s0 m0
+      BW s0 m1
+    rank 1
+      F s1 m0
+      BW s1 m0
+      F s1 m1
+      BW s1 m1
+"""
+
+STEPPING = """
+    rank 0
+      RECV_B s0 m0 <r1
+      F s0 m0
+      SEND_F s0 m0 >r1
+      BW s0 m0
+      VALIDATE
+      STEP s0
+    rank 1
+      RECV_F s1 m0 <r0
+      F s1 m0
+      BW s1 m0
+      SEND_B s1 m0 >r0
+      VALIDATE
+      STEP s1
+"""
+
+BOTH_WAYS = """
+    rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0, REDUCE s0, REDUCE s1, VALIDATE, STEP s0, STEP s1
+    rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up, REDUCE s0, REDUCE s1, VALIDATE, STEP s1, STEP s0
+"""
+
+
+def errors_of(text: str, placement: Placement | None = None, **sizes: int) -> list[ZbcError]:
+    """What check_complete finds in a listing."""
+    with pytest.raises(ZbcError) as raised:
+        check_complete(listing(text, placement, **sizes))
+    return list(raised.value.errors)
+
+
+def only(errors: list[ZbcError]) -> ZbcError:
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+def without(text: str, line: str, count: int = 1) -> str:
+    """A listing without the first `count` lines of that text."""
+    changed = "\n".join(text.split("\n"))
+    for _ in range(count):
+        before, found, after = changed.partition(f"{line}\n")
+        assert found, line
+        changed = before + after
+    return changed
+
+
+def test_a_schedule_that_mixes_split_and_fused_backward_is_complete():
+    check_complete(listing(TWO_RANKS))
+
+
+def test_a_plan_with_transfers_and_an_optimizer_step_is_complete():
+    check_all(listing(STEPPING))
+
+
+def test_microbatches_may_take_different_pipes():
+    check_complete(listing(BOTH_WAYS, Placement.bidirectional([0, 1])))
+
+
+@pytest.mark.parametrize("op", ["F s0 m1", "BW s1 m1", "B s0 m0", "W s0 m0"])
+def test_a_missing_op_is_named_with_the_rank_it_belongs_on(op):
+    errors = errors_of(without(TWO_RANKS, op))
+    missing = only([error for error in errors if error.code == "E202"])
+    assert missing.message.startswith(f"program: no rank runs {op}")
+    assert missing.hint == f"add it on rank {op[-4]}"
+
+
+def test_a_microbatch_that_runs_nowhere_is_one_problem():
+    error = only(errors_of(TWO_RANKS, microbatches=3))
+    assert (error.code, error.message) == ("E202", "program: microbatch 2 never runs")
+
+
+def test_each_slice_has_to_run():
+    text = "rank 0: F s0 m0, F s0 m0.1, BW s0 m0.1, BW s0 m0"
+    check_complete(listing(text))
+    error = only(errors_of(text, slices=3)[:1])
+    assert (error.code, error.message) == ("E202", "program: no rank runs F s0 m0.2")
+
+
+def test_an_op_that_runs_twice_is_named_with_both_places():
+    error = only(errors_of(TWO_RANKS + "      F s1 m0\n"))
+    assert (error.code, error.message, error.where) == (
+        "E202",
+        "program: F s1 m0 runs a second time",
+        "rank 1 step 4",
+    )
+    assert error.details == ("first at rank 1 step 0: F s1 m0",)
+
+
+def test_a_fused_backward_next_to_one_of_its_halves_is_reported():
+    error = only(errors_of(TWO_RANKS + "      W s1 m0\n")[:1])
+    assert (error.code, error.message) == ("E202", "program: W s1 m0 repeats a part of BW s1 m0")
+    assert (error.where, error.details) == ("rank 1 step 4", ("also rank 1 step 1: BW s1 m0",))
+
+
+@pytest.mark.parametrize("op", ["F s2 m0", "F s1 m2", "F s1 m0 up", "F s1 m0.1", "SEND_F s0 m7 >r1", "STEP s2"])
+def test_an_op_outside_the_program_is_reported(op):
+    errors = errors_of(TWO_RANKS + f"      {op}\n", microbatches=2, slices=1)
+    assert errors[0].code == "E202"
+    assert errors[0].message.startswith(f"program: {op.partition(' >')[0]} is outside the program, which has 2 stages")
+    assert errors[0].where == "rank 1 step 4"
+
+
+def test_a_microbatch_in_both_pipes_is_reported_with_an_op_of_each():
+    text = BOTH_WAYS.replace("rank 0: F s0 m0,", "rank 0: F s0 m0, F s1 m0 up,")
+    error = errors_of(text, Placement.bidirectional([0, 1]))[0]
+    assert (error.code, error.message) == ("E202", "program: microbatch 0 runs in 2 pipes")
+    assert error.details == ("pipe 0: rank 0 step 0: F s0 m0", "pipe 1: rank 0 step 1: F s1 m0 up")
+
+
+def test_an_op_on_a_rank_without_its_stage_is_reported():
+    text = without(TWO_RANKS, "      F s1 m1").replace("BW s0 m1\n", "BW s0 m1\n      F s1 m1\n")
+    error = only(errors_of(text))
+    assert (error.code, error.where) == ("E205", "rank 0 step 5")
+    assert error.message == "program: F s1 m1 is on rank 0, its stage is on rank 1"
+    assert error.hint == "move it to rank 1"
+
+
+def test_ops_of_ranks_the_placement_does_not_have_are_misplaced():
+    error = only(errors_of("rank 0: F s0 m0, BW s0 m0\nrank 1: STEP s0\nrank 2: VALIDATE", Placement.linear(1))[-1:])
+    assert (error.code, error.message) == ("E205", "program: STEP s0 is on rank 1, its stage is on rank 0")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("B s0 m0", "F s0 m0"),
+        ("W s0 m0", "B s0 m0"),
+        ("SEND_F s0 m0", "F s0 m0"),
+        ("SEND_B s1 m0", "BW s1 m0"),
+        ("F s1 m0", "RECV_F s1 m0"),
+        ("B s0 m0", "RECV_B s0 m0"),
+        ("VALIDATE", "W s0 m0"),
+        ("STEP s0", "VALIDATE"),
+    ],
+)
+def test_an_op_before_what_it_needs_on_its_rank_is_reported_with_both_places(first, second):
+    program = listing(STEPPING.replace("BW s0 m0", "B s0 m0, W s0 m0"))
+    ranks = [list(ops) for ops in program.ranks]
+    rank = next(r for r, ops in enumerate(ranks) if {first, second} <= set(map(str, ops)))
+    texts = list(map(str, ranks[rank]))
+    step, later = texts.index(second), texts.index(second) + 1
+    ranks[rank].insert(step, ranks[rank].pop(texts.index(first)))
+    broken = program.with_ranks(ranks, by="test")
+    with pytest.raises(ZbcError) as raised:
+        check_complete(broken)
+    assert {error.code for error in raised.value.errors} == {"E206"}
+    [error] = [e for e in raised.value.errors if e.message == f"program: {first} comes before {second}, which it needs"]
+    assert error.details == (broken.text(rank, step), broken.text(rank, later))
+    assert error.hint == f"move step {later} before step {step}"
+
+
+def test_stages_on_one_rank_run_in_the_order_of_the_pipeline():
+    v = Placement.vshape(1)
+    check_complete(listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0", v))
+    forward = only(errors_of("rank 0: F s1 m0, F s0 m0, BW s1 m0, BW s0 m0", v))
+    assert forward.message == "program: F s1 m0 comes before F s0 m0, which it needs"
+    backward = only(errors_of("rank 0: F s0 m0, F s1 m0, BW s0 m0, BW s1 m0", v))
+    assert (backward.code, backward.message) == ("E206", "program: BW s0 m0 comes before BW s1 m0, which it needs")
+
+
+def test_slices_go_forward_in_order_and_backward_in_reverse():
+    one = Placement.linear(1)
+    forward = only(errors_of("rank 0: F s0 m0.1, F s0 m0, BW s0 m0.1, BW s0 m0", one))
+    assert forward.message == "program: F s0 m0.1 comes before F s0 m0, which it needs"
+    backward = only(errors_of("rank 0: F s0 m0, F s0 m0.1, BW s0 m0, BW s0 m0.1", one))
+    assert (backward.code, backward.message) == ("E206", "program: BW s0 m0 comes before BW s0 m0.1, which it needs")
+
+
+@pytest.mark.parametrize("op", ["VALIDATE", "STEP s1"])
+def test_step_level_ops_come_all_or_not_at_all(op):
+    check_complete(listing(TWO_RANKS))
+    before, _, after = STEPPING.rpartition(op)
+    error = only(errors_of(before + after, Placement.linear(2)))
+    assert (error.code, error.message) == ("E202", f"program: rank 1 never runs {op}")
+
+
+def test_a_copied_stage_is_summed_on_all_its_holders():
+    both = Placement.bidirectional([0, 1])
+    before, _, after = BOTH_WAYS.rpartition("REDUCE s1, ")
+    error = only(errors_of(before + after, both))
+    assert (error.code, error.message) == ("E202", "program: rank 1 never runs REDUCE s1")
+
+
+def test_a_program_that_steps_sums_copied_stages():
+    both = Placement.bidirectional([0, 1])
+    errors = errors_of(BOTH_WAYS.replace("REDUCE s1, ", ""), both)
+    assert [error.message for error in errors] == [f"program: rank {r} never runs REDUCE s1" for r in (0, 1)]
+    summing_only = BOTH_WAYS.replace(", VALIDATE, STEP s0, STEP s1", "").replace(", VALIDATE, STEP s1, STEP s0", "")
+    check_complete(listing(summing_only, both))
+
+
+def test_a_stage_both_of_whose_copies_are_on_one_rank_is_stepped_once():
+    both = Placement.bidirectional([0])
+    check_complete(listing("rank 0: F s0 m0, BW s0 m0, F s0 m1 up, BW s0 m1 up, VALIDATE, STEP s0", both))
+    error = only(errors_of("rank 0: F s0 m0, BW s0 m0, F s0 m1 up, BW s0 m1 up, VALIDATE, STEP s0, STEP s0", both))
+    assert error.message == "program: STEP s0 runs a second time"
+
+
+def test_a_sum_waits_for_the_last_weight_gradient_of_its_stage_in_both_pipes():
+    both = Placement.bidirectional([0, 1])
+    text = BOTH_WAYS.replace("BW s0 m0, REDUCE s0", "REDUCE s0, BW s0 m0")
+    error = only(errors_of(text, both))
+    assert (error.code, error.message) == ("E206", "program: REDUCE s0 comes before BW s0 m0, which it needs")
+    late = only(errors_of(BOTH_WAYS.replace("REDUCE s1, VALIDATE", "VALIDATE, REDUCE s1", 1), both))
+    assert (late.code, late.message) == ("E206", "program: VALIDATE comes before REDUCE s1, which it needs")
+
+
+def test_many_problems_are_counted_and_the_first_are_shown():
+    errors = errors_of("rank 0: F s0 m0\nrank 1: F s1 m0", microbatches=40)
+    assert len(errors) == 8
+    assert errors[-1].details == ("and 33 more problems",)
+
+
+def test_an_absurd_number_of_microbatches_is_refused_at_once():
+    error = only(errors_of(TWO_RANKS, microbatches=10**12))
+    assert error.code == "E202"
+    assert "9 ops are too few" in error.message
+
+
+def test_empty_programs_are_incomplete():
+    nothing = Program(Placement.linear(2), 1, ((), ()))
+    with pytest.raises(ZbcError, match="microbatch 0 never runs"):
+        check_all(nothing)
+    check_all(Program(Placement.linear(2), 0, ((), ())))
+
+
+def test_ops_with_negative_fields_are_outside_the_program():
+    program = Program(Placement.linear(1), 1, ((Op(Kind.F, -1), Op(Kind.F, 0, -1), Op(Kind.F, 0), Op(Kind.BW, 0)),))
+    with pytest.raises(ZbcError) as raised:
+        check_complete(program)
+    assert [error.where for error in raised.value.errors] == ["rank 0 step 0", "rank 0 step 1"]

@@ -1,0 +1,158 @@
+"""Each tensor that travels has one send and one receive, in one order: E203, E204."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.listing import listing
+from zbc.compiler.check import check_all, check_pairing
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+PIPELINE = """
+    rank 0
+      F s0 m0
+      SEND_F s0 m0 >r1
+      RECV_B s0 m0 <r1
+      F s0 m1
+      SEND_F s0 m1 >r1
+      RECV_B s0 m1 <r1
+      BW s0 m0
+      BW s0 m1
+    rank 1
+      RECV_F s1 m0 <r0
+      RECV_F s1 m1 <r0
+      F s1 m0
+      BW s1 m0
+      SEND_B s1 m0 >r0
+      F s1 m1
+      BW s1 m1
+      SEND_B s1 m1 >r0
+"""
+
+
+def errors_of(text: str, placement: Placement | None = None) -> list[ZbcError]:
+    """What check_pairing finds in a listing."""
+    with pytest.raises(ZbcError) as raised:
+        check_pairing(listing(text, placement))
+    return list(raised.value.errors)
+
+
+def only(errors: list[ZbcError]) -> ZbcError:
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+def test_a_plan_with_all_its_transfers_passes():
+    check_all(listing(PIPELINE))
+
+
+def test_a_schedule_without_transfers_passes_whatever_its_placement():
+    check_pairing(listing("rank 0: F s0 m0, BW s0 m0\nrank 1: F s1 m0, BW s1 m0"))
+
+
+def test_a_program_that_steps_needs_its_transfers():
+    text = "rank 0: F s0 m0, BW s0 m0, VALIDATE, STEP s0\nrank 1: F s1 m0, BW s1 m0, VALIDATE, STEP s1"
+    errors = errors_of(text)
+    assert [error.code for error in errors] == ["E203", "E203"]
+    assert errors[0].message == "program: SEND_F s0 m0 >r1 and RECV_F s1 m0 <r0 are missing"
+    assert errors[1].message == "program: SEND_B s1 m0 >r0 and RECV_B s0 m0 <r1 are missing"
+
+
+@pytest.mark.parametrize(
+    ("dropped", "left", "where"),
+    [
+        ("SEND_F s0 m1 >r1", "RECV_F s1 m1 <r0", "rank 1 step 1"),
+        ("RECV_F s1 m0 <r0", "SEND_F s0 m0 >r1", "rank 0 step 1"),
+        ("SEND_B s1 m1 >r0", "RECV_B s0 m1 <r1", "rank 0 step 5"),
+        ("RECV_B s0 m0 <r1", "SEND_B s1 m0 >r0", "rank 1 step 4"),
+    ],
+)
+def test_a_transfer_without_its_other_end_names_both(dropped, left, where):
+    error = only(errors_of(PIPELINE.replace(f"{dropped}\n", "\n")))
+    assert (error.code, error.message, error.where) == ("E203", f"program: {left} has no {dropped}", where)
+    assert error.hint.startswith(f"add it on rank {'0' if ' s0 ' in dropped else '1'}")
+
+
+def test_a_message_without_both_ends_is_missed():
+    text = PIPELINE.replace("SEND_F s0 m1 >r1\n", "\n").replace("RECV_F s1 m1 <r0\n", "\n")
+    error = only(errors_of(text))
+    assert error.message == "program: SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"
+
+
+def test_a_repeated_transfer_is_surplus():
+    error = only(errors_of(PIPELINE + "      SEND_B s1 m0 >r0\n"))
+    assert (error.code, error.message) == ("E203", "program: SEND_B s1 m0 >r0 appears a second time")
+    assert error.where == "rank 1 step 8"
+
+
+def test_transfers_out_of_the_pipeline_are_surplus():
+    errors = errors_of(PIPELINE + "      SEND_F s1 m0\n      RECV_B s1 m1\n")
+    assert [error.message for error in errors] == [
+        "program: SEND_F s1 m0 carries nothing: there is no stage 2",
+        "program: RECV_B s1 m1 carries nothing: there is no stage 2",
+    ]
+
+
+def test_stages_of_one_rank_need_and_allow_no_transfer():
+    v = Placement.vshape(1)
+    check_all(listing("rank 0: F s0 m0, F s1 m0, BW s1 m0, BW s0 m0, VALIDATE, STEP s0, STEP s1", v))
+    text = "rank 0: F s0 m0, SEND_F s0 m0, RECV_F s1 m0, F s1 m0, BW s1 m0, BW s0 m0"
+    errors = errors_of(text, v)
+    assert {error.code for error in errors} == {"E203"}
+    assert errors[0].message == "program: SEND_F s0 m0 carries nothing: stages 0 and 1 are both on rank 0"
+    assert errors[1].message == "program: RECV_F s1 m0 carries nothing: stages 1 and 0 are both on rank 0"
+
+
+def test_a_transfer_on_a_foreign_rank_is_reported():
+    text = PIPELINE.replace("      SEND_F s0 m1 >r1\n", "\n") + "      SEND_F s0 m1 >r1\n"
+    error = only(errors_of(text))
+    assert (error.code, error.message) == ("E203", "program: SEND_F s0 m1 >r1 is on rank 1, its stage is on rank 0")
+
+
+def test_a_channel_in_disorder_names_the_message_and_both_ends():
+    text = PIPELINE.replace("RECV_F s1 m0 <r0\n      RECV_F s1 m1 <r0", "RECV_F s1 m1 <r0\n      RECV_F s1 m0 <r0")
+    error = only(errors_of(text))
+    assert error.code == "E204"
+    assert error.message == (
+        "program: channel r0 -> r1 message 0: rank 0 sends SEND_F s0 m0 >r1, rank 1 receives RECV_F s1 m1 <r0"
+    )
+    assert error.details == ("rank 0 step 1: SEND_F s0 m0 >r1", "rank 1 step 0: RECV_F s1 m1 <r0")
+
+
+def test_the_first_message_that_disagrees_is_the_one_named():
+    text = """
+        rank 0
+          F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2
+          RECV_B s0 m0, RECV_B s0 m1, RECV_B s0 m2, BW s0 m0, BW s0 m1, BW s0 m2
+        rank 1
+          RECV_F s1 m0, RECV_F s1 m2, RECV_F s1 m1, F s1 m0, F s1 m1, F s1 m2
+          BW s1 m0, SEND_B s1 m0, BW s1 m1, SEND_B s1 m1, BW s1 m2, SEND_B s1 m2
+    """
+    error = only(errors_of(text))
+    assert error.message.startswith("program: channel r0 -> r1 message 1: rank 0 sends SEND_F s0 m1")
+
+
+def test_forward_and_backward_messages_of_a_channel_share_its_order():
+    """With two stages on each of two ranks, activations and gradients go both ways: one queue per direction."""
+    looped = Placement.looped(2, 2)
+    text = """
+        rank 0
+          RECV_F s2 m0 <r1, RECV_B s2 m0 <r1, RECV_B s0 m0 <r1
+          F s0 m0, SEND_F s0 m0 >r1, F s2 m0, SEND_F s2 m0 >r1
+          BW s2 m0, SEND_B s2 m0 >r1, BW s0 m0
+        rank 1
+          RECV_F s1 m0 <r0, RECV_F s3 m0 <r0, RECV_B s1 m0 <r0
+          F s1 m0, SEND_F s1 m0 >r0, F s3 m0, BW s3 m0, SEND_B s3 m0 >r0, BW s1 m0, SEND_B s1 m0 >r0
+    """
+    check_all(listing(text, looped))
+    disorder = text.replace("RECV_F s3 m0 <r0, RECV_B s1 m0 <r0", "RECV_B s1 m0 <r0, RECV_F s3 m0 <r0")
+    error = only(errors_of(disorder, looped))
+    assert error.message == (
+        "program: channel r0 -> r1 message 1: rank 0 sends SEND_F s2 m0 >r1, rank 1 receives RECV_B s1 m0 <r0"
+    )
+
+
+def test_channels_are_not_numbered_by_guess_when_messages_are_missing():
+    text = PIPELINE.replace("SEND_F s0 m0 >r1\n", "\n").replace("RECV_F s1 m0 <r0\n", "\n")
+    assert {error.code for error in errors_of(text)} == {"E203"}

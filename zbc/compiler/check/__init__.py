@@ -1,0 +1,30 @@
+"""The proof that a program can run: complete, paired, free of deadlock.
+
+The order of the checks is the order in which their answers mean something:
+1. complete: what runs, where, and in what order on each rank. Everything else is about these ops.
+2. pairing: what travels between them. Which send meets which receive is only clear among complete ops.
+3. deadlock: whether what is there and meets ever happens.
+The first check that fails reports all it finds and the later ones do not run: an op that is missing or a message
+without an end would come up there once more, as something that never comes.
+"""
+
+from __future__ import annotations
+
+from zbc.compiler.check.complete import check_complete, complete_problems
+from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
+from zbc.compiler.check.found import raise_found
+from zbc.compiler.check.numbered import number
+from zbc.compiler.check.pairing import check_pairing, pairing_problems
+from zbc.ir import Program
+
+__all__ = ["check_all", "check_complete", "check_deadlock", "check_pairing", "survives_blocking_sends"]
+
+
+def check_all(program: Program) -> None:
+    """Raise what the first failing check finds: E202, E205, E206, then E203, E204, then E201.
+
+    Returns for exactly the programs that run to their end under every timing of ranks and messages.
+    """
+    numbered = number(program)
+    for problems in (complete_problems, pairing_problems, deadlock_problems):
+        raise_found(problems(numbered))

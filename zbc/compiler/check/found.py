@@ -1,0 +1,21 @@
+"""Raising what a check found: all of it counted, the first of it shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from zbc.errors import ZbcError, raise_all
+
+SHOWN = 8
+
+
+def raise_found(problems: Iterable[ZbcError]) -> None:
+    """Raise nothing, the only problem, or the first eight and the number of the others."""
+    rest = iter(problems)
+    shown = list(islice(rest, SHOWN))
+    more = sum(1 for _ in rest)
+    if more:
+        last = shown[-1]
+        last.details = (*last.details, f"and {more} more problem{'s' if more > 1 else ''}")
+    raise_all(shown)

@@ -1,0 +1,115 @@
+"""What must come before what on one rank.
+
+    F s     after  RECV_F s if the stage before is elsewhere, else F s-1; with slices, after the slice before
+    B, BW s after  F s; RECV_B s if the stage after is elsewhere, else B or BW s+1; with slices, the slice after
+    W s     after  B s
+    SEND_F s, SEND_B s  after F s, after B or BW s
+    REDUCE s, VALIDATE, STEP s  after the last W or BW of s, after all backward work and every REDUCE, after VALIDATE
+
+Op ids grow along a rank, so an order is kept where the needed op's id is smaller and on the same rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zbc.compiler.check.numbered import Numbered
+from zbc.ir import COMPUTE, Kind, Op
+
+
+class Late(NamedTuple):
+    """`op` runs without `needs` before it on its rank; `found` is the id of `needs`, -1 if no rank runs it."""
+
+    op: int
+    found: int
+    needs: Op
+
+
+class _Rule(NamedTuple):
+    """Place by place, the op of `ops` needs the one of `needed`, which is of this kind in this row."""
+
+    kind: Kind
+    row: int
+    needed: list[int]
+    ops: list[int]
+    shift: int = 0  # where the needed op stands in its row, seen from the op: with slices, one place before or after
+
+
+def late_ops(n: Numbered) -> Iterator[Late]:
+    """Every op that its own rank's order leaves without something it needs; step-level ops: see `late_step_ops`."""
+    explicit = n.explicit
+    splits = max(n.at[Kind.B], default=-1) >= 0
+    for row in range(len(n.owners)):
+        low, high = n.span(row)
+        for kind, from_row, needed, ops, shift in _rules(n, row, explicit):
+            wrong = [j for j, (x, y) in enumerate(zip(needed, ops, strict=True)) if y >= 0 and not low <= x < y < high]
+            for j in wrong:
+                if shift and not 0 <= j % n.program.slices + shift < n.program.slices:
+                    continue  # the first slice has none before it, the last none after it
+                name = Kind.B if kind is Kind.BW and splits else kind
+                needs = n.op(needed[j]) if needed[j] >= 0 else n.wanted(name, from_row, j + shift)
+                yield Late(ops[j], needed[j], needs)
+
+
+def _rules(n: Numbered, row: int, explicit: bool) -> Iterator[_Rule]:
+    """The rules between the ops of one row, and with the neighbouring rows of the same rank."""
+    forward, backward = n.cut(n.at[Kind.F], row), n.cut(n.backward, row)
+    yield _Rule(Kind.F, row, forward, backward)
+    yield _Rule(Kind.B, row, n.cut(n.at[Kind.B], row), n.cut(n.at[Kind.W], row))
+    if explicit:
+        yield _Rule(Kind.F, row, forward, n.cut(n.at[Kind.SEND_F], row))
+        yield _Rule(Kind.BW, row, backward, n.cut(n.at[Kind.SEND_B], row))
+    stages = n.program.placement.stages
+    if row % stages:
+        before = row - 1
+        if n.owners[row] == n.owners[before]:
+            yield _Rule(Kind.F, before, n.cut(n.at[Kind.F], before), forward)
+            yield _Rule(Kind.BW, row, backward, n.cut(n.backward, before))
+        elif explicit:
+            yield _Rule(Kind.RECV_F, row, n.cut(n.at[Kind.RECV_F], row), forward)
+    if explicit and row % stages < stages - 1 and n.owners[row] != n.owners[row + 1]:
+        yield _Rule(Kind.RECV_B, row, n.cut(n.at[Kind.RECV_B], row), backward)
+    if n.program.slices > 1 and forward:
+        yield _Rule(Kind.F, row, [-1, *forward[:-1]], forward, -1)
+        yield _Rule(Kind.BW, row, [*backward[1:], -1], backward, +1)
+
+
+def late_step_ops(n: Numbered) -> Iterator[Late]:
+    """Every REDUCE, VALIDATE and STEP that comes before work it closes."""
+    work = last_work(n) if n.step_ops else {}
+    validates: dict[int, int] = {}
+    for i in n.step_ops:
+        if n.op(i).kind is Kind.VALIDATE:
+            validates.setdefault(n.place(i)[0], i)
+    for i in n.step_ops:
+        kind, (rank, _) = n.op(i).kind, n.place(i)
+        validate = validates.get(rank)
+        if kind is Kind.REDUCE:
+            last = work.get((rank, n.op(i).stage), -1)
+            if last > i:
+                yield Late(i, last, n.op(last))
+            if validate is not None and validate < i:
+                yield Late(validate, i, n.op(i))
+        elif kind is Kind.STEP:
+            if validate is not None and validate > i:
+                yield Late(i, validate, n.op(validate))
+        else:
+            last = max((last for (r, _), last in work.items() if r == rank), default=-1)
+            if last > i:
+                yield Late(i, last, n.op(last))
+
+
+def last_work(n: Numbered) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> the id of the last compute op of that stage on that rank."""
+    last: dict[tuple[int, int], int] = {}
+    for row, owner in enumerate(n.owners):
+        low, high = n.span(row)
+        key = owner, row % n.program.placement.stages
+        for kind in COMPUTE:
+            ops = n.cut(n.at[kind], row)
+            found = max(ops, default=-1)
+            if not low <= found < high:  # some op of the row is on another rank
+                found = max((i for i in ops if low <= i < high), default=-1)
+            last[key] = max(last.get(key, -1), found)
+    return last
