@@ -339,7 +339,7 @@ def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
     try:
         data = json.loads(_read_bytes(path) if raw is None else raw)
     except ValueError as error:
-        raise ZbcError("E404", f"plan: {path} is damaged or cut off: {error}", hint=_REPLAN) from None
+        raise ZbcError("E404", f"plan: {path} is damaged or cut off", details=[str(error)], hint=_REPLAN) from None
     if not isinstance(data, dict):
         raise ZbcError("E404", f"plan: {path} is not a JSON object", hint=_REPLAN)
     return data

@@ -5,7 +5,6 @@ Each table is a frozen pydantic model. Reading collects every problem of a file 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc import toml
 from zbc.errors import ZbcError, raise_all
+from zbc.wording import convert, did_you_mean, unknown
 
 VERSION = 1
 
@@ -251,7 +251,7 @@ def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None
     _check_version(result)
     for name in document.values.keys() - SECTIONS.keys() - {"zbc"}:
         known = [*SECTIONS, "zbc", "extends"]
-        result.problems.append(_unknown((name,), document, known))
+        result.problems.append(unknown((name,), document, known))
     for name, section in SECTIONS.items():
         _read_section(result, name, section)
     for rule in RULES:
@@ -309,80 +309,11 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
     except ValidationError as error:
         found: dict[tuple[Any, ...], ZbcError] = {}
         for problem in error.errors():
-            converted, path = _convert(name, section, problem, result.document)
+            converted, path = convert(name, section, problem, result.document)
             found.setdefault(path, converted)  # a union reports one problem per alternative
         # Of a list with a wrong item, the item is the problem, not that the list is no number.
         outer = {path[:end] for path in found for end in range(len(path))}
         result.problems.extend(problem for path, problem in found.items() if path not in outer)
-
-
-def _convert(
-    name: str, section: type[Section], problem: Any, document: toml.Document
-) -> tuple[ZbcError, tuple[Any, ...]]:
-    """A pydantic problem as ours, and the path it concerns."""
-    path: toml.KeyPath = (name,)
-    for part in problem["loc"]:  # loc also names union branches; keep what exists in the file
-        if document.has((*path, part)) or (isinstance(part, int) and len(path) > 1):
-            path = (*path, part)
-    dotted = ".".join(str(part) for part in path)
-    kind, found = problem["type"], problem["input"]
-    if kind == "missing":
-        key = str(problem["loc"][-1])
-        where = document.where(path, key=True)
-        return ZbcError("E105", f"config: {dotted}.{key} is missing", where=where), (*path, key)
-    if kind == "extra_forbidden":
-        fields = section if len(path) == 2 else LayerCost
-        return _unknown(path, document, list(fields.model_fields)), path
-    text = _sentence(section, path, problem)
-    hint = None
-    if kind == "literal_error" and isinstance(found, str):
-        hint = _did_you_mean(found, re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
-    return ZbcError("E103", f"config: {dotted}: {text}, found {found!r}", where=document.where(path), hint=hint), path
-
-
-_WANTED = {
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "float_type": "expected a number",
-    "string_type": "expected a string",
-    "bool_type": "expected true or false",
-    "list_type": "expected a list",
-    "dict_type": "expected a table",
-    "model_type": "expected a table",
-    "finite_number": "expected a finite number",
-}
-
-
-def _sentence(section: type[Section], path: toml.KeyPath, problem: Any) -> str:
-    kind, context = problem["type"], problem.get("ctx", {})
-    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
-    if field is not None and len(path) == 2 and kind.endswith("_type") and "list" in str(field.annotation):
-        if any(branch in str(field.annotation) for branch in ("float", "NotNegative")):
-            return "expected a number or a list of numbers"
-        return "expected a string or a list of strings" if "str" in str(field.annotation) else "expected a list"
-    if kind in _WANTED:
-        return _WANTED[kind]
-    if kind == "greater_than_equal":
-        return f"must be at least {context['ge']:g}"
-    if kind == "greater_than":
-        return f"must be more than {context['gt']:g}"
-    if kind == "less_than":
-        return f"must be less than {context['lt']:g}"
-    if kind == "literal_error":
-        return f"expected {context['expected']}"
-    return str(problem["msg"]).lower()
-
-
-def _unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:
-    dotted = ".".join(str(part) for part in path)
-    hint = _did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
-    what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
-    return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str | None:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f'did you mean "{close[0]}"?' if close else None
 
 
 # ---- rules over valid sections -------------------------------------------------------------------------------
@@ -396,25 +327,37 @@ def _model_rules(draft: Draft) -> Iterator[ZbcError]:
     if model.family == "gpt":
         missing = [key for key in ("hidden", "heads", "vocab", "seq_len") if getattr(model, key) is None]
         for key in missing:
-            yield ZbcError("E105", f"config: model.{key} is missing (family gpt needs it)", where=where(("model",)))
+            text = f"config: model.{key} is missing (family gpt needs it)"
+            hint = f"add {key} = ... ({Model.model_fields[key].description})"
+            yield ZbcError("E105", text, where=where(("model",), key=True), hint=hint)
         if model.hidden and model.heads:
             if model.hidden % model.heads:
                 text = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
-                yield ZbcError("E110", f"config: {text}", where=where(("model", "heads")))
+                hint = f"use heads = {_divisors_near(model.hidden, model.heads)}"
+                yield ZbcError("E110", f"config: {text}", where=where(("model", "heads")), hint=hint)
             elif model.positions == "rotary" and model.hidden // model.heads % 2:
                 text = f"rotary positions need an even head size, hidden/heads is {model.hidden // model.heads}"
-                yield ZbcError("E110", f"config: {text}", where=where(("model", "positions")))
+                hint = 'use positions = "learned", or other heads'
+                yield ZbcError("E110", f"config: {text}", where=where(("model", "positions")), hint=hint)
         if model.args:
             text = "config: model.args belongs to a factory, family is gpt"
-            yield ZbcError("E110", text, where=where(("model", "args")))
+            hint = 'drop it, or set family = "package.module:factory"'
+            yield ZbcError("E110", text, where=where(("model", "args")), hint=hint)
     elif not FACTORY.fullmatch(model.family):
-        hint = _did_you_mean(model.family, ["gpt"]) or 'use "gpt" or "package.module:factory"'
+        hint = did_you_mean(model.family, ["gpt"]) or 'use "gpt" or "package.module:factory"'
         yield ZbcError(
             "E103", f"config: unknown model.family {model.family!r}", where=where(("model", "family")), hint=hint
         )
     if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where(("model", "loss")), hint=hint)
+
+
+def _divisors_near(whole: int, number: int) -> str:
+    """The divisors of `whole` next to `number`, as `4 or 8`."""
+    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+    below, above = max(d for d in divisors if d <= number), min((d for d in divisors if d > number), default=whole)
+    return f"{below} or {above}"
 
 
 def _data_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -424,7 +367,7 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
         return
     where = draft.document.where
     if data.kind not in ("text", "synthetic", "tokens") and not FACTORY.fullmatch(data.kind):
-        hint = _did_you_mean(data.kind, ["text", "synthetic"]) or 'use "text", "synthetic" or "package.module:factory"'
+        hint = did_you_mean(data.kind, ["text", "synthetic"]) or 'use "text", "synthetic" or "package.module:factory"'
         yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
     if model is None:
         return
@@ -456,13 +399,14 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
     for key in ("embed", "head"):
         if draft.document.has(("costs", key)) and costs.per != "layer":
             text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
-            yield ZbcError("E141", text, where=where(("costs", key)))
+            yield ZbcError("E141", text, where=where(("costs", key)), hint='set per = "layer", or drop it')
     if model is not None and costs.per == "layer":
         for key in ("f", "b", "w", "act_b", "act_w"):
             value = getattr(costs, key)
             if isinstance(value, list) and len(value) != model.layers:
                 text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
-                yield ZbcError("E140", text, where=where(("costs", key)))
+                hint = f"give one number, or {model.layers}"
+                yield ZbcError("E140", text, where=where(("costs", key)), hint=hint)
 
 
 def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -478,7 +422,8 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         found = " and ".join(chosen) or "none"
         text = f"config: [schedule] needs one of kind, file and plugin, found {found}"
         key = ("schedule", chosen[-1]) if chosen else ("schedule",)
-        yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key))
+        hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc schedules` lists them'
+        yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 
 def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:

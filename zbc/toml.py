@@ -56,7 +56,8 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
         hint = "`zbc init` writes a first job file" if isinstance(error, FileNotFoundError) else None
         raise ZbcError("E101", f"config: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
-        raise ZbcError("E101", f"config: {path} is not UTF-8 text (byte {error.start})") from None
+        text = f"config: {path} is not UTF-8 text (byte {error.start})"
+        raise ZbcError("E101", text, hint="save it as UTF-8") from None
     document = loads(text, source=str(path))
     base = document.values.pop("extends", None)
     if base is None:
@@ -66,9 +67,11 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
         raise ZbcError("E108", "config: extends must name one file", where=place, hint='write extends = "base.toml"')
     target = (path.parent / base).resolve()
     if target in (*seen, path.resolve()):
-        raise ZbcError("E108", f"config: {base} extends itself through {path.name}", where=place)
+        hint = "drop it here, or extend another file"
+        raise ZbcError("E108", f"config: {base} extends itself through {path.name}", where=place, hint=hint)
     if not target.is_file():
-        raise ZbcError("E108", f"config: extends a file that does not exist: {base}", where=place)
+        hint = f"the path starts at the folder of {path.name}"
+        raise ZbcError("E108", f"config: extends a file that does not exist: {base}", where=place, hint=hint)
     return merge(_load(path.parent / base, (*seen, path.resolve())), document)
 
 
@@ -78,7 +81,8 @@ def loads(text: str, source: str) -> Document:
         values = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         where = f"{source}:{error.lineno}:{error.colno}"
-        raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where) from None
+        hint = "one `key = value` a line; strings in quotes; tables as [name]"
+        raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where, hint=hint) from None
     document = Document(source, values)
     for path, is_key, line, column in _positions(text):
         (document.keys if is_key else document.places).setdefault(path, f"{source}:{line}:{column}")

@@ -217,7 +217,8 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, St
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         hint = "it is looked up on the import path and in the current directory"
-        raise ZbcError("E121", f"schedule: cannot import plugin {name}: {error}", where=where, hint=hint) from error
+        text = f"schedule: cannot import plugin {name}"
+        raise ZbcError("E121", text, where=where, hint=hint, details=[str(error)]) from error
     request = _request(job, job.parallel.pp, job.schedule.microbatches, job.schedule.chunks or 1, None)
     program = make(request)
     if not isinstance(program, Program):

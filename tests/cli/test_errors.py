@@ -1,0 +1,446 @@
+"""Bad input: the right code and exit status, the place, a fix, one screen, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import toml_text
+
+LINES, COLUMNS = 24, 100
+GOOD = toml_text()
+
+
+def tree():
+    """Every file below the current directory, with its content."""
+    return {str(path): path.read_bytes() for path in sorted(Path().rglob("*")) if path.is_file()}
+
+
+def fits_one_screen(text):
+    lines = text.rstrip("\n").split("\n")
+    assert len(lines) <= LINES, text
+    for line in lines:
+        assert len(line) <= COLUMNS, line
+
+
+def fails(ran, exit_code, code, where=None, hint=None, text=""):
+    """What every error owes its reader; paths do not count as its own text."""
+    assert ran.code == exit_code, ran.err
+    assert ran.out == ""
+    assert f"error[{code}]" in ran.err
+    assert "Traceback" not in ran.err
+    assert text in ran.err
+    fits_one_screen(ran.err.replace(f"{Path.cwd()}/", ""))
+    if where is not None:
+        assert f"--> {where}" in ran.err, ran.err
+    if hint is not None:
+        assert hint in ran.err, ran.err
+    assert re.search(r"^   = |-->.*   \S", ran.err, re.MULTILINE), f"no hint in:\n{ran.err}"
+
+
+def edit(**changes):
+    return toml_text(**changes)
+
+
+# Each: the job file, exit code, error code, place, and a piece of the hint or the message.
+JOBS = {
+    "toml syntax": ("zbc = 1\n[model\nlayers = 8\n", 3, "E100", "zbc.toml:2:7", None),
+    "a string without quotes": (GOOD.replace('"1f1b"', "1f1b"), 3, "E100", "zbc.toml:12:9", "quotes"),
+    "unknown table": (GOOD.replace("[train]", "[trian]"), 3, "E102", "zbc.toml:15:2", 'did you mean "train"?'),
+    "unknown key": (GOOD.replace("hidden", "hiden"), 3, "E102", "zbc.toml:5:1", 'did you mean "hidden"?'),
+    "a number as a string": (edit(layers="8"), 3, "E103", "zbc.toml:4:10", "expected a whole number, found '8'"),
+    "half a microbatch": (edit(m=8.5), 3, "E103", "zbc.toml:13:16", "whole number"),
+    "no ranks": (edit(pp=0), 3, "E103", "zbc.toml:10:6", "at least 1"),
+    "an unknown device": (edit(hardware={"device": "cdua"}), 3, "E103", "zbc.toml:19:10", 'did you mean "cuda"?'),
+    "a missing section": (GOOD.replace("[parallel]\npp = 4\n", ""), 3, "E105", "zbc.toml", "it needs pp"),
+    "a missing key": (GOOD.replace("pp = 4", "dp = 1"), 3, "E105", "zbc.toml:9:2", "parallel.pp is missing"),
+    "a gpt without width": (GOOD.replace("hidden = 32\n", ""), 3, "E105", "zbc.toml:2:2", "model.hidden"),
+    "another file version": (GOOD.replace("zbc = 1", "zbc = 2"), 3, "E106", "zbc.toml:1:7", "zbc = 1"),
+    "an unknown schedule": (edit(kind="zvb"), 3, "E104", "zbc.toml:12:8", 'did you mean "zb-v"?'),
+    "two schedules": (edit(schedule={"plugin": "a:b"}), 3, "E103", "zbc.toml:15:10", "found kind and plugin"),
+    "impossible chunks": (edit(kind="zb-v", schedule={"chunks": 3}), 3, "E120", "zbc.toml:15:10", "chunks = 2"),
+    "heads that do not divide": (edit(model={"heads": 5}), 3, "E110", "zbc.toml:6:9", "model.hidden = 32"),
+    "an odd head for rotary": (
+        edit(model={"heads": 32, "positions": "rotary"}),
+        3,
+        "E110",
+        "zbc.toml:9:13",
+        "even head size",
+    ),
+    "fewer layers than stages": (edit(kind="zb-v", layers=5), 3, "E130", "zbc.toml:4:10", "8"),
+    "layers that do not add up": (
+        edit(partition={"layers_per_stage": [2, 2, 2, 1]}),
+        3,
+        "E131",
+        "zbc.toml:19:20",
+        "sums to 7, model.layers is 8 (zbc.toml:4:10)",
+    ),
+    "too few entries": (edit(partition={"layers_per_stage": [4, 4]}), 3, "E131", "zbc.toml:19:20", "give 4 numbers"),
+    "costs for other ranks": (
+        edit(costs={"f": [1, 2, 3], "b": 1, "w": 1}),
+        3,
+        "E140",
+        "zbc.toml:19:5",
+        "give one number, or 4",
+    ),
+    "partial costs": (edit(costs={"f": 1.0, "b": 1.0}), 3, "E141", "zbc.toml:19:5", "all of f, b and w"),
+    "an unreadable limit": (
+        edit(schedule={"memory_limit": "4 bananas"}),
+        3,
+        "E103",
+        "zbc.toml:15:16",
+        'write "1.0x" or "40 GiB"',
+    ),
+    "tied embeddings": (edit(model={"tie_embeddings": True}), 3, "E107", "zbc.toml:9:18", "set it to false"),
+    "no barrier yet": (
+        edit(optimizer={"sync": "post-validate"}),
+        3,
+        "E107",
+        "zbc.toml:19:8",
+        'set it to "before-step"',
+    ),
+    "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), 3, "E150", "zbc.toml:7:9", "256 or more"),
+    "a missing base": ('extends = "base.toml"\n', 3, "E108", "zbc.toml:1:11", "base.toml"),
+    "a file that extends itself": ('extends = "zbc.toml"\n', 3, "E108", "zbc.toml:1:11", "zbc.toml"),
+    "a plugin that is not there": (
+        GOOD.replace('kind = "1f1b"', 'plugin = "nowhere_to_be_found:make"'),
+        3,
+        "E121",
+        "zbc.toml:12:10",
+        "import path",
+    ),
+    "too little memory": (edit(hardware={"memory_gib": 1e-6}), 5, "E301", "zbc.toml:19:14", "no other schedule"),
+    "over the limit": (edit(kind="gpipe", schedule={"memory_limit": "1.0x"}), 5, "E302", "zbc.toml:15:16", "1f1b ("),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
+    text, exit_code, code, where, expected = JOBS[name]
+    (folder / "zbc.toml").write_text(text)
+    before = tree()
+    fails(zbc("plan", "zbc.toml"), exit_code, code, where, text=expected or "")
+    assert tree() == before
+    assert [path.name for path in folder.iterdir()] == ["zbc.toml"]
+
+
+def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
+    (folder / "zbc.toml").write_text(
+        edit(layers="8", kind="zvb", costs={"f": 1.0}, optimizer={"sync": "post-validate"}, hardware={"devise": "cpu"})
+    )
+    ran = zbc("plan", "zbc.toml")
+    assert ran.code == 3
+    assert set(re.findall(r"E\d{3}", ran.err)) == {"E103", "E104", "E141", "E107", "E102"}
+    fits_one_screen(ran.err)
+
+
+def test_errors_are_a_json_document_beside_the_text(zbc, folder):
+    (folder / "zbc.toml").write_text(edit(layers="8", kind="zvb"))
+    ran = zbc("plan", "zbc.toml", "--json")
+    assert (ran.code, "error[E104]" in ran.err) == (3, True)
+    document = ran.json()
+    assert (document["format"], document["version"]) == ("zbc-error", 1)
+    assert [(e["code"], e["where"]) for e in document["errors"]] == [
+        ("E103", "zbc.toml:4:10"),
+        ("E104", "zbc.toml:12:8"),
+    ]
+    assert document["errors"][1]["hint"] == 'did you mean "zb-v"?'
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "compare", "visualize"])
+def test_a_job_file_that_is_missing_is_named_by_every_command(command, zbc):
+    fails(zbc(command, "nowhere.toml"), 3, "E101", hint="zbc init", text="nowhere.toml")
+
+
+def test_a_job_file_that_is_not_text_is_refused(zbc, folder):
+    (folder / "zbc.toml").write_bytes(b"zbc = 1\n\xff\xfe")
+    ran = zbc("plan", "zbc.toml")
+    assert (ran.code, "E101" in ran.err, "UTF-8" in ran.err) == (3, True, True)
+
+
+# ---- options -------------------------------------------------------------------------------------------------
+
+
+def test_a_set_without_a_value_is_refused(zbc, job):
+    fails(zbc("plan", job(), "--set", "microbatches"), 3, "E109", hint="--set schedule.microbatches=16")
+
+
+def test_a_set_of_an_unknown_key_is_refused_and_named_as_the_place(zbc, job):
+    ran = zbc("plan", job(), "--set", "schedule.microbatchs=4")
+    fails(ran, 3, "E102", where="--set schedule.microbatchs=4", hint='did you mean "microbatches"?')
+
+
+def test_an_unknown_schedule_on_the_command_line_is_named_as_the_place(zbc, job):
+    fails(zbc("plan", job(), "--schedule", "zvb"), 3, "E104", where="--schedule zvb", hint='did you mean "zb-v"?')
+    fails(zbc("compare", job(), "--schedules", "1f1b,zvb"), 3, "E104", hint='did you mean "zb-v"?')
+
+
+def test_a_sweep_that_cannot_be_read_is_refused(zbc, job):
+    fails(zbc("compare", job(), "--sweep", "schedule.microbatches"), 3, "E109", hint="--sweep schedule.microbatches=")
+
+
+def test_a_comparison_of_a_broken_job_says_once_what_is_wrong(zbc, job):
+    ran = zbc("compare", job(layers="8"))
+    fails(ran, 3, "E103", where="zbc.toml:4:10")
+    assert ran.err.count("error[") == 1
+
+
+def test_what_would_fit_is_listed_with_its_need_and_its_time(zbc, job):
+    ran = zbc("plan", job(kind="gpipe", hardware={"memory_gib": 0.0012}))
+    fails(ran, 5, "E301", where="zbc.toml:19:14", text="does not fit: rank 3 needs 2.15 MiB")
+    assert re.search(r"= would fit: .*1f1b \([\d.]+ MiB, step [+-]\d+\.\d%\)", ran.err.replace("\n     ", " "))
+    assert "weights" in ran.err
+
+
+def test_a_limit_named_in_a_hint_is_enough(zbc, job):
+    for limit in ("0.01x", "1 KiB"):
+        ran = zbc("plan", job(kind="zb-v", schedule={"memory_limit": limit}))
+        fails(ran, 5, "E302")
+        needed = re.search(r'needs memory_limit = "([^"]+)"', ran.err)[1]
+        assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["plan"], "Missing argument"),
+        (["plan", "zbc.toml", "--profile", "x"], "No such option"),
+        (["run", "plan", "--resume", "auto"], "No such option"),
+        (["run", "plan", "--trace", "3"], "No such option"),
+        (["visualize", "zbc.toml", "--as", "svg"], "'svg' is not"),
+        (["visualize", "zbc.toml", "--ranks", "0-x"], "--ranks 0-3,5"),
+        (["visualize", "zbc.toml", "--ranks", "9"], "no rank of 0-3"),
+        (["visualize", "zbc.toml", "--zoom", "7"], "--zoom 0-120"),
+        (["visualize", "zbc.toml", "--zoom", "9-3"], "shows nothing"),
+        (["visualize", "zbc.toml", "--width", "10"], "--width"),
+        (["compare", "zbc.toml", "--csv", "--md"], "choose one"),
+        (["run", "plan", "--local", "0"], "--local"),
+        (["init", "--template", "huge"], "huge"),
+        (["fly"], "fly"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments, text, zbc, job):
+    job()
+    before = tree()
+    ran = zbc(*arguments)
+    assert (ran.code, "Usage" in ran.err) == (2, True)
+    assert text in ran.err
+    assert tree() == before
+
+
+def test_init_does_not_overwrite(zbc, job):
+    job()
+    before = tree()
+    fails(zbc("init"), 3, "E111", hint="another folder", text="zbc.toml exists")
+    assert tree() == before
+
+
+def test_an_unknown_error_code_is_refused_with_its_neighbours(zbc):
+    fails(zbc("explain", "E299"), 3, "E112", hint="E201")
+    fails(zbc("explain", "banana"), 3, "E112", hint="zbc explain")
+
+
+def test_what_cannot_be_written_is_said(zbc, job, folder):
+    (folder / "file").write_text("in the way")
+    before = tree()
+    fails(zbc("visualize", job(), "-o", "file/picture.txt"), 6, "E608", text="cannot write file/picture.txt")
+    fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608", text="cannot write")
+    fails(zbc("init", "file/new"), 6, "E608", text="cannot write file/new/zbc.toml")
+    assert tree() == before | {"zbc.toml": (folder / "zbc.toml").read_bytes()}
+
+
+# ---- plan directories ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(zbc, job):
+    """A good plan directory of a small job, in ./plan."""
+    assert zbc("plan", job(pp=2, m=3), "-q").code == 0
+    return Path("plan")
+
+
+READERS = [["check", "plan"], ["visualize", "plan"], ["run", "plan", "--local", "2"]]
+readers = pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
+
+
+@readers
+def test_a_plan_directory_that_is_missing_is_refused(command, zbc):
+    fails(zbc(*command), 4, "E401", hint="zbc plan", text="plan/plan.json")
+
+
+@readers
+def test_a_plan_file_that_is_cut_off_is_refused(command, zbc, plan):
+    path = plan / "plan.json"
+    path.write_text(path.read_text()[:200])
+    fails(zbc(*command), 4, "E404", hint="zbc plan", text="cut off")
+
+
+@readers
+def test_an_edited_rank_file_is_refused(command, zbc, plan):
+    path = plan / "rank-0001.json"
+    path.write_text(path.read_text() + "\n")
+    fails(zbc(*command), 4, "E402", hint="zbc plan", text="rank-0001.json")
+
+
+@readers
+def test_a_plan_of_another_version_is_refused(command, zbc, plan):
+    path = plan / "plan.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
+    fails(zbc(*command), 4, "E403", hint="zbc plan", text="version 7")
+
+
+@readers
+def test_something_that_is_not_a_plan_is_refused(command, zbc, folder):
+    (folder / "plan").mkdir()
+    (folder / "plan" / "plan.json").write_text('{"format": "shopping-list"}')
+    fails(zbc(*command), 4, "E404", hint="zbc plan", text="shopping-list")
+
+
+def test_a_plan_without_one_of_its_rank_files_is_refused(zbc, plan):
+    (plan / "rank-0001.json").unlink()
+    fails(zbc("check", "plan"), 4, "E401", text="rank-0001.json")
+
+
+def test_an_edited_manifest_is_refused(zbc, plan):
+    path = plan / "plan.json"
+    path.write_text(path.read_text().replace('"lr": 0.0003', '"lr": 0.3'))
+    fails(zbc("check", "plan"), 4, "E402", text="plan.json was edited")
+
+
+def swap(path, first, second):
+    """Exchange two ops of a rank file."""
+    lines = path.read_text().split("\n")
+    a, b = (next(i for i, line in enumerate(lines) if f'"{op}"' in line) for op in (first, second))
+    lines[a], lines[b] = lines[b], lines[a]
+    path.write_text("\n".join(lines))
+
+
+def test_check_goes_on_past_an_edit_and_names_the_missing_op(zbc, plan):
+    path = plan / "rank-0001.json"
+    path.write_text(path.read_text().replace('"BW s1 m1"', '"BW s1 m2"'))
+    ran = zbc("check", "plan")
+    fails(ran, 4, "E402")
+    assert "error[E202]" in ran.err
+    assert "BW s1 m1" in ran.err
+
+
+def test_check_goes_on_past_an_edit_and_shows_the_deadlock(zbc, plan):
+    """Rank 1 sends the gradient only after the next forward, whose input rank 0 sends only after that gradient."""
+    swap(plan / "rank-0000.json", "RECV_B s0 m0 <r1", "F s0 m2")
+    swap(plan / "rank-0000.json", "SEND_F s0 m2 >r1", "BW s0 m1")
+    ran = zbc("check", "plan")
+    assert ran.code == 4
+    assert "error[E402]" in ran.err
+    assert re.search(r"error\[E20[1-6]\]", ran.err)
+    fits_one_screen(ran.err)
+
+
+def test_check_says_when_an_edit_left_a_legal_order(zbc, plan):
+    path = plan / "rank-0001.json"
+    path.write_text(path.read_text() + "\n")
+    assert "complete, paired and free of deadlock all the same" in zbc("check", "plan").err
+
+
+def test_strict_fails_where_sends_that_block_would_hang(zbc, job):
+    assert zbc("plan", job(kind="zb-v"), "-q").code == 0
+    assert zbc("check", "plan").code == 0
+    fails(zbc("check", "plan", "--strict"), 4, "E207", hint="drop --strict", text="wait for each other")
+    fails(zbc("check", "zbc.toml", "--strict"), 4, "E207")
+    assert zbc("check", job(kind="1f1b"), "--strict").code == 0
+
+
+@pytest.mark.parametrize("obstacle", ["file", "folder"])
+def test_what_is_in_the_way_of_a_plan_is_left_alone(obstacle, zbc, job, folder):
+    if obstacle == "file":
+        (folder / "plan").write_text("my notes")
+    else:
+        (folder / "plan").mkdir()
+        (folder / "plan" / "thesis.tex").write_text("my thesis")
+    job()
+    before = tree()
+    fails(zbc("plan", "zbc.toml"), 4, "E405", hint="-o", text="not a plan directory")
+    assert tree() == before
+
+
+def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):
+    before = tree()
+    assert zbc("plan", "zbc.toml", "--set", "parallel.pp=100").code == 3
+    assert tree() == before
+
+
+def test_running_a_job_file_names_the_two_commands(zbc, job):
+    fails(zbc("run", job()), 4, "E401", hint="first: zbc plan zbc.toml   then: zbc run plan")
+
+
+def test_running_with_another_number_of_ranks_is_refused(zbc, plan):
+    fails(zbc("run", "plan", "--local", "3"), 6, "E601", hint="--local 2", text="2 ranks")
+
+
+def test_running_without_torchrun_is_refused(zbc, plan, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    fails(zbc("run", "plan"), 6, "E604", hint="torchrun", text="torchrun")
+
+
+def test_a_csv_is_refused_in_words(zbc, folder):
+    (folder / "mine.csv").write_text("0F0,1F0\n")
+    fails(zbc("check", "mine.csv"), 3, "E107", text="CSV")
+
+
+# ---- the process ---------------------------------------------------------------------------------------------
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "zbc", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["plan", "nowhere.toml"], 3), (["check", "nowhere"], 4), (["fly"], 2), (["--version"], 0)]
+)
+def test_exit_codes_reach_the_shell(arguments, code, folder):
+    assert process(*arguments).returncode == code
+
+
+def test_errors_are_plain_text_off_a_terminal(folder):
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    found = process("plan", "nowhere.toml", "--json", env=environment)
+    assert "\x1b" not in found.stderr + found.stdout
+    assert json.loads(found.stdout)["errors"][0]["code"] == "E101"
+
+
+def test_a_bug_shows_its_traceback_and_asks_for_a_report(zbc, job, monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("a planted bug")
+
+    monkeypatch.setattr("zbc.compiler.compile.load_job", broken)
+    ran = zbc("plan", job())
+    assert ran.code == 1
+    assert "a planted bug" in ran.err
+    assert "Traceback" in ran.err
+    assert "please report it" in ran.err
+
+
+def test_an_interrupt_ends_with_130(zbc, job, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zbc.compiler.compile.load_job", interrupted)
+    ran = zbc("plan", job())
+    assert (ran.code, "Traceback" in ran.err) == (130, False)
+
+
+@pytest.mark.parametrize("arguments", [["schedules"], ["explain"], ["config", "schema"]])
+def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, folder):
+    command = [sys.executable, "-m", "zbc", *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait(timeout=60) == 141

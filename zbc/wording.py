@@ -1,0 +1,133 @@
+"""Problems that pydantic finds in a job file, in our words: what was expected, what was found, and a fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from zbc import toml
+from zbc.errors import ZbcError
+
+
+def convert(
+    name: str, section: type[BaseModel], problem: Any, document: toml.Document
+) -> tuple[ZbcError, tuple[Any, ...]]:
+    """A pydantic problem of section `name` as ours, and the path it concerns."""
+    path: toml.KeyPath = (name,)
+    for part in problem["loc"]:  # loc also names union branches; keep what exists in the file
+        if document.has((*path, part)) or (isinstance(part, int) and len(path) > 1):
+            path = (*path, part)
+    dotted = ".".join(str(part) for part in path)
+    kind, found = problem["type"], problem["input"]
+    if kind == "missing":
+        key = str(problem["loc"][-1])
+        where = document.where(path, key=True)
+        return ZbcError("E105", f"config: {dotted}.{key} is missing", where=where, hint=_add(section, key)), (
+            *path,
+            key,
+        )
+    if kind == "extra_forbidden":
+        inner = section if len(path) == 2 else section.model_fields[str(path[1])].annotation
+        return unknown(path, document, list(inner.model_fields if inner else ())), path
+    text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(found)}"
+    return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 30 else f"{text[:27]}..."
+
+
+def _add(section: type[BaseModel], key: str) -> str:
+    about = section.model_fields[key].description if key in section.model_fields else None
+    return f"add {key} = ..." + (f" ({about})" if about else "")
+
+
+_WANTED = {
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "string_type": "expected a string",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "finite_number": "expected a finite number",
+}
+
+
+def _sentence(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    choice = _list_or_one(section, path, kind)
+    if choice is not None:
+        return choice
+    if kind in _WANTED:
+        return _WANTED[kind]
+    if kind == "greater_than_equal":
+        return f"must be at least {context['ge']:g}"
+    if kind == "greater_than":
+        return f"must be more than {context['gt']:g}"
+    if kind == "less_than":
+        return f"must be less than {context['lt']:g}"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    return str(problem["msg"]).lower()
+
+
+def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str | None:
+    """What to say of a field that takes one value or a list of them."""
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    annotation = str(field.annotation) if field is not None else ""
+    if len(path) != 2 or not kind.endswith("_type") or "list" not in annotation:
+        return None
+    if any(branch in annotation for branch in ("float", "NotNegative")):
+        return "expected a number or a list of numbers"
+    return "expected a string or a list of strings" if "str" in annotation else "expected a list"
+
+
+def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
+    """What to write in place of the wrong value."""
+    kind, found, context = problem["type"], problem["input"], problem.get("ctx", {})
+    key = f"item {path[-1]}" if isinstance(path[-1], int) else path[-1]
+    number = _number(found)
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        quoted = " or ".join(f'"{word}"' for word in known)
+        return (did_you_mean(found, known) if isinstance(found, str) else None) or f"write {key} = {quoted}"
+    if kind in ("int_type", "int_from_float", "float_type") and number is not None:
+        return f"write {key} = {number if kind == 'float_type' else round(number)}"
+    if kind == "greater_than_equal":
+        return f"use {context['ge']:g} or more"
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    if field is not None and field.description is not None:
+        return f"{path[1]}: {field.description}"
+    return "`zbc config schema` has the type of every key"
+
+
+def _number(found: Any) -> float | int | None:
+    """The number that `found` is, or that it holds between quotes; None if it is none."""
+    if isinstance(found, bool):
+        return None
+    try:
+        value = float(found)
+    except (TypeError, ValueError):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:
+    """E102 for a key or table, with the nearest known name."""
+    dotted = ".".join(str(part) for part in path)
+    hint = did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
+    what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
+    return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str | None:
+    """The nearest of `known`, as a hint."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f'did you mean "{close[0]}"?' if close else None
