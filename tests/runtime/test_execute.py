@@ -249,6 +249,12 @@ def test_an_op_on_a_rank_without_its_stage_is_refused_before_the_run():
     assert error.code == "E205" and "BW s0 m0" in error.message
 
 
+@pytest.mark.parametrize("op", ["SEND_F s1 m0", "RECV_F s0 m0"])
+def test_a_transfer_out_of_the_pipeline_is_refused_before_the_run(op):
+    error = fails(plan_of([f"{FIRST}, {op}", LAST] if "s0" in op else [FIRST, f"{LAST}, {op}"], TWO, 1))
+    assert error.code == "E203" and op in error.message
+
+
 def test_sequence_slices_are_refused():
     program = make_program("1f1b", 1, 1)
     plan = make_plan(program)

@@ -142,7 +142,9 @@ def _route(worker: Worker, op: Op) -> Route | None:
     key, end = op.key, op.stage == placement.stages - 1
     if kind.is_transfer:
         peer = placement.peer(op)
-        return Route(key, stage, message_of(op), -1 if peer is None else peer, None, end)
+        if peer is None:
+            raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
+        return Route(key, stage, message_of(op), peer, None, end)
     source, sink = (op.stage - 1, op.stage + 1) if kind is Kind.F else (op.stage + 1, op.stage - 1)
     message = Message(kind is Kind.F, *key) if placement.neighbours(op.stage, source, op.pipe) else None
     inside = 0 <= sink < placement.stages and not placement.neighbours(op.stage, sink, op.pipe)
