@@ -300,6 +300,14 @@ hint names the limit that this schedule needs; the lines, others that keep to
 the given one.
 """,
     ),
+    "E303": _entry(
+        "no order keeps to memory_limit",
+        """
+schedule.memory_limit is below what a single microbatch on its way through the
+stages of one rank needs, so no order at all can keep to it. The hint names
+the smallest limit that works with this placement and cut.
+""",
+    ),
     "E401": _entry(
         "a plan directory cannot be read",
         """

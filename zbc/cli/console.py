@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from zbc.errors import ZbcError
 
@@ -35,13 +35,25 @@ def stdout() -> Console:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(EXIT_PIPE)
 
-    return Answers(file=sys.stdout, width=_UNBOUND, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    return Answers(
+        file=sys.stdout,
+        color_system=_colours(),
+        width=_UNBOUND,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
 
 
 def stderr() -> Console:
     from rich.console import Console
 
-    return Console(file=sys.stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    return Console(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _colours() -> Literal["auto"] | None:
+    return None if os.environ.get("NO_COLOR") else "auto"
 
 
 def show(*parts: RenderableType) -> None:

@@ -67,6 +67,8 @@ def _listing(job: Job) -> Iterator[str]:
             written = job.document.has((name, key))
             origin = job.document.where((name, key)) if written else "default"
             line = f"# {key} is not set" if values[key] is None else f"{key} = {_toml(values[key])}"
+            if not written and isinstance(values[key], dict):  # a table that must not be there unless it says something
+                line = f"# {line}"
             yield f"{line:<36}  # {origin}"
 
 

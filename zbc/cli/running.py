@@ -30,6 +30,10 @@ def run(
         first = f"zbc plan {folder}" if folder.suffix == ".toml" else "zbc plan JOB.toml"
         hint = f"first: {first}   then: zbc run plan"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)
+    if local is not None:  # all ranks are here: look at every file before any process starts
+        from zbc.plan import Plan
+
+        Plan.read(folder)
     from zbc.runtime import launch
 
     launch.run(folder, steps=steps, local=local, out=out)

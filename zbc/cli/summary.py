@@ -45,7 +45,7 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
     times = aligned([report.makespan_ms, report.span_ms])
     width = max(map(len, times))
     lines = [
-        f"{name:<8}  {time:>{width}} ms   bubble {percent(bubble):>5} of it   {gap}"
+        f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
     return [
@@ -63,7 +63,7 @@ def _gap(ms: float, bound: float) -> str:
 
 _COSTS = {
     "given": "given in [costs]",
-    "estimated": "estimated from [model] and [hardware]; measured ones belong in [costs]",
+    "estimated": "estimated from [model] and [hardware]; [costs] takes measured ones",
     "assumed equal": "assumed equal for all layers: what they cost is not known before the model is built",
 }
 

@@ -1,0 +1,424 @@
+"""What each command answers, to people and to programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.cli.jobs import Template, template_text
+from zbc.cli.summary import layer_ranges, ranges
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.recall import timeline_of
+from zbc.compiler.schedules import SCHEDULES
+from zbc.ir import Op
+from zbc.plan import Plan
+
+REPORT_KEYS = [
+    "format",
+    "version",
+    "schedule",
+    "ranks",
+    "stages",
+    "microbatches",
+    "ops",
+    "makespan_ms",
+    "span_ms",
+    "bubble_rate_makespan",
+    "bubble_rate_span",
+    "lower_bound_makespan_ms",
+    "lower_bound_span_ms",
+    "deadlock_free",
+    "survives_blocking_sends",
+    "compile_seconds",
+    "per_rank",
+]
+PLUGIN = """from zbc.compiler.schedules import SCHEDULES
+
+
+def make(request):
+    return SCHEDULES["gpipe"].make(request)
+"""
+RANK_KEYS = ["rank", "busy_ms", "first_start_ms", "last_end_ms", "peak_activation_units", "peak_bytes", "weight_bytes"]
+
+
+def is_report(document):
+    assert (document["format"], document["version"]) == ("zbc-report", 1)
+    assert set(REPORT_KEYS) <= set(document)
+    for rank, entry in enumerate(document["per_rank"]):
+        assert set(RANK_KEYS) <= set(entry)
+        assert entry["rank"] == rank
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------
+
+
+def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
+    ran = zbc("plan", job(kind="zb-v"))
+    assert (ran.code, ran.err) == (0, "")
+    plan = Plan.read(Path("plan"))
+    predicted = plan.manifest.predicted
+    assert ran.out.startswith("zb-v: 4 ranks, 8 stages, 8 microbatches, ")
+    assert f"{predicted['bubble_rate_makespan']:.1%} of it" in ran.out
+    assert "complete, paired, FIFO per direction, deadlock-free" in ran.out
+    assert "survives blocking sends: no" in ran.out
+    assert f"id {plan.manifest.id}" in ran.out
+    assert "zbc visualize plan" in ran.out
+    assert "zbc run plan --local 4" in ran.out
+    for name in ("embed, layers.0", "layers.7, head"):
+        assert name in ran.out
+
+
+@pytest.mark.parametrize("verbose", [[], ["-v"]])
+def test_the_summary_fits_eighty_columns_unless_all_is_asked_for(verbose, zbc, job):
+    lines = zbc("plan", job(kind="zb-v"), *verbose).out.split("\n")
+    assert (max(len(line.rstrip()) for line in lines) <= 80) is not bool(verbose)
+
+
+def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, job):
+    short = zbc("plan", job(pp=20, layers=20, m=20)).out
+    full = zbc("plan", "zbc.toml", "-v").out
+    assert "5 more: -v" in short
+    assert "more: -v" not in full
+    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4
+
+
+def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
+    assert zbc("plan", job(), "-q").out == ""
+    document = zbc("plan", "zbc.toml", "--json", "-o", "other").json()
+    is_report(document)
+    assert document["plan"] == "other"
+    assert document["plan_id"] == Plan.read(Path("other")).manifest.id
+
+
+def test_a_cuda_job_is_run_under_torchrun(zbc, job):
+    out = zbc("plan", job(hardware={"device": "cuda"})).out
+    assert "torchrun --standalone --nproc-per-node 4 -m zbc run plan" in out
+
+
+def test_set_and_schedule_win_over_the_file(zbc, job):
+    zbc("plan", job(), "--schedule", "Schedule1F1B", "--set", "schedule.microbatches=5", "-q")
+    manifest = Plan.read(Path("plan")).manifest
+    assert (manifest.schedule, manifest.microbatches) == ("1f1b", 5)
+
+
+def test_a_schedule_on_the_command_line_takes_the_place_of_a_plugin(zbc, folder):
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "nowhere:make"'))
+    assert zbc("plan", "zbc.toml", "--schedule", "zb-h1", "-q").code == 0
+
+
+def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
+    (folder / "my_order.py").write_text(PLUGIN)
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
+    assert zbc("plan", "zbc.toml", "-q").code == 0
+    assert Plan.read(Path("plan")).manifest.schedule == "my_order:make"
+
+
+def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, job):
+    zbc("plan", job(kind="zb-v"), "--dump-ir", "ir", "-q")
+    names = sorted(path.name for path in Path("ir").iterdir())
+    assert names[0] == "00-zb-v.txt"
+    assert names[1:] == ["01-insert-comm.txt", "02-fuse-backward.txt", "03-reduce-grads.txt", "04-optimizer-step.txt"]
+    last = Path("ir", names[-1]).read_text().split("\n")
+    assert last[0] == "rank 0"
+    plan = Plan.read(Path("plan"))
+    first_rank = [Op.parse(line.strip()) for line in last[1 : last.index("rank 1")]]
+    assert tuple(first_rank) == plan.program.ranks[0]
+    assert not any("SEND" in line for line in Path("ir", names[0]).read_text().split("\n"))
+
+
+# ---- check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["plan", "plan/plan.json", "zbc.toml"])
+def test_check_says_what_it_proved(target, zbc, job):
+    zbc("plan", job(kind="zb-h1"), "-q")
+    ran = zbc("check", target)
+    assert (ran.code, ran.err) == (0, "")
+    for word in ("complete", "paired", "FIFO", "deadlock-free", "survives blocking sends: yes"):
+        assert word in ran.out
+    assert zbc("check", target, "-q").out == ""
+    assert len(zbc("check", target, "-v").out) > len(ran.out)
+
+
+def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
+    written = zbc("plan", job(kind="zb-v"), "--json").json()
+    of_plan, of_job = zbc("check", "plan", "--json").json(), zbc("check", "zbc.toml", "--json").json()
+    for document in (of_plan, of_job):
+        is_report(document)
+        for key in set(of_job) - {"compile_seconds"}:
+            assert document[key] == written[key]
+    assert not Path("zbc.toml.plan").exists()
+    assert of_plan["compile_seconds"] is None
+
+
+def test_checking_a_job_writes_nothing(zbc, job, folder):
+    zbc("check", job())
+    assert [path.name for path in folder.iterdir()] == ["zbc.toml"]
+
+
+# ---- compare -------------------------------------------------------------------------------------------------
+
+
+def test_compare_ranks_all_schedules_and_keeps_those_that_do_not_fit(zbc, job):
+    document = zbc("compare", job(schedule={"memory_limit": "1.2x"}), "--json").json()
+    assert (document["format"], document["version"]) == ("zbc-report", 1)
+    entries = document["schedules"]
+    assert {entry["schedule"] for entry in entries} == set(SCHEDULES)
+    planned = [entry for entry in entries if "error" not in entry]
+    failed = [entry for entry in entries if "error" in entry]
+    assert entries == planned + failed
+    assert failed and planned
+    assert {error["code"] for entry in failed for error in entry["error"]} == {"E302"}
+    for entry in planned:
+        is_report(entry)
+    times = [entry["makespan_ms"] for entry in planned]
+    assert times == sorted(times)
+
+
+def test_compare_finds_what_planning_one_by_one_finds(zbc, job):
+    entries = zbc("compare", job(), "--schedules", "zb-v,1f1b", "--json").json()["schedules"]
+    for entry in entries:
+        alone = compile_job(load_job(Path("zbc.toml"), schedule=entry["schedule"])).report.as_json()
+        for key in set(alone) - {"compile_seconds"}:
+            assert entry[key] == alone[key]
+
+
+def test_compare_counts_the_messages_a_rank_sends(zbc, job):
+    """1F1B on p ranks sends 2(p-1)m messages, zb-v (2(2p-1) - 2)m: its turn stays on a rank."""
+    entries = zbc("compare", job(), "--schedules", "zb-v,1f1b", "--json").json()["schedules"]
+    sends = {entry["schedule"]: entry["sends_per_rank"] for entry in entries}
+    assert sends == {"1f1b": 2 * 3 * 8 / 4, "zb-v": (2 * 7 - 2) * 8 / 4}
+
+
+def test_a_sweep_is_a_cross_product_ranked_by_the_time_per_sequence(zbc, job):
+    sweeps = ["--sweep", "schedule.microbatches=4,8,16", "--sweep", "schedule.microbatch_size=1,2"]
+    entries = zbc("compare", job(), "--schedules", "zb-h1,gpipe", *sweeps, "--json").json()["schedules"]
+    assert len(entries) == 2 * 3 * 2
+    per_sequence = []
+    for entry in entries:
+        settings = entry["settings"]
+        assert entry["microbatches"] == int(settings["schedule.microbatches"])
+        sequences = int(settings["schedule.microbatches"]) * int(settings["schedule.microbatch_size"])
+        per_sequence.append(entry["makespan_ms"] / sequences)
+    assert per_sequence == sorted(per_sequence)
+
+
+def test_a_swept_list_keeps_its_commas(zbc, job):
+    sweep = "partition.layers_per_stage=[2,2,2,2],[3,2,2,1]"
+    entries = zbc("compare", job(), "--schedules", "1f1b", "--sweep", sweep, "--json").json()["schedules"]
+    assert {entry["settings"]["partition.layers_per_stage"] for entry in entries} == {"[2,2,2,2]", "[3,2,2,1]"}
+    assert not any("error" in entry for entry in entries)
+
+
+def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
+    """Swept chunks are for all: a schedule that cannot have them stays with the reason."""
+    entries = zbc("compare", job(schedule={"chunks": 1}, kind="gpipe"), "--json").json()["schedules"]
+    assert not any("error" in entry for entry in entries)
+    stages = {entry["schedule"]: entry["stages"] for entry in entries}
+    assert (stages["interleaved-1f1b"], stages["zb-v"], stages["1f1b"]) == (4, 8, 4)
+    sweep = ["--schedules", "zb-v,interleaved-1f1b", "--sweep", "schedule.chunks=1,2"]
+    entries = zbc("compare", "zbc.toml", *sweep, "--json").json()["schedules"]
+    failed = [(e["schedule"], e["settings"], e["error"][0]["code"]) for e in entries if "error" in e]
+    assert failed == [("zb-v", {"schedule.chunks": "1"}, "E120")]
+
+
+def test_compare_as_csv_is_numbers_with_the_reason_at_the_end(zbc, job):
+    text = zbc("compare", job(schedule={"memory_limit": "1.2x"}), "--csv").out
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert {row["schedule"] for row in rows} == set(SCHEDULES)
+    for row in rows:
+        if row["error"]:
+            assert row["error"].startswith("[E302]")
+            assert row["makespan_ms"] == ""
+        else:
+            assert 0 < float(row["bubble_rate_makespan"]) < 1
+            assert float(row["makespan_ms"]) >= float(row["span_ms"]) > 0
+            assert float(row["gap_to_bound"]) >= 0
+
+
+def test_compare_as_markdown_is_one_table_that_names_both_bubbles(zbc, job):
+    lines = zbc("compare", job(schedule={"memory_limit": "1.2x"}), "--md").out.strip().split("\n")
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + len(SCHEDULES)
+    assert "of makespan" in lines[0]
+    assert "of span" in lines[0]
+
+
+def test_the_table_says_each_schedule_once_and_why_the_others_are_missing(zbc, job):
+    out = zbc("compare", job(schedule={"memory_limit": "1.2x"})).out
+    for name in SCHEDULES:
+        assert len(re.findall(rf"^{name}[: ]", out, re.MULTILINE)) == 1
+    assert re.search(r"^gpipe: \[E302\] does not fit", out, re.MULTILINE)
+
+
+def test_compare_fails_if_nothing_can_be_planned(zbc, job):
+    ran = zbc("compare", job(schedule={"memory_limit": "0.01x"}))
+    assert ran.code == 5
+    assert ran.out.count("[E302]") == len(SCHEDULES)
+
+
+# ---- visualize -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
+    zbc("plan", job(kind=name), "-q")
+    drawn = zbc("visualize", "plan")
+    assert drawn.code == 0
+    assert drawn.out == zbc("visualize", "zbc.toml").out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"costs": {"f": 3.0, "b": 2.5, "w": 1.5, "comm": 0.25}},
+        {"costs": {"per": "layer", "f": [1, 2, 3, 4, 5, 6, 7, 8], "b": 2, "w": 1, "head": {"f": 2.0}}},
+        {"model": {"family": "somewhere:layers"}, "data": {"kind": "somewhere:data"}},
+        {"optimizer": {"kind": "sgd", "momentum": 0.9}, "hardware": {"device": "cuda", "tflops": 3}},
+    ],
+    ids=["estimated", "given per rank", "given per layer", "a factory", "other hardware"],
+)
+def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job):
+    assert zbc("plan", job(kind="zb-v", **changes), "-q").code == 0
+    plan = Plan.read(Path("plan"))
+    timeline, _ = timeline_of(plan)
+    predicted = plan.manifest.predicted
+    assert timeline.makespan == pytest.approx(predicted["makespan_ms"], abs=1e-8)
+    assert timeline.span == pytest.approx(predicted["span_ms"], abs=1e-8)
+    assert timeline.bubble_rate_span == pytest.approx(predicted["bubble_rate_span"], abs=1e-8)
+
+
+def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
+    (folder / "gone.py").write_text(PLUGIN)
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "gone:make"'))
+    assert zbc("plan", "zbc.toml", "-q").code == 0
+    (folder / "gone.py").unlink()
+    assert "gone:make: 4 ranks" in zbc("visualize", "plan").out
+
+
+def test_a_picture_can_be_written_to_a_file(zbc, job):
+    ran = zbc("visualize", job(), "-o", "out/picture.txt", "--by", "slot", "--ranks", "0,2-3", "--width", "120")
+    assert (ran.code, ran.out) == (0, "")
+    text = Path("out/picture.txt").read_text()
+    assert [line.split("|")[0].strip() for line in text.split("\n") if line.count("|") == 2] == ["0", "2", "3"]
+
+
+# ---- the others ----------------------------------------------------------------------------------------------
+
+
+def test_schedules_lists_all_within_a_terminal_and_each_has_a_card_with_a_picture(zbc):
+    out = zbc("schedules").out
+    for name, card in SCHEDULES.items():
+        assert name in out
+        shown = zbc("schedules", card.aliases[0]).out
+        assert shown.startswith(f"{name}: {card.summary}")
+        for text in (card.source, card.makespan, card.span, card.memory, f"{name}: 4 ranks"):
+            assert text in shown
+        assert max(len(line) for line in shown.split("\n")) <= 120
+    assert max(len(line.rstrip()) for line in out.split("\n")) <= 110
+
+
+@pytest.mark.parametrize("template", Template)
+def test_a_template_is_written_and_plans_without_an_error(template, zbc, folder):
+    ran = zbc("init", "new", "--template", template.value)
+    assert ran.code == 0
+    assert "zbc plan new/zbc.toml" in ran.out
+    assert Path("new/zbc.toml").read_text() == template_text(template)
+    assert zbc("plan", "new/zbc.toml", "-q").code == 0
+    assert not any(
+        "error" in e for e in zbc("compare", "new/zbc.toml", "--schedules", "1f1b", "--json").json()["schedules"]
+    )
+
+
+def test_the_stand_in_for_llama_says_that_it_is_one():
+    first = template_text(Template.LLAMA).split("\n")[0]
+    assert first.startswith("# Not Llama itself")
+
+
+def test_init_writes_into_the_current_directory(zbc):
+    assert zbc("init", "-q").out == ""
+    assert Path("zbc.toml").is_file()
+
+
+def test_config_show_is_a_job_file_of_the_same_job_with_the_origin_of_each_value(zbc, job):
+    changes = ["--set", "train.steps=7", "--schedule", "zb-h1"]
+    out = zbc("config", "show", job(data={"args": {"a-b": [1, "x"], "c": True}, "kind": "m:f"}), *changes).out
+    for line, origin in [
+        ("hidden = 32", "zbc.toml:5:10"),
+        ("steps = 7", "--set train.steps=7"),
+        ('kind = "zb-h1"', "--schedule zb-h1"),
+        ("weight_decay = 0.1", "default"),
+        ("# chunks is not set", "default"),
+    ]:
+        assert re.search(rf"^{re.escape(line)} +# {re.escape(origin)}$", out, re.MULTILINE), line
+    Path("again.toml").write_text(out)
+    first, second = load_job(Path("zbc.toml"), ["train.steps=7"], "zb-h1"), load_job(Path("again.toml"))
+    assert first.planning() == second.planning()
+    assert first.training() == second.training()
+
+
+def test_config_schema_is_a_json_schema(zbc):
+    schema = zbc("config", "schema").json()
+    assert schema["properties"]["schedule"]
+    assert schema["$schema"].startswith("https://json-schema.org/")
+
+
+def test_doctor_says_what_this_machine_can_do(zbc):
+    ran = zbc("doctor")
+    assert ran.code == 0
+    for label in ("zbc", "python", "torch", "cpu", "devices", "transports", "folder", "can"):
+        assert re.search(rf"^{label} ", ran.out, re.MULTILINE)
+
+
+def test_doctor_works_without_torch(zbc, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    ran = zbc("doctor")
+    assert ran.code == 0
+    assert "cannot be imported" in ran.out
+    assert "not run plans: install torch first" in ran.out
+
+
+def test_help_lists_every_command_and_option_of_the_interface(zbc):
+    out = zbc("--help").out
+    for command in ["init", "schedules", "plan", "check", "compare", "visualize", "run", "config", "explain", "doctor"]:
+        assert re.search(rf"^  {command} ", out, re.MULTILINE)
+    assert "--install-completion" in out
+    wanted = {
+        "plan": "--output -o --schedule --set --dump-ir --json --quiet --verbose",
+        "check": "--strict --json --quiet --verbose",
+        "compare": "--schedules --sweep --set --json --csv --md --quiet",
+        "visualize": "--as --output -o --by --ranks --zoom --width",
+        "run": "--steps --local --out",
+        "init": "--template --quiet",
+    }
+    for command, options in wanted.items():
+        shown = zbc(command, "--help").out
+        for option in options.split():
+            assert re.search(rf"(^|[ ,]){option}[ ,]", shown, re.MULTILINE), (command, option)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 7], "0 7"), ([1, 2], "1 2"), ([4, 0, 1, 2], "0-2 4")]
+)
+def test_ranges_join_runs(numbers, text):
+    assert ranges(numbers) == text
+
+
+def test_layer_ranges_join_numbered_layers():
+    assert layer_ranges(["embed", "layers.0", "layers.1", "layers.2"]) == "embed, layers.0-2"
+    assert layer_ranges(["layers.9", "head"]) == "layers.9, head"
+
+
+def test_json_output_is_one_document_and_nothing_else(zbc, job):
+    job()
+    for command in (["plan", "zbc.toml"], ["check", "zbc.toml"], ["compare", "zbc.toml"]):
+        ran = zbc(*command, "--json")
+        json.loads(ran.out)
+        assert ran.err == ""

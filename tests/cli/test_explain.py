@@ -1,0 +1,41 @@
+"""Every code that zbc raises has its long text, and every text its code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import zbc as package
+from zbc.errors import ZbcError
+from zbc.explain import CATALOGUE, FAMILIES
+
+SOURCES = [path for path in Path(package.__file__).parent.glob("**/*.py") if path.name != "explain.py"]
+
+
+def test_the_catalogue_has_exactly_the_codes_that_are_raised():
+    raised = {code for path in SOURCES for code in re.findall(r"\bE\d{3}\b", path.read_text())}
+    assert len(raised) > 40
+    assert raised == set(CATALOGUE)
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+def test_each_code_is_explained_in_words_that_fit_a_terminal(code, zbc):
+    ran = zbc("explain", code.lower())
+    assert ran.code == 0
+    entry = CATALOGUE[code]
+    assert ran.out.startswith(f"{code}: {entry.title}\n{FAMILIES[code[1]]}\n")
+    assert len(entry.text) > 60
+    assert max(map(len, ran.out.split("\n"))) <= 80
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_names_the_exit_code_its_errors_have(family):
+    number = re.search(r"exit code (\d)", FAMILIES[family])[1]
+    assert ZbcError(f"E{family}01", "x").exit_code == int(number)
+
+
+def test_without_a_code_all_are_listed(zbc):
+    out = zbc("explain").out
+    assert [line.split()[0] for line in out.strip().split("\n")[1:]] == list(CATALOGUE)
