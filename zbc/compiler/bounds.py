@@ -1,48 +1,203 @@
-"""What no schedule of a placement can beat, whatever its order and memory.
+"""What no schedule of a placement can beat, at any order, within a memory limit.
 
-Rank r must do all its work, cannot begin before a microbatch has come down to its first stage, and after its last
-input gradient a microbatch still has to travel back to stage 0, where one W follows. Before its first backward a rank
-can at most run all its forwards; what is left of the way to the last stage and back is idle time.
-Search tightens these with the memory limit; see the lower bounds in arXiv 2401.10241, section 4.
+For rank r with stages lo..hi of the path, on its own time (`span`): its work and the idle time it cannot avoid.
+
+- warm: from its first F_lo to its first B_hi a microbatch travels to the last stage and back; meanwhile the rank can
+  run F only, and no more of them than fit in memory.
+- tail: from its last F_hi to the B_lo of that microbatch likewise; meanwhile only B and W of what is in memory can run.
+- Little's law: what microbatches hold, each over its least life on the rank, is at most limit times span.
+- cycle: with room for k microbatches, F of i+k waits for B of i.
+- inside: all F and B of later stages on another rank happen between r's first F and last B.
+
+The makespan adds the way down to r's first stage before it and, after its last B, the way back to stage 0 and one W.
+The ideas are those of arXiv 2401.10241 (section 4) and 2405.15362, put together; tests throw random schedules at them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zbc.compiler.cost import Costs
 from zbc.ir import Placement
 
+INF = float("inf")
+ROOM = 1e-6  # limits are compared with this slack everywhere
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds in ms."""
+    """Lower bounds in ms, and what makes the larger parts of them."""
 
     makespan: float
     span: float
 
 
-def bounds(placement: Placement, costs: Costs, m: int) -> Bounds:
-    """Bounds for m microbatches. With several pipes only the total work is counted: the split between them is free."""
+def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
+    """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
+
+    With several pipes only the total work is counted, since the split of microbatches between them is free.
+    """
     if len(placement.pipes) > 1:
-        ranks = placement.ranks
-        total = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in range(costs.stages)) / ranks
+        total = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in range(costs.stages)) / placement.ranks
         return Bounds(total, total)
-    single = [_rank(placement, costs, m, r) for r in range(placement.ranks)]
+    p = placement.ranks
+    limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
+    way = _Way(placement, costs)
+    single = [_Rank(way, m, limits, r).bounds() for r in range(p)]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
-def _rank(placement: Placement, costs: Costs, m: int, rank: int) -> Bounds:
-    stages = placement.stages_of(rank)
-    first, last, end = stages[0], stages[-1], placement.stages - 1
-    comm = costs.comm[0]
-    forward = m * sum(costs.f[s] for s in stages)
-    back = m * sum(costs.b[s] for s in stages)
-    weight = m * sum(costs.w[s] for s in stages)
-    head = sum(costs.f[:first]) + sum(comm[:first])
-    # From the start of the first F here to the earliest start of a backward here: down to the end and up again.
-    way = sum(costs.f[first : end + 1]) + sum(comm[first:end]) + sum(costs.b[last + 1 : end + 1]) + sum(comm[last:end])
-    idle = max(0.0, way - forward)
-    span = forward + back + weight + idle
-    tail = sum(costs.b[:first]) + sum(comm[:first]) + costs.w[0] if first > 0 else costs.w[0]
-    return Bounds(max(head + span, head + forward + idle + back + tail), span)
+class _Way:
+    """Least times between ops of one microbatch, by prefix sums along its path."""
+
+    def __init__(self, placement: Placement, costs: Costs) -> None:
+        self.placement, self.costs = placement, costs
+        self.last = placement.stages - 1
+        self._f = [0.0, *accumulate(costs.f)]
+        self._b = [0.0, *accumulate(costs.b)]
+        self._lag = [0.0, *accumulate(costs.comm[0])]
+
+    def down(self, s: int, t: int) -> float:
+        """From the start of F_s to the start of F_t."""
+        return self._f[t] - self._f[s] + self._lag[t] - self._lag[s]
+
+    def up(self, t: int, s: int) -> float:
+        """From the start of B_t to the start of B_s, s <= t."""
+        return self._b[t + 1] - self._b[s + 1] + self._lag[t] - self._lag[s]
+
+    def around(self, s: int, t: int) -> float:
+        """From the start of F_s to the start of B_t."""
+        return self.down(s, self.last) + self.costs.f[self.last] + self.up(self.last, t)
+
+
+class _Rank:
+    def __init__(self, way: _Way, m: int, limits: Sequence[float], rank: int) -> None:
+        self.way, self.m, self.limits, self.rank = way, m, limits, rank
+        self.limit = limits[rank] + ROOM
+        self.costs = way.costs
+        self.stages = way.placement.stages_of(rank)
+        self.low, self.high = self.stages[0], self.stages[-1]
+
+    def bounds(self) -> Bounds:
+        costs, m = self.costs, self.m
+        warm, tail = self._warm(), self._tail()
+        forced = m * sum(costs.act_b[s] for s in self.stages) > self.limit  # a B comes before the last F
+        work = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in self.stages)
+        span = work + (warm + tail if forced else max(warm, tail))
+        span = max(span, self._little(), self._inside(), self._cycle())
+        head = self.way.down(0, self.low)
+        both = m * sum(costs.f[s] + costs.b[s] for s in self.stages)
+        back = self.way.up(self.low, 0) + costs.w[0] if self.low else costs.w[0]
+        back -= costs.b[self.low] if self.low else 0.0  # the rank's last B is in `both`
+        makespan = head + both + self._w_before_last_b(self.rank, self.stages) + warm + back
+        return Bounds(max(head + span, makespan), span)
+
+    def _warm(self) -> float:
+        """Idle time before the first B."""
+        costs = self.costs
+        fill = _fill([(costs.act_b[s], costs.f[s], self.m) for s in self.stages], self.limit)
+        return max(0.0, self.way.around(self.low, self.high) - fill)
+
+    def _tail(self) -> float:
+        """Idle time between the last F and the B_lo of its microbatch."""
+        costs, m = self.costs, self.m
+        window = self.way.around(self.high, self.low) - costs.f[self.high]
+        items = [(costs.act_b[s], costs.b[s] + costs.w[s], m - 1) for s in self.stages]
+        items += [(costs.act_w[s], costs.w[s], m) for s in self.stages]
+        others = _fill(items, self.limit - sum(costs.act_b[s] for s in self.stages))
+        own = sum(costs.b[s] + costs.w[s] for s in self.stages if s != self.low)
+        return max(0.0, window - others - own)
+
+    def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
+        """W time that cannot be put off behind the last B of `rank`, since what is put off is held."""
+        costs, m = self.costs, self.m
+        total = m * sum(costs.w[s] for s in stages)
+        later = _fill([(costs.act_w[s], costs.w[s], m) for s in stages], self.limits[rank] + ROOM)
+        return max(0.0, total - later)
+
+    def _little(self) -> float:
+        """Memory times time: no more than the limit all along, and less while filling and emptying."""
+        if self.limit >= 1e14:
+            return 0.0
+        costs = self.costs
+        area = sum(
+            costs.act_b[s] * (self.way.around(s, s) + costs.b[s]) + costs.act_w[s] * costs.w[s] for s in self.stages
+        )
+        return (self.m * area + self._ramps()) / self.limit
+
+    def _ramps(self) -> float:
+        """Memory-time that cannot be used: filling takes an F per unit, emptying a B or W."""
+        costs, limit = self.costs, self.limit
+        units = [costs.act_b[s] for s in self.stages]
+        unit = max(units)
+        if unit <= 0 or any(costs.act_w[s] > costs.act_b[s] for s in self.stages):
+            return 0.0
+        step = min(costs.f[s] for s in self.stages)
+        count = min(int(limit // unit), self.m * len(units))
+        filling = sum(max(0.0, limit - (j + 1) * unit) * step for j in range(count))
+        rates = [costs.b[s] / (costs.act_b[s] - costs.act_w[s]) for s in self.stages if costs.act_b[s] > costs.act_w[s]]
+        rates += [costs.w[s] / costs.act_w[s] for s in self.stages if costs.act_w[s] > 0]
+        spare = max(0.0, min(limit, self.m * sum(units)) - unit)
+        return filling + 0.5 * spare * spare * min(rates, default=0.0)
+
+    def _inside(self) -> float:
+        """Every other rank's F and B of stages behind `low` lie between this rank's first F and last B."""
+        costs, m, best = self.costs, self.m, 0.0
+        for rank in range(self.way.placement.ranks):
+            inner = [s for s in self.way.placement.stages_of(rank) if s > self.low]
+            if rank == self.rank or not inner:
+                continue
+            head = self.way.down(self.low, inner[0])
+            work = m * sum(costs.f[s] + costs.b[s] for s in inner)
+            back = self.way.up(inner[0], self.low) - costs.b[inner[0]] + costs.b[self.low] + costs.w[self.low]
+            best = max(best, head + work + self._w_before_last_b(rank, inner) + back)
+        return best
+
+    def _cycle(self) -> float:
+        """One stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
+        costs, m, s = self.costs, self.m, self.low
+        unit, kept = costs.act_b[s], costs.act_w[s]
+        if len(self.stages) > 1 or unit <= 0 or self.limit >= 1e14:
+            return 0.0
+        k = int(self.limit // unit)
+        if not 1 <= k < m:
+            return 0.0
+        around, b, w = self.way.around(s, s), costs.b[s], costs.w[s]
+        turn = around + b + _release(self.limit - k * unit, unit, kept, b, w)
+        rounds, rest = divmod(m - 1, k)
+        return max(
+            rest * costs.f[s] + rounds * turn + around + b + w,
+            rounds * turn + around + (m - rounds * k) * b + w,
+        )
+
+
+def _release(room: float, unit: float, kept: float, b: float, w: float) -> float:
+    """Least time after a B until a full rank has room for one more F: none, some further B, or a W."""
+    if room >= kept:
+        return 0.0
+    if kept >= unit:
+        return w
+    # j B's leave j * kept and free j * unit; the first of them is already counted.
+    j = 2
+    while j * kept - (j - 1) * unit > room:
+        j += 1
+    return min(w, (j - 1) * b)
+
+
+def _fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
+    """Most time whose memory fits in `room`: items are (memory, time, how many there are). Parts of an item count."""
+    if room >= 1e14:
+        return sum(time * count for _, time, count in items)
+    total = 0.0
+    for memory, time, count in sorted(items, key=lambda item: -item[1] / item[0] if item[0] > 0 else -INF):
+        if memory <= 0:
+            total += time * count
+            continue
+        if room <= 0:
+            break
+        take = min(float(count), room / memory)
+        total += take * time
+        room -= take * memory
+    return total

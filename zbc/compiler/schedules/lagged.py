@@ -44,6 +44,20 @@ def zb_h2(request: Request) -> Program:
     return _lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
 
 
+def between_h1_and_h2(request: Request) -> list[Program]:
+    """ZB-H1, ZB-H2 and the orders between: up to `extra` forwards more than 1F1B in flight, memory p + extra."""
+    p = request.p
+    return [
+        _lagged(
+            f"zb-h1+{extra}",
+            request,
+            warmup=lambda r, extra=extra: p - 1 - r + min(extra, p - 1 - r),  # type: ignore[misc]
+            lag=lambda r, extra=extra: r + min(extra, r),  # type: ignore[misc]
+        )
+        for extra in range(p)
+    ]
+
+
 def _lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
     p, m = request.p, request.m
     ranks = tuple(

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Request:
     """`p` ranks, `m` microbatches and `v` stages per rank; generators for real op times read `costs` too.
 
-    `memory_limit` is per rank, in activation units (one rank's share of one microbatch); None means no limit.
+    `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
+    means no limit.
     `objective` is "makespan" or "span"; `budget` is the seconds a search may take.
     """
 
@@ -25,10 +26,16 @@ class Request:
     m: int
     v: int = 1
     costs: Costs | None = None
-    memory_limit: float | None = None
+    memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"
     budget: float = 5.0
     seed: int = 0
+
+    def limits(self) -> list[float] | None:
+        """The limit of each rank."""
+        if self.memory_limit is None:
+            return None
+        return list(self.memory_limit) if isinstance(self.memory_limit, tuple) else [self.memory_limit] * self.p
 
 
 Generator = Callable[[Request], Program]

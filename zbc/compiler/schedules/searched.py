@@ -1,0 +1,149 @@
+"""Schedules found by search, for real op times and any memory limit.
+
+    name       placement   backward   limit on activations, unless the job gives one
+    zb-auto    linear      B, W       none ("1.0x" is ZB-1p, "2.0x" is ZB-2p of arXiv 2401.10241)
+    v-auto     V           B, W       none
+    v-half     V           B, W       half of 1F1B: (p+2)//2 units    arXiv 2405.15362
+    v-min      V           B, W       a third of 1F1B: (p+4)//3 units arXiv 2405.15362
+    1f1b-v     V           one op     none
+    looped-zb  looped      B, W       none; with "1.0x" the generalized interleaved schedule of arXiv 2503.01328
+
+Orders made by hand for the same placement (ZB-H1, ZB-H2, ZB-V, ...) are among the candidates, so what is found is never
+worse than one of them that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zbc.compiler.bounds import bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.schedules.lagged import between_h1_and_h2
+from zbc.compiler.schedules.looped import interleaved_1f1b
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.schedules.vshape import zb_v
+from zbc.compiler.search.engine import Engine, available
+from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.portfolio import Effort, search
+from zbc.compiler.search.problem import Problem
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+
+
+def zb_auto(request: Request) -> Program:
+    """One stage per rank."""
+    return _found("zb-auto", Placement.linear(request.p), request)
+
+
+def v_auto(request: Request) -> Program:
+    """Two stages per rank, down and up again."""
+    return _found("v-auto", Placement.vshape(request.p), request)
+
+
+def v_half(request: Request) -> Program:
+    """The V placement at half the activations of 1F1B."""
+    return _found("v-half", Placement.vshape(request.p), _at_most(request, (request.p + 2) // 2))
+
+
+def v_min(request: Request) -> Program:
+    """The V placement at a third of the activations of 1F1B."""
+    return _found("v-min", Placement.vshape(request.p), _at_most(request, (request.p + 4) // 3))
+
+
+def one_f_one_b_v(request: Request) -> Program:
+    """The V placement with backwards in one piece."""
+    return _found("1f1b-v", Placement.vshape(request.p), request, split=False)
+
+
+def looped_zb(request: Request) -> Program:
+    """Interleaved stages with backwards split."""
+    return _found("looped-zb", Placement.looped(request.p, request.v), request)
+
+
+def _at_most(request: Request, units: float) -> Request:
+    """The request with a limit of `units` per rank, or the tighter one it has."""
+    given = request.limits()
+    return replace(request, memory_limit=tuple(min(units, limit) for limit in given) if given else float(units))
+
+
+def _found(name: str, placement: Placement, request: Request, *, split: bool = True) -> Program:
+    costs = request.costs or Costs.uniform(placement)
+    costs = costs if split else _whole(costs)
+    problem = Problem.make(placement, costs, request.m, request.limits())
+    _check_feasible(name, problem, request)
+    engine = Engine(available())
+    target = bounds(placement, costs, request.m, request.limits())
+    best = search(
+        problem,
+        request.objective,
+        Effort.seconds(request.budget, engine, request.seed),
+        engine,
+        orders=_by_hand(problem, placement, request, split),
+        target=target.makespan if request.objective == "makespan" else target.span,
+    )
+    if best is None:  # one_by_one always fits
+        raise ZbcError("E303", f"schedule: {name} found no order")
+    program = problem.program(best.order, name)
+    return program if split else _join(program)
+
+
+def _whole(costs: Costs) -> Costs:
+    """Backward in one piece, as a B that does everything and a W that does nothing."""
+    zero = (0.0,) * costs.stages
+    return replace(costs, b=tuple(b + w for b, w in zip(costs.b, costs.w, strict=True)), w=zero, act_w=zero)
+
+
+def _join(program: Program) -> Program:
+    ranks = [
+        tuple(op._replace(kind=Kind.BW) if op.kind is Kind.B else op for op in ops if op.kind is not Kind.W)
+        for ops in program.ranks
+    ]
+    return replace(program, ranks=tuple(ranks))
+
+
+def _check_feasible(name: str, problem: Problem, request: Request) -> None:
+    """Raise E303 with the smallest limit that works."""
+    needs = least(problem)
+    short = [r for r in range(problem.p) if needs[r] > problem.limit[r] + 1e-6]
+    if short:
+        rank = max(short, key=lambda r: needs[r] - problem.limit[r])
+        text = f"does not fit: rank {rank} holds {needs[rank]:.6g} activation units for one microbatch alone"
+        text += f", its limit is {problem.limit[rank]:.6g}"
+        share = max(needs) / request.p
+        hint = f'the smallest memory_limit for {name} here is "{_round_up(share)}x"'
+        raise ZbcError("E303", text, hint=hint)
+
+
+def _round_up(share: float) -> str:
+    """A decimal not below `share`, short enough to type."""
+    digits = f"{share:.6f}"
+    return (digits if float(digits) >= share - 1e-9 else f"{share + 1e-6:.6f}").rstrip("0").rstrip(".")
+
+
+def _by_hand(
+    problem: Problem, placement: Placement, request: Request, split: bool
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Orders for this placement that need no search."""
+    plain = Request(request.p, request.m, placement.stages // placement.ranks)
+    programs: list[Program] = []
+    if placement == Placement.linear(request.p):
+        programs += between_h1_and_h2(plain)
+    elif placement == Placement.vshape(request.p):
+        programs.append(zb_v(plain))
+    elif placement == Placement.looped(request.p, plain.v):
+        programs.append(interleaved_1f1b(plain))
+    for program in programs:
+        yield program.history[0], _numbers(problem, program)
+    yield "one by one", one_by_one(problem)
+
+
+def _numbers(problem: Problem, program: Program) -> list[int]:
+    """A program as a rank-major order; a BW counts as B and W."""
+    kinds = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
+    per_kind = problem.n_stages * problem.m
+
+    def number(kind: int, op: Op) -> int:
+        return kind * per_kind + op.stage * problem.m + op.mb
+
+    return [number(kind, op) for ops in program.ranks for op in ops for kind in kinds[op.kind]]

@@ -1,0 +1,160 @@
+"""One problem, its engine, and the best orders seen so far: what every search step works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zbc.compiler.search.engine import Engine
+from zbc.compiler.search.keys import Decoder, Genes
+from zbc.compiler.search.problem import Problem
+
+TINY = 1e-9
+# What a step costs in op visits, so that one budget counts them all alike.
+LIST_VISITS = 10
+MOVE_VISITS = 1
+
+
+Recipe = Genes | tuple[float, ...]  # genes, or the knobs of a policy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A feasible rank-major order and what it costs, in ms."""
+
+    span: float
+    makespan: float
+    order: tuple[int, ...]
+    origin: str
+    recipe: Recipe | None = None  # how to make it again for another number of microbatches
+
+    def cost(self, objective: str) -> float:
+        return self.makespan if objective == "makespan" else self.span
+
+    def rank(self, objective: str) -> tuple[float, float]:
+        """Sort key: the objective, then the other step time."""
+        return self.cost(objective), self.span if objective == "makespan" else self.makespan
+
+
+class Bench:
+    """Evaluates candidates of one problem and keeps the best of each origin.
+
+    `spent` counts op visits; it depends only on what was tried, never on the clock.
+    """
+
+    KEEP = 8
+
+    def __init__(self, problem: Problem, engine: Engine, objective: str) -> None:
+        self.problem, self.engine, self.objective = problem, engine, objective
+        self.decoder = Decoder(problem)
+        self.found: list[Candidate] = []  # best first
+        self.spent = 0
+        n = engine.numbers
+        self._times = (n(problem.f), n(problem.b), n(problem.w), n(problem.lag))
+        self._memory = (n(problem.keep_b), n(problem.keep_w), n(problem.limit))
+        self._rank, self._stages = n(problem.rank), n(problem.stages)
+        # The list scheduler admits by what F needs; where B leaves more than it frees, its result has to be checked.
+        self._grows = any(w > b for b, w in zip(problem.keep_b, problem.keep_w, strict=True))
+        self._first_b, self._reserves = n(problem.first_b()), n(problem.reserves())
+        self._order = n([0] * problem.size)
+        self._end = n([0.0] * problem.size)
+        self._plain = (n([0.0] * problem.n_stages), n([0.0] * problem.n_stages), n([problem.m] * problem.n_stages))
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return self.problem.p, self.problem.m, self.problem.v
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.found[0] if self.found else None
+
+    def decode(self, recipe: Recipe, origin: str) -> Candidate | None:
+        """The schedule of a gene vector or of a list-scheduler policy; None if the decoder gets stuck."""
+        if not isinstance(recipe, Genes):
+            return self._listed(list(recipe), self._plain, origin, recipe)
+        key_f, key_b = self.decoder.keys(recipe)
+        n = self.engine.numbers
+        keys = (n(key_f), n(key_b), n(self.decoder.caps(recipe, key_f, key_b)))
+        return self._listed(self.decoder.knobs(recipe), keys, origin, recipe)
+
+    def _listed(self, knobs: list[float], keys: Any, origin: str, recipe: Recipe) -> Candidate | None:
+        self.spent += LIST_VISITS * self.problem.size
+        status, span, makespan = self.engine.list_schedule(
+            *self._shape,
+            self._rank,
+            self._stages,
+            *self._times,
+            *self._memory,
+            self._first_b,
+            self._reserves,
+            self.engine.numbers(knobs),
+            *keys,
+            self._order,
+        )
+        if status or (self._grows and not self.fits(self._order)):
+            return None
+        return self._keep(span, makespan, self._order, origin, recipe)
+
+    def order(self, order: Sequence[int], origin: str) -> Candidate | None:
+        """An order made elsewhere; None if it cannot finish or needs more memory than allowed."""
+        if not self.fits(order):
+            return None
+        self.spent += MOVE_VISITS * self.problem.size
+        given = self.engine.numbers(list(order))
+        status, span, makespan = self.engine.evaluate(*self._shape, self._rank, *self._times, given, self._end)
+        return None if status else self._keep(span, makespan, given, origin, None)
+
+    def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
+        """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""
+        problem = self.problem
+        n = self.engine.numbers
+        order, best = n(list(start.order)), n([0] * problem.size)
+        unit = sum(problem.f + problem.b + problem.w) / 3 / problem.n_stages or 1.0
+        _, used = self.engine.anneal(
+            *self._shape,
+            self._rank,
+            *self._times,
+            *self._memory,
+            order,
+            best,
+            moves,
+            hot * unit,
+            hot * unit / 10,
+            12,
+            seed,
+            self.objective == "makespan",
+            target,
+        )
+        self.spent += MOVE_VISITS * problem.size * int(used)
+        return self.order([int(op) for op in best], f"{start.origin}, annealed")
+
+    def fits(self, order: Sequence[int]) -> bool:
+        """Whether every rank keeps to its limit."""
+        problem = self.problem
+        n, per_rank = problem.n_stages, 3 * problem.v * problem.m
+        for r in range(problem.p):
+            held = 0.0
+            for op in order[r * per_rank : (r + 1) * per_rank]:
+                kind, s = divmod(int(op) // problem.m, n)
+                change = (problem.keep_b[s], problem.keep_w[s] - problem.keep_b[s], -problem.keep_w[s])[kind]
+                held += change
+                if held > problem.limit[r] + 1e-6:
+                    return False
+        return True
+
+    def _keep(self, span: float, makespan: float, order: Any, origin: str, recipe: Recipe | None) -> Candidate:
+        """Remember it if it is among the best of different cost."""
+        span, makespan = float(span), float(makespan)
+        candidate = Candidate(span, makespan, (), origin, recipe)
+        key = candidate.rank(self.objective)
+        worst = self.found[-1].rank(self.objective) if len(self.found) == self.KEEP else None
+        if worst is not None and key >= worst:
+            return candidate
+        if any(abs(span - c.span) < TINY and abs(makespan - c.makespan) < TINY for c in self.found):
+            return candidate
+        candidate = Candidate(span, makespan, tuple(int(op) for op in order), origin, recipe)
+        self.found.append(candidate)
+        self.found.sort(key=lambda c: c.rank(self.objective))
+        del self.found[self.KEEP :]
+        return candidate

@@ -1,0 +1,140 @@
+"""Schedules as a handful of numbers: when each stage's ops would run in a steady state, decoded by the list scheduler.
+
+A microbatch walks 2v legs of p stages each (v = 2: down, up, and the same way back). A gene vector says how much longer
+than its ops each step of a leg takes (`legs`, in mean op times), how long the microbatch rests between legs (`turns`),
+and how the decoder uses these times: a period, caps, what to do with gaps. Keys are then `start of op + i * period`, as
+the building blocks of arXiv 2405.15362 repeat every period, but at real op times, and the decoder fills warm-up,
+drain and every gap by itself. The vector does not depend on p, m or the times, so good ones carry over: see `learned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple, TypeVar
+
+from zbc.compiler.search.problem import Problem
+
+T = TypeVar("T")
+NEVER = 1e9  # release slack, in op times: start as early as possible
+
+
+class Genes(NamedTuple):
+    """See the module; times are in mean op times of the problem."""
+
+    legs: tuple[float, ...]  # 2v, extra time per step of a leg
+    turns: tuple[float, ...]  # 2v - 1, rest between two legs
+    cap: int  # -1: no cap on microbatches per stage; else that many more than the keys imply
+    w_gap: float
+    w_slack: float
+    first_b: float
+    look: float
+    w_memory: float
+    reserve: float
+    reserve_later: float
+    period: float  # times the work of the busiest rank per microbatch
+    release: float
+
+
+def _pick(rng: Random, options: Sequence[T]) -> T:
+    return options[int(rng.random() * len(options))]
+
+
+def _knobs(rng: Random) -> dict[str, float]:
+    return {
+        "cap": _pick(rng, (-1, -1, 0, 1, 2)),
+        "w_gap": _pick(rng, (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)),
+        "w_slack": _pick(rng, (0.0, 1.0)),
+        "first_b": _pick(rng, (99.0, 99.0, 0.0, 0.5, 1.0)),
+        "look": _pick(rng, (0.0, 0.0, 0.25, 0.5, 1.0)),
+        "w_memory": _pick(rng, (0.0, 1.0)),
+        "reserve": _pick(rng, (0.0, 0.5, 0.75, 1.0, 1.0, 1.0, 1.25)),
+        "reserve_later": _pick(rng, (0.0, 0.0, 0.0, 0.5, 1.0)),
+        "period": _pick(rng, (1.0, 1.0, 1.0, 1.05, 0.95)),
+        "release": _pick(rng, (NEVER, NEVER, 0.0, 1.0, 3.0, 6.0)),
+    }
+
+
+def random_genes(rng: Random, v: int) -> Genes:
+    """A fresh vector for v chunks per rank."""
+    if rng.random() < 0.3:
+        legs, turns = (0.0,) * (2 * v), (0.0,) * (2 * v - 1)
+    else:
+        legs = tuple(
+            _pick(rng, (0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0)) * _pick(rng, (0.5, 1.0, 1.0)) for _ in range(2 * v)
+        )
+        turns = tuple(_pick(rng, (0.0, 0.0, 0.5, 1.0, 2.0, 3.0)) for _ in range(2 * v - 1))
+    return Genes(legs, turns, **_knobs(rng))  # type: ignore[arg-type]
+
+
+def mutate(rng: Random, genes: Genes) -> Genes:
+    """A neighbour: one time moved or cleared, or one knob drawn anew."""
+    if rng.random() < 0.6:
+        times = [*genes.legs, *genes.turns]
+        j = int(rng.random() * len(times))
+        step = rng.random() + rng.random() + rng.random() - 1.5
+        times[j] = max(0.0, times[j] + step) if rng.random() < 0.8 else 0.0
+        split = len(genes.legs)
+        return genes._replace(legs=tuple(times[:split]), turns=tuple(times[split:]))
+    knobs = _knobs(rng)
+    name = _pick(rng, list(knobs))
+    return genes._replace(**{name: knobs[name]})  # type: ignore[arg-type]
+
+
+class Decoder:
+    """Turns genes into what `list_schedule` reads, for one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        n = problem.n_stages
+        self.unit = sum(problem.f) / n or sum(problem.b) / n or 1.0
+        per_microbatch = [0.0] * problem.p
+        for s in range(n):
+            per_microbatch[problem.rank[s]] += problem.f[s] + problem.b[s] + problem.w[s]
+        self.period = max(per_microbatch)
+        self._steps = [
+            length + lag
+            for length, lag in zip(
+                [*problem.f, *reversed(problem.b)][:-1],
+                [*problem.lag[1:], 0.0, *reversed(problem.lag[1:])],
+                strict=True,
+            )
+        ]
+
+    def keys(self, genes: Genes) -> tuple[list[float], list[float]]:
+        """Start of F and of B of each stage for microbatch 0."""
+        p, n = self.problem.p, self.problem.n_stages
+        starts = [0.0]
+        for i, step in enumerate(self._steps, start=1):
+            leg, place = divmod(i, p)
+            extra = genes.legs[leg] if place else genes.turns[leg - 1]
+            starts.append(starts[-1] + step + self.unit * extra)
+        return starts[:n], starts[n:][::-1]
+
+    def caps(self, genes: Genes, key_f: Sequence[float], key_b: Sequence[float]) -> list[int]:
+        """Most microbatches between F and B per stage: as many as overlap in the steady state, and `genes.cap` more."""
+        problem = self.problem
+        if genes.cap < 0:
+            return [problem.m] * problem.n_stages
+        period = self.period * genes.period or 1.0
+        return [
+            max(1, min(problem.m, -int(-(end + length - start) // period) + genes.cap))
+            for start, end, length in zip(key_f, key_b, problem.b, strict=True)
+        ]
+
+    def knobs(self, genes: Genes) -> list[float]:
+        """The policy vector of `list_schedule`, mode 3."""
+        return [
+            3.0,
+            genes.w_gap,
+            genes.w_slack,
+            genes.first_b,
+            genes.look,
+            0.0,
+            0.0,
+            genes.w_memory,
+            genes.reserve,
+            genes.reserve_later,
+            self.period * genes.period,
+            genes.release * self.unit,
+        ]
