@@ -227,7 +227,7 @@ LEFT = {
 @pytest.mark.parametrize("ops", LEFT)
 def test_work_left_behind_is_named(ops):
     error = fails(plan_of([ops], ONE, 1))
-    assert error.code == "E703" and LEFT[ops] in error.message and error.where == "rank 0 after step 0"
+    assert error.code == "E703" and LEFT[ops] in error.message and error.where == "rank 0 after step 1"
 
 
 def test_an_unsent_output_is_named_where_nobody_waits_for_it():
@@ -272,7 +272,7 @@ def test_an_exception_keeps_its_type_and_names_rank_step_and_op():
     (note,) = error.__notes__
     op = Op(Kind.F, 0, 1)
     index = plan.program.ranks[0].index(op)
-    assert note == f"while rank 0 ran op {index} of {len(plan.program.ranks[0])} of step 1: F s0 m1"
+    assert note == f"while rank 0 ran op {index} of {len(plan.program.ranks[0])} of step 2: F s0 m1"
 
 
 def test_a_failing_rank_ends_every_thread():

@@ -16,6 +16,7 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
     """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
 
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
+    `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
     Raises E703 if the plan leaves something unused behind or does not agree on the result.
     """
     progress, script, now = worker.progress, worker.script, time.monotonic
@@ -28,7 +29,7 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
             progress.index, progress.op, progress.since = index, text, now()
             handler(worker, op)
     except Exception as error:
-        place = f"op {progress.index} of {progress.total} of step {step}"
+        place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while rank {worker.plan.rank} ran {place}: {progress.op}")
         raise
     verdict = _finish(worker)
@@ -46,7 +47,7 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
 
 def _finish(worker: Worker) -> Verdict:
     """Check that the step used up everything, and wait until what was sent has arrived."""
-    where = f"rank {worker.plan.rank} after step {worker.step}"
+    where = f"rank {worker.plan.rank} after step {worker.step + 1}"
     if worker.verdict is None:
         text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
         raise ZbcError("E703", text, where=where)
