@@ -151,6 +151,11 @@ def test_layers_that_share_a_parameter_are_refused():
     assert error.code == "E508" and "layers.0 and layers.2 share a parameter" in error.message
 
 
+def test_layers_that_exchange_gradients_themselves_are_refused_when_they_are_built():
+    error = error_of(user("wrapped")[1].build, 0)
+    assert error.code == "E507" and "layers.1.0 uses FSDPModule" in error.message
+
+
 def test_factories_are_found_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "my_own_net.py").write_text("def layers(n):\n    return [n]\n")
     monkeypatch.chdir(tmp_path)

@@ -272,10 +272,7 @@ def test_what_is_left_alone_gets_its_gradient_in_b(why):
 
 
 def test_wrapped_layers_are_refused_with_the_reason():
-    class FSDPModule(nn.Linear):
-        """As torch makes them: the name is all there is to see without importing FSDP."""
-
-    for layer in (FSDPModule(3, 3), nn.Sequential(nn.ReLU(), FSDPModule(3, 3))):
+    for layer in (user_models.FSDPModule(3, 3), nn.Sequential(nn.ReLU(), user_models.FSDPModule(3, 3))):
         with pytest.raises(ZbcError) as caught:
             refuse_wrapped("layers.2", layer)
         assert caught.value.code == "E507" and "layers.2" in caught.value.message

@@ -222,6 +222,14 @@ def bad_builders():
     return [lambda: "not a module"] * 4
 
 
+class FSDPModule(nn.Linear):
+    """As torch makes them: the name is all there is to see without importing FSDP."""
+
+
+def wrapped():
+    return [nn.Linear(8, 8), lambda: nn.Sequential(FSDPModule(8, 8)), nn.ReLU(), nn.ReLU()]
+
+
 NOT_CALLABLE = 3
 
 

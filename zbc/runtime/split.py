@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, slot: Slot) -> Tensor:
-        ctx.slot, ctx.shape, ctx.dtype, ctx.weight, ctx.bias = slot, x.shape, x.dtype, weight, bias
+        ctx.slot, ctx.shape, ctx.weight, ctx.bias = slot, x.shape, weight, bias
         multiplier = weight
         if low is not None:
             multiplier, x = low, x.to(low.dtype)
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, multiplier = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape).to(ctx.dtype)
+        grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape)  # autograd casts it to x's type
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
         if not ctx.slot.split:
