@@ -1,0 +1,117 @@
+"""What the ranks of a run tell each other besides tensors: who they are, where they are, who failed first.
+
+All of it lives under a few keys of the TCPStore that the run was started with. A store connection serves one call at a
+time and some calls block, so every thread that takes part holds a `Board` on a connection of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from zbc.errors import ZbcError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but without saying that it exports it
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One sign of life of a rank. `count` grows with each; `seconds` is how long it has been in `op` by then."""
+
+    count: int
+    step: int
+    index: int
+    total: int  # 0 while the rank starts or ends, and `op` says what it does
+    op: str
+    waiting: bool
+    seconds: float
+
+
+class Board:
+    """One thread's view of the shared table."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self.rank, self.ranks = store, rank, ranks
+        self._heard: set[int] = set()
+
+    def beat(self, beat: Beat) -> None:
+        """Publish a sign of life; does not wait for the store."""
+        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+
+    def beats(self) -> dict[int, Beat]:
+        """The last sign of life of every rank that gave one."""
+        missing = [rank for rank in range(self.ranks) if rank not in self._heard]
+        self._heard.update(rank for rank in missing if self._store.check([f"beat/{rank}"]))
+        known = sorted(self._heard)
+        texts = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
+        return {rank: Beat(**json.loads(text)) for rank, text in zip(known, texts, strict=True)}
+
+    def claim(self) -> bool:
+        """Whether this rank is the first to report a failure; all others stay silent."""
+        return self._store.compare_set("failed", "", str(self.rank)) == str(self.rank).encode()
+
+    def failed(self) -> int | None:
+        """The rank whose claim it is to report a failure."""
+        return int(self._store.get("failed")) if self._store.check(["failed"]) else None
+
+    def reported(self) -> bool:
+        """Whether it has done so, and the run may end."""
+        return self._store.check(["reported"])
+
+    def report(self) -> None:
+        self._store.set("reported", "")
+        self._store.get("reported")  # `set` does not wait for the store, and this process is about to end
+
+    def ask_stop(self, reason: str) -> None:
+        """Leave word why this rank asks the run to stop; the request itself travels with VALIDATE."""
+        self._store.compare_set("stop", "", reason)
+
+    def stop_reason(self) -> str | None:
+        return self._store.get("stop").decode() if self._store.check(["stop"]) else None
+
+    def meet(self, name: str, limit: timedelta, say: str = "") -> list[str]:
+        """Wait until every rank is here; what each had to say."""
+        self._store.set(f"{name}/{self.rank}", say)
+        keys = [f"{name}/{rank}" for rank in range(self.ranks)]
+        self._store.wait(keys, limit)
+        return [text.decode() for text in self._store.multi_get(keys)]
+
+    def agree(self, identity: Mapping[str, str], limit: timedelta) -> None:
+        """Wait until every rank has said the same `identity`. Raises E605 that names the ranks that differ."""
+        said = [json.loads(text) for text in self.meet("identity", limit, json.dumps(dict(identity)))]
+        for name in identity:
+            _check_same(name, [str(one.get(name)) for one in said])
+
+
+def _check_same(name: str, values: list[str]) -> None:
+    usual, _ = Counter(values).most_common(1)[0]
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    if odd:
+        who = ", ".join(f"rank {rank} has {values[rank]}" for rank in odd)
+        text = f"run: the ranks differ in {name}: {who}, the others {usual}"
+        raise ZbcError("E605", text, hint="give every machine the same plan directory and the same environment")
+
+
+Connect = Callable[[], "Store"]  # a new connection to the store of this run
+
+
+def connector(host: str, port: int, prefix: str) -> Connect:
+    """How to reach the store of a run; `prefix` keeps the restarts of a run apart."""
+
+    def connect() -> Store:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
+        return prefixed(prefix, store)
+
+    return connect
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """`store` with all keys under `prefix`."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

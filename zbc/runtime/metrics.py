@@ -1,0 +1,167 @@
+"""The numbers of a run: one JSON object per step in the run directory, and a line for the console now and then.
+
+    runs/plan-1/
+      run.json         what ran: plan, schedule, ranks, settings, prediction
+      metrics.jsonl    one line per step, complete at any moment
+
+Rank 0 writes; every number of a step is the same on all ranks, so the loss is there wherever the last stage lives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+import zbc
+from zbc.errors import ZbcError
+from zbc.plan import Manifest
+from zbc.runtime.progress import StepResult
+from zbc.text import percent, short, size
+
+METRICS, RUN = "metrics.jsonl", "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a run is, besides its plan."""
+
+    plan: Path
+    steps: int
+    device: str
+    processes: list[str]  # per rank, host:pid
+
+
+class RunLog:
+    """The run directory while the run lasts, as a context manager."""
+
+    def __init__(self, manifest: Manifest, settings: RunSettings, out: Path | None) -> None:
+        """Make the directory: `out`, or the first free `<log.dir>/<plan name>-<n>`.
+
+        Raises E606 if it cannot be written, E607 if `out` holds a run already.
+        """
+        self._manifest, self._settings, self._steps = manifest, settings, settings.steps
+        self._log, self._lr = manifest.training["log"], manifest.training["optimizer"]["lr"]
+        seq_len = manifest.planning["model"].get("seq_len")
+        self._unit = "samples" if seq_len is None else "tokens"
+        self._per_step = manifest.microbatches * manifest.microbatch_size * (seq_len or 1)
+        try:
+            self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
+            (self.folder / RUN).write_text(json.dumps(self._about(), indent=1) + "\n", encoding="utf-8")
+            self._file: TextIO = (self.folder / METRICS).open("x", encoding="utf-8")
+        except OSError as error:
+            place = error.filename or out or self._log["dir"]
+            text = f"run: cannot write the run directory {place}: {error.strerror}"
+            raise ZbcError("E606", text, hint="choose another one with --out DIR") from None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def headline(self) -> str:
+        m = self._manifest
+        ranks = _count(m.ranks, f"{self._settings.device} rank")
+        work = f"{_count(m.microbatches, 'microbatch', 'microbatches')} of {m.microbatch_size}"
+        return f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
+
+    def record(self, result: StepResult) -> str | None:
+        """Write a step down; its line for the console, if it is a step to show."""
+        numbers = self._numbers(result)
+        text = json.dumps({key: _plain(value) for key, value in numbers.items()})
+        self._file.write(text + "\n")
+        self._file.flush()
+        step = numbers["step"]
+        shown = step in (1, self._steps) or step % self._log["every"] == 0 or result.stop
+        return self._line(numbers) if shown else None
+
+    def _numbers(self, result: StepResult) -> dict[str, Any]:
+        rate = self._per_step / result.seconds if result.seconds > 0 else math.nan
+        busy = max(result.busy_seconds)
+        return {
+            "step": result.step + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "lr": self._lr,
+            f"{self._unit}_per_s": rate,
+            "step_ms": 1e3 * result.seconds,
+            "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
+            "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
+            "peak_bytes": list(result.peak_bytes),
+        }
+
+    def _line(self, numbers: dict[str, Any]) -> str:
+        width = len(str(self._steps))
+        peak = max(numbers["peak_bytes"])
+        parts = [
+            f"step {numbers['step']:{width}d}/{self._steps}",
+            f"loss {numbers['loss']:.4f}",
+            f"grad norm {numbers['grad_norm']:.4g}" + (" SKIPPED" if numbers["skipped"] else ""),
+            f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
+            f"{numbers['step_ms']:.1f} ms",
+            f"bubble {percent(numbers['bubble_rate_makespan'])}",
+            f"peak {size(peak)} (rank {numbers['peak_bytes'].index(peak)})",
+        ]
+        return "  ".join(parts)
+
+    def _about(self) -> dict[str, Any]:
+        m = self._manifest
+        return {
+            "format": "zbc-run",
+            "version": 1,
+            "plan": m.id,
+            "plan_folder": str(self._settings.plan),
+            "schedule": m.schedule,
+            "ranks": m.ranks,
+            "stages": m.stages,
+            "microbatches": m.microbatches,
+            "microbatch_size": m.microbatch_size,
+            "steps": self._steps,
+            "device": self._settings.device,
+            "processes": self._settings.processes,
+            "zbc_version": zbc.__version__,
+            "torch_version": torch.__version__,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "training": m.training,
+            "predicted": m.predicted,
+        }
+
+
+def _make(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    n = 1
+    while True:
+        folder = parent / f"{name}-{n}"
+        try:
+            folder.mkdir()  # fails if it exists, so two runs that start together get two directories
+        except FileExistsError:
+            n += 1
+        else:
+            return folder
+
+
+def _use(out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / METRICS).exists():
+        text = f"run: {out} holds the metrics of another run"
+        raise ZbcError("E607", text, hint="choose another directory with --out, or remove this one")
+    return out
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

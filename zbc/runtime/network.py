@@ -1,0 +1,186 @@
+"""Tensors between processes: torch.distributed with gloo (CPU) or NCCL (CUDA).
+
+Every ordered pair of ranks that exchange tensors has a 2-rank process group of its own. With one communicator per
+*unordered* pair even 1F1B has a cycle of waits on NCCL; with one per direction it has none, and the messages of a
+direction are FIFO, which is what the compiler proves. On gloo each message of a step also has its own tag: a plan whose
+order is wrong hangs, where the watchdog sees it, instead of handing a tensor to the wrong receive.
+
+On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead until
+VALIDATE reads its result.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Message, Placement
+from zbc.plan import Manifest
+from zbc.runtime.sends import EventSends, Sends, ThreadSends
+
+_MAX_TAG = 2**31
+
+
+def bind_loopback() -> None:
+    """All ranks are on this machine: keep gloo off its network. Has to come before the process group."""
+    names = {name for _, name in socket.if_nameindex()}
+    for name in ("lo", "lo0"):
+        if name in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
+
+
+def directions(placement: Placement) -> list[tuple[int, int]]:
+    """The ordered pairs (from, to) of ranks between which tensors travel, in the order all ranks create groups."""
+    pairs = {
+        pair
+        for stages in placement.pipes
+        for a, b in pairwise(stages)
+        if a != b
+        for pair in ((a, b), (b, a))  # outputs one way, gradients the other
+    }
+    return sorted(pairs)
+
+
+def gatherings(placement: Placement) -> list[tuple[int, ...]]:
+    """The sets of ranks that sum over something, besides all ranks: the holders of each replicated stage."""
+    holders = {tuple(sorted(set(placement.holders(stage)))) for stage in range(placement.stages)}
+    return sorted(ranks for ranks in holders if 1 < len(ranks) < placement.ranks)
+
+
+class Network:
+    """One rank's end; a `Transport`. `dist.init_process_group` has run, and all ranks build theirs together."""
+
+    def __init__(self, manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
+        placement = manifest.to_placement()
+        self.rank = dist.get_rank()
+        self._manifest, self._nccl = manifest, device.type == "cuda"
+        self._pairs: dict[tuple[int, int], Any] = {}
+        for pair in directions(placement):
+            group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
+            if self.rank in pair:
+                self._pairs[pair] = group
+        self._sums: dict[tuple[int, ...], Any] = {tuple(range(placement.ranks)): dist.group.WORLD}
+        for ranks in gatherings(placement):
+            self._sums[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        self._posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self._sends: Sends = EventSends() if self._nccl else ThreadSends()
+        self._size = 2 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
+        if self._size > _MAX_TAG:
+            raise ZbcError("E703", f"run: {self._size} messages in one step are more than gloo has tags for")
+        self._connect(device)
+
+    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+        tensor = tensor.contiguous()
+        lost = self._lost(str(message.send), f">r{peer}", peer)
+        try:
+            work = dist.isend(tensor, peer, self._pair(self.rank, peer), tag=self._tag(message))
+        except RuntimeError as error:
+            raise lost(error) from error
+        self._sends.add(_started(work), tensor, lost)
+
+    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+        if message in self._posted:
+            raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
+        try:
+            work = dist.irecv(buffer, peer, self._pair(peer, self.rank), tag=self._tag(message))
+        except RuntimeError as error:
+            raise self._lost(str(message.recv), f"<r{peer}", peer)(error) from error
+        self._posted[message] = _started(work), buffer, peer
+
+    def wait(self, message: Message) -> Tensor:
+        try:
+            work, buffer, peer = self._posted.pop(message)
+        except KeyError:
+            text = f"run: {message.recv} is needed but was not posted"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(str(message.recv), f"<r{peer}", peer)(error) from error
+        return buffer
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        if len(ranks) == 1:
+            return
+        group = self._sums.get(ranks)
+        if group is None:
+            raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+            text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
+            raise ZbcError("E702", text, details=[_first_line(error)]) from error
+
+    def finish_step(self) -> None:
+        if self._posted:
+            names = ", ".join(str(message.recv) for message in self._posted)
+            raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
+        self._sends.drain()
+
+    def close(self) -> None:
+        self._sends.close()
+        self._pairs.clear()
+        self._sums.clear()
+
+    def _pair(self, source: int, target: int) -> Any:
+        try:
+            return self._pairs[source, target]
+        except KeyError:
+            text = f"run: the placement has no way from rank {source} to rank {target}"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+
+    def _tag(self, message: Message) -> int:
+        """A number of its own for each message of a step. NCCL has no tags."""
+        if self._nccl:
+            return 0
+        forward, stage, mb, pipe, part = message
+        manifest = self._manifest
+        index = (stage * 2 + forward) * manifest.microbatches + mb
+        return (index * len(manifest.placement[0]) + pipe) * manifest.slices + part
+
+    def _lost(self, op: str, peer_text: str, peer: int) -> Callable[[BaseException], ZbcError]:
+        def explain(error: BaseException) -> ZbcError:
+            text = f"run: rank {self.rank} lost rank {peer} at {op} {peer_text}"
+            return ZbcError("E702", text, details=[_first_line(error)])
+
+        return explain
+
+    def _connect(self, device: torch.device) -> None:
+        """Send one number each way, pair by pair in one order.
+
+        NCCL builds a communicator at its first use and both ends block meanwhile: done on the way, that is a wait the
+        plan knows nothing of.
+        """
+        number = torch.zeros(1, device=device)
+        for source, target in sorted(self._pairs):
+            peer = target if source == self.rank else source
+            start = dist.isend if source == self.rank else dist.irecv
+            try:
+                _started(start(number, peer, self._pairs[source, target])).wait()
+            except RuntimeError as error:
+                raise self._lost("the first contact", f"with rank {peer}", peer)(error) from error
+        _ = dist.all_reduce(number)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise ZbcError("E703", "run: a rank outside of a process group used it")
+    return work
+
+
+def _first_line(error: BaseException) -> str:
+    """What the backend says, without the place in its own sources and without its advice."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.split(r"\. (?=[A-Z])", re.sub(r"^\[\S+:\d+\] ", "", first))[0][:200]

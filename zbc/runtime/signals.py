@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM: the first asks, a second one insists.
+
+Python runs signal handlers in the main thread between two bytecodes, and a rank's main thread may be inside a transfer
+for as long as a peer takes. The operating system's handler, though, writes to the wakeup descriptor at once, and a
+thread reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """A context in which the first signal calls `asked(name)` and a later one `insisted(name)`, in a thread.
+
+    `apart`: seconds before another signal counts as a second one. A launcher forwards a Ctrl-C that its children got
+    from the terminal already. Outside of the main thread, where signals cannot be handled, this does nothing.
+    """
+
+    def __init__(self, asked: Callable[[str], None], insisted: Callable[[str], None], *, apart: float = 1.0) -> None:
+        self._asked, self._insisted, self._apart = asked, insisted, apart
+        self._active = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Signals:
+        if self._active:
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._old = [signal.signal(number, _nothing) for number in _HANDLED]
+            self._thread = threading.Thread(target=self._watch, name="zbc-signals", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._active:
+            for number, handler in zip(_HANDLED, self._old, strict=True):
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._old_fd)
+            os.close(self._write)
+            self._thread.join()
+            os.close(self._read)
+
+    def _watch(self) -> None:
+        first: float | None = None
+        while byte := os.read(self._read, 1):
+            if byte[0] not in _HANDLED:
+                continue
+            now, name = time.monotonic(), signal.Signals(byte[0]).name
+            if first is None:
+                first = now
+                self._asked(name)
+            elif now - first > self._apart:
+                self._insisted(name)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A Python handler has to be installed for the wakeup descriptor to be written to."""

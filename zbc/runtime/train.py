@@ -1,0 +1,199 @@
+"""One rank of a run from its first connection to its last step, however its process was started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+import zbc
+from zbc.errors import EXIT_BUG, ZbcError
+from zbc.plan import Manifest, read_manifest, read_rank
+from zbc.runtime.board import Board, Connect, prefixed
+from zbc.runtime.execute import run_step
+from zbc.runtime.metrics import RunLog, RunSettings
+from zbc.runtime.network import Network
+from zbc.runtime.state import Worker
+from zbc.runtime.watchdog import Watchdog, in_time
+from zbc.runtime.worker import build_worker
+
+
+class RankFailed(Exception):
+    """An exception that zbc did not foresee, with its traceback as text: it comes from another process."""
+
+    exit_code = EXIT_BUG
+
+    def render(self) -> str:
+        return str(self)
+
+
+Failure = ZbcError | RankFailed
+
+
+@dataclass
+class StopFlag:
+    """Why this process was asked to stop; the rank looks at it between steps."""
+
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in the run, made by what started its process."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    connect: Connect
+    emit: Callable[[str], None]  # takes the lines rank 0 shows
+    report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
+    leave: Callable[[Failure], NoReturn]  # ends this process in silence: another rank reports
+    stop: StopFlag = field(default_factory=StopFlag)
+
+    def board(self) -> Board:
+        return Board(self.connect(), self.rank, self.ranks)
+
+
+def run_rank(folder: Path, seat: Seat, *, steps: int | None = None, out: Path | None = None) -> str | None:
+    """Train; returns why the run was stopped before its last step, None if it was not.
+
+    `steps` overrides the plan's. What goes wrong ends the process through `seat`, never with an exception.
+    """
+    watchdog: Watchdog | None = None
+    try:
+        manifest = read_manifest(folder)
+        lost = ZbcError("E702", f"run: rank {seat.rank} ends because another rank failed")
+        watchdog = Watchdog(
+            seat.board,
+            rank=seat.rank,
+            ranks=seat.ranks,
+            limit=float(manifest.training["train"]["watchdog_s"]),
+            hung=seat.report,
+            orphaned=lambda: seat.leave(lost),
+        )
+        watchdog.start()
+        return _run(folder, manifest, seat, watchdog, steps, out)
+    except Exception as error:
+        _give_up(error, seat, watchdog)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _run(
+    folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, steps: int | None, out: Path | None
+) -> str | None:
+    steps = int(manifest.training["train"]["steps"]) if steps is None else steps
+    # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
+    limit = timedelta(seconds=600 + 4 * watchdog.limit)
+    board = seat.board()
+    watchdog.phase("waiting for all ranks to start", waiting=True)
+    board.agree(_identity(manifest, steps), limit)
+    processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
+    plan = read_rank(folder, seat.rank, manifest)
+    watchdog.phase("connecting to its peers", waiting=True)
+    backend = "nccl" if seat.device.type == "cuda" else "gloo"
+    store = prefixed("groups", seat.connect())
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
+    network = Network(manifest, seat.device, limit)
+    watchdog.phase("building its stages")
+    worker = build_worker(plan, network, seat.device)
+    watchdog.phase("waiting for all ranks to build their stages", waiting=True)
+    board.meet("built", limit)
+    watchdog.watch(worker.progress)
+    settings = RunSettings(folder, steps, seat.device.type, processes)
+    with RunLog(manifest, settings, out) if seat.rank == 0 else nullcontext() as log:
+        stopped = _train(worker, board, seat, steps, log)
+    watchdog.phase("ending")
+    board.meet("ended", limit)
+    network.close()
+    dist.destroy_process_group()
+    return stopped
+
+
+def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | None) -> str | None:
+    if log is not None:
+        seat.emit(log.headline())
+    told = False
+    for step in range(steps):
+        reason = seat.stop.reason
+        if reason is not None and not told:
+            board.ask_stop(reason)
+            told = True
+        result = run_step(worker, step, stop=told)
+        line = None if log is None else log.record(result)
+        if line is not None:
+            seat.emit(line)
+        if result.stop and step + 1 < steps:
+            reason = board.stop_reason() or "another rank"
+            if log is not None:
+                seat.emit(f"stopped after step {step + 1} (asked by {reason})")
+            return reason
+    return None
+
+
+def _identity(manifest: Manifest, steps: int) -> dict[str, str]:
+    """What has to be the same on all ranks."""
+    return {
+        "plan id": manifest.id,
+        "plan.json (sha256)": manifest.sha256,
+        "zbc version": zbc.__version__,
+        "torch version": torch.__version__,
+        "steps": str(steps),
+    }
+
+
+# ---- when it fails -------------------------------------------------------------------------------------------
+
+
+def _give_up(error: Exception, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
+    """End the process: the first rank that fails reports why, all others follow in silence."""
+    failure = explain(error, seat.rank)
+    claimed = in_time(lambda: seat.board().claim(), 5.0)
+    if claimed is False:
+        if watchdog is not None:
+            watchdog.await_report()
+        seat.leave(failure)
+    if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
+        gone = watchdog.await_silence()
+        rows, _ = watchdog.rows()
+        failure = _with_details(failure, [rows[rank] for rank in gone])
+    seat.report(failure)
+
+
+def explain(error: Exception, rank: int) -> Failure:
+    """The error as a user sees it; an op's exception names rank, op and step, and shows the user's own frames."""
+    notes = list(getattr(error, "__notes__", []))
+    if isinstance(error, ZbcError):
+        return _with_details(error, notes)
+    if not any(note.startswith("while rank") for note in notes):
+        return RankFailed(f"rank {rank} failed\n" + "".join(traceback.format_exception(error)))
+    hint = None
+    if isinstance(error, torch.OutOfMemoryError):
+        hint = "a smaller microbatch_size, or a schedule that keeps fewer activations: `zbc compare` lists their peaks"
+    shown = f"{type(error).__name__}: {error}".splitlines()
+    details = [*shown[1:], *notes, *_frames(error)]
+    return ZbcError("E703", f"run: rank {rank} failed: {shown[0]}", hint=hint, details=details)
+
+
+def _with_details(error: ZbcError, more: list[str]) -> ZbcError:
+    if not more:
+        return error
+    return ZbcError(error.code, error.message, where=error.where, hint=error.hint, details=[*error.details, *more])
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The traceback without frames of zbc's runtime and of torch; the innermost frame always."""
+    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    chosen = [frame for frame in frames[:-1] if not frame.filename.startswith(ours)] + list(frames[-1:])
+    return [line for text in traceback.format_list(chosen) for line in text.rstrip("\n").split("\n")]

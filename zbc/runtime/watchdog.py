@@ -1,0 +1,237 @@
+"""A thread beside each rank that says where the rank is, listens to the others, and ends a run that stands still.
+
+A rank that waits cannot tell whether the one it waits for is slow, stuck or gone. The watchdogs can: each publishes the
+op its rank is in and for how long. When for `limit` seconds no rank has begun another op, the first to notice reports
+where every rank is. A rank whose watchdog is silent too (stopped, swapped out, its machine gone) is named as such.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from zbc.errors import ZbcError
+from zbc.runtime.board import Beat, Board
+from zbc.runtime.progress import Progress
+
+_Result = TypeVar("_Result")
+_GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A rank's last sign of life and when (`time.monotonic` here) it first showed."""
+
+    beat: Beat
+    at: float
+
+
+class Listener:
+    """Reads the signs of life of all ranks, in a thread of its own: a store that does not answer blocks only this."""
+
+    def __init__(self, board: Callable[[], Board], tick: float) -> None:
+        self._board, self._tick = board, tick
+        self._done = threading.Event()
+        self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
+        self.failed: int | None = None
+        self.reported = False
+        self._thread = threading.Thread(target=self._run, name="zbc-listener", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        try:
+            board = self._board()
+            while not self._done.wait(self._tick):
+                now, old = time.monotonic(), self.heard
+                self.heard = {
+                    rank: old[rank] if rank in old and old[rank].beat.count == beat.count else Heard(beat, now)
+                    for rank, beat in board.beats().items()
+                }
+                self.failed, self.reported = board.failed(), board.reported()
+        except RuntimeError:
+            return  # the store is gone; what was heard last stays, and ages
+
+
+class Watchdog:
+    """`hung(error)` and `orphaned()` run in the watchdog's thread and are expected to end the process."""
+
+    def __init__(
+        self,
+        board: Callable[[], Board],
+        *,
+        rank: int,
+        ranks: int,
+        limit: float,
+        hung: Callable[[ZbcError], None],
+        orphaned: Callable[[], None],
+    ) -> None:
+        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.tick = min(2.0, max(0.2, limit / 10))
+        self._board, self._hung, self._orphaned = board, hung, orphaned
+        # Building a model or reading data takes longer than an op, and is one long op here.
+        self._patience = max(60.0, 2 * limit)
+        self._progress = Progress(since=time.monotonic())
+        self._awake_since = time.monotonic()
+        self._done = threading.Event()
+        self._listener = Listener(board, self.tick)
+        self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._listener.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; the run is over for this rank."""
+        self._done.set()
+        self._thread.join(timeout=1.0)
+        self._listener.stop()
+
+    def phase(self, text: str, *, waiting: bool = False) -> None:
+        """What the rank does outside of training steps."""
+        self._progress = Progress(op=text, waiting=waiting, since=time.monotonic())
+
+    def watch(self, progress: Progress) -> None:
+        """From here on the rank trains, and all others do too."""
+        progress.since = time.monotonic()
+        self._progress, self._patience = progress, self.limit
+
+    def silent(self, ticks: float = 3.0) -> list[int]:
+        """The other ranks that were heard once and not in the last ticks; none if the store itself is silent."""
+        now = time.monotonic()
+        limit = ticks * self.tick + 0.5
+        heard = self._listener.heard
+        quiet = [rank for rank, one in heard.items() if now - max(one.at, self._awake_since) > limit]
+        return [] if self.rank in quiet else quiet
+
+    def await_silence(self) -> list[int]:
+        """For a rank that lost a connection: wait until it shows who is gone. Empty if all go on."""
+        deadline = time.monotonic() + 5 * self.tick + 1.0
+        while time.monotonic() < deadline:
+            if gone := self.silent():
+                return gone
+            time.sleep(self.tick / 4)
+        return []
+
+    def await_report(self) -> None:
+        """For a rank that failed because another did: stay until that one has told, so that it sees who is gone."""
+        deadline = time.monotonic() + _GRACE_S
+        while not self._listener.reported and time.monotonic() < deadline:
+            time.sleep(self.tick / 4)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        count, ticked, failed_at = 0, time.monotonic(), None
+        board: Board | None = self._connect()
+        while not self._done.wait(self.tick if count else 0.0):
+            now = time.monotonic()
+            if now - ticked > 3 * self.tick + 2.0:
+                self._awake_since = now  # this whole process was stopped; nothing it knows is about the others
+            count, ticked = count + 1, now
+            if board is not None and not _told(board, self._beat(count, now)):
+                board = None
+            if self._listener.failed not in (None, self.rank):
+                failed_at = failed_at or now
+                if self._listener.reported or now - failed_at > _GRACE_S:
+                    self._orphaned()
+            elif self._stuck(now):
+                self._report(now)
+                return
+
+    def _connect(self) -> Board | None:
+        try:
+            return self._board()
+        except RuntimeError:
+            return None
+
+    def _beat(self, count: int, now: float) -> Beat:
+        p = self._progress
+        return Beat(count, p.step, p.index, p.total, p.op, p.waiting, now - max(p.since, self._awake_since))
+
+    def _stuck(self, now: float) -> bool:
+        """No rank has begun anything for `limit` seconds, as far as is known here."""
+        if now - max(self._progress.since, self._awake_since) < self._patience:
+            return False
+        slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
+        others = (heard for rank, heard in self._listener.heard.items() if rank != self.rank)
+        return all(self._idle(heard, now) >= self._patience - slack for heard in others)
+
+    def _idle(self, heard: Heard, now: float) -> float:
+        return heard.beat.seconds + now - max(heard.at, self._awake_since)
+
+    def _report(self, now: float) -> None:
+        claimed = in_time(lambda: self._board().claim(), 5.0)
+        if claimed is False:
+            self.await_report()
+            self._orphaned()
+            return
+        p = self._progress
+        when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
+        rows, culprits = self.rows(now)
+        rows = _blamed(rows, culprits) if self.ranks > 1 else rows
+        if claimed is None:
+            rows.append("the store of the run does not answer, so this is what was known before")
+        elif not culprits:
+            rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
+        error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
+        self._hung(error)
+
+    def rows(self, now: float | None = None) -> tuple[list[str], list[int]]:
+        """One line per rank that says where it is, and the ranks that hold the others up."""
+        now = time.monotonic() if now is None else now
+        heard = {**self._listener.heard, self.rank: Heard(self._beat(0, now), now)}
+        silent = {*self.silent(), *(rank for rank in range(self.ranks) if rank not in heard)}
+        culprits = sorted(silent) or sorted(rank for rank, one in heard.items() if not one.beat.waiting)
+        width = max(len(one.beat.op) for one in heard.values())
+        rows = [self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in range(self.ranks)]
+        return rows, culprits
+
+    def _row(self, rank: int, heard: Heard | None, now: float, width: int, *, silent: bool) -> str:
+        if heard is None:
+            return f"rank {rank}  never heard of"
+        beat = heard.beat
+        place = f"op {beat.index:3d}/{beat.total}" if beat.total else "outside of a step"
+        state = f"{'waiting' if beat.waiting else 'running'} {self._idle(heard, now):.1f} s"
+        if silent:
+            state = f"not responding (last heard {now - heard.at:.1f} s ago)"
+        return f"rank {rank}  {place}  {beat.op:{width}}  {state}"
+
+
+def _blamed(rows: list[str], culprits: list[int]) -> list[str]:
+    """The rows with an arrow at the ranks that hold the others up."""
+    who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
+    width = max(map(len, rows))
+    return [f"{row:{width}}   <- {who} the others up" if r in culprits else row for r, row in enumerate(rows)]
+
+
+def _told(board: Board, beat: Beat) -> bool:
+    try:
+        board.beat(beat)
+    except RuntimeError:
+        return False
+    return True
+
+
+def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
+    """What `call` returns, or None if it fails or takes longer; it may go on in a thread of its own."""
+    found: list[_Result] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RuntimeError:
+            return
+
+    thread = threading.Thread(target=run, name="zbc-in-time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
