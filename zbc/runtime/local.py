@@ -95,13 +95,15 @@ def run_local(
         os.write(write, b"i")
 
     threads = max(1, len(os.sched_getaffinity(0)) // manifest.ranks)
-    with Signals(asked, insisted), _ended(parent):
-        for rank in range(manifest.ranks):
-            order = Order(rank, manifest.ranks, port, threads, folder.absolute(), steps, out)
-            parent.children[rank] = _start(order)
-        _supervise(parent, read)
-    os.close(read)
-    os.close(write)
+    try:
+        with Signals(asked, insisted), _ended(parent):
+            for rank in range(manifest.ranks):
+                order = Order(rank, manifest.ranks, port, threads, folder.absolute(), steps, out)
+                parent.children[rank] = _start(order)
+            _supervise(parent, read)
+    finally:
+        os.close(read)
+        os.close(write)
     if parent.stopped:
         raise KeyboardInterrupt
 

@@ -18,6 +18,7 @@ from zbc.runtime.board import Beat, Board
 from zbc.runtime.progress import Progress
 
 _Result = TypeVar("_Result")
+_CLAIM_S = 5.0  # for the store to say who reports a failure
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
 
 
@@ -169,7 +170,7 @@ class Watchdog:
         return heard.beat.seconds + now - max(heard.at, self._awake_since)
 
     def _report(self, now: float) -> None:
-        claimed = in_time(lambda: self._board().claim(), 5.0)
+        claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             self.await_report()
             self._orphaned()

@@ -1,0 +1,98 @@
+"""Nothing here may hang: every test has a time limit, every process of the pool answers in time or is killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import pytest
+
+from zbc.runtime.forking import fork_server
+from zbc.runtime.network import bind_loopback
+
+LIMIT_S = 90
+
+
+@pytest.fixture(autouse=True)
+def limit():
+    """Raise in a test that takes too long; end everything if even that does not help."""
+
+    def too_long(number, frame):
+        raise TimeoutError(f"the test took more than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LIMIT_S)
+    faulthandler.dump_traceback_later(2 * LIMIT_S, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+class Pool:
+    """Processes in one gloo world that run what they are told: `run(function, *args)` is `function(rank, *args)` on
+    each, and returns the results by rank."""
+
+    def __init__(self, ranks: int) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes, self._processes = [], []
+        for rank in range(ranks):
+            mine, theirs = multiprocessing.Pipe()
+            process = fork_server().Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, function, *args):
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(60):
+                self.close()
+                raise TimeoutError(f"rank {rank} of the pool does not answer")
+            results.append(pipe.recv())
+        for fine, result in results:
+            if not fine:
+                raise result
+        return [result for _, result in results]
+
+    def close(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank, ranks, port, pipe):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    bind_loopback()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, function(rank, *args)))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+@pytest.fixture(scope="package")
+def pool():
+    """Four ranks."""
+    pool = Pool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,51 @@
+"""What the processes of the pool are told to do."""
+
+from __future__ import annotations
+
+import io
+from datetime import timedelta
+
+import torch
+
+from zbc.ir import Kind
+from zbc.plan import Plan, RankPlan
+from zbc.runtime.execute import run_step
+from zbc.runtime.network import Network
+from zbc.runtime.state import Worker
+from zbc.runtime.worker import build_worker
+
+CPU = torch.device("cpu")
+
+
+def open_network(plan: Plan) -> Network:
+    return Network(plan.manifest, CPU, timedelta(seconds=30))
+
+
+def open_worker(rank: int, plan: Plan) -> Worker:
+    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), open_network(plan), CPU)
+
+
+def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
+    """Losses, norms, and the gradients (plans without STEP leave them) and weights of this rank, packed."""
+    worker = open_worker(rank, plan)
+    results = [run_step(worker, step) for step in range(steps)]
+    worker.transport.close()
+    parameters = worker.counted()
+    weights = {name: p.detach() for name, p in parameters.items()}
+    grads = {name: p.grad for name, p in parameters.items()}
+    return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)
+
+
+def pack(tensors: dict[str, torch.Tensor | None]) -> bytes:
+    """Bytes instead of torch's shared memory, which dies with its process."""
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()
+
+
+def unpack(packed: list[bytes]) -> dict[str, torch.Tensor | None]:
+    return {name: tensor for one in packed for name, tensor in torch.load(io.BytesIO(one)).items()}
+
+
+def without_step(op) -> bool:
+    return op.kind is not Kind.STEP

@@ -1,0 +1,84 @@
+"""Plan directories for runs in processes, and what such a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.ir import Op
+from zbc.runtime import launch
+
+GPT = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
+TABLES: dict[str, dict[str, Any]] = {
+    "model": GPT,
+    "parallel": {"pp": 4},
+    "schedule": {"kind": "1f1b", "microbatches": 4, "microbatch_size": 2},
+    "train": {"steps": 3, "seed": 7, "watchdog_s": 60.0},
+    "data": {"kind": "synthetic"},
+    "log": {"every": 1},
+}
+
+
+def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
+    """A small job, compiled; `changes` are merged into its tables. `folder` is for the job file."""
+    tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}}
+    lines = ["zbc = 1"]
+    for name, table in tables.items():
+        inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+        plain = {key: value for key, value in table.items() if key not in inner}
+        for header, values in [(name, plain), *((f"{name}.{key}", values) for key, values in inner.items())]:
+            lines += [f"[{header}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    path = folder / "job.toml"
+    path.write_text("\n".join(lines))
+    return compile_job(load_job(path))
+
+
+def write_plan(folder: Path, name: str = "plan", **changes: Mapping[str, Any]) -> Path:
+    """The plan of a small job on four ranks, under `folder`."""
+    compiled(folder, **changes).write(folder / name)
+    return folder / name
+
+
+def write_troubled_plan(folder: Path, how: str, good: int, **changes: Mapping[str, Any]) -> Path:
+    """A plan on four ranks with four forwards a step; the layer on rank 2 misbehaves after `good` of them."""
+    return write_plan(folder, **{**troubled(how, good), **changes})
+
+
+def troubled(how: str, good: int) -> dict[str, Mapping[str, Any]]:
+    model = {"family": "tests.processes.user_layers:layers", "loss": "mse", "args": {"how": how, "good": good}}
+    return {"model": model, "data": {"kind": "tests.processes.user_layers:Vectors"}}
+
+
+def write_program(folder: Path, ranks: Sequence[Sequence[str]], **changes: Mapping[str, Any]) -> Path:
+    """A plan whose ops are replaced by others, hashes and all, past the checks of the compiler."""
+    result = compiled(folder, **changes)
+    ops = [[Op.parse(text) for text in lines] for lines in ranks]
+    replace(result, program=result.program.with_ranks(ops, by="by-hand")).write(folder / "plan")
+    return folder / "plan"
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes(out: Path) -> list[int]:
+    """The process id of every rank of a run."""
+    return [int(name.rpartition(":")[2]) for name in json.loads((out / "run.json").read_text())["processes"]]
+
+
+def run_here(
+    folder: Path, ranks: int, out: Path, each: Callable[[str], None] = lambda line: None, **options: Any
+) -> list[str]:
+    """`zbc run --local` in this process; `each(line)` is called for every line it shows."""
+    lines: list[str] = []
+
+    def emit(line: str) -> None:
+        lines.append(line)
+        each(line)
+
+    launch.run(folder, local=ranks, out=out, emit=emit, **options)
+    return lines

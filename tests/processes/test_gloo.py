@@ -1,0 +1,175 @@
+"""Four gloo processes compute what one process computes, and the transport keeps its promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.processes.gloo_ranks import open_network, train, unpack, without_step
+from tests.runtime.small_plans import make_plan, make_program, reference
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.ir import Message, Placement
+from zbc.runtime.network import directions, gatherings
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_kernel():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] is None) == (tensor is None), name
+        assert tensor is None or torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule):
+    plan = make_plan(make_program(schedule, 4, 8), keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [expected.losses] * 4
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
+    plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
+    expected, found = reference(plan, 3), pool.run(train, plan, 3)
+    assert [losses for losses, *_ in found] == [expected.losses] * 4
+    assert all(norms == found[0][1] for _, norms, *_ in found)
+    same(unpack([weights for *_, weights in found]), expected.weights)
+
+
+# ---- the transport -------------------------------------------------------------------------------------------
+
+
+def message(mb, stage=1):
+    return Message(True, stage, mb, 0, 0)
+
+
+def out_of_order(rank, plan):
+    network = open_network(plan)
+    if rank == 0:
+        for mb in (0, 1, 2):
+            network.send(message(mb), torch.full((3,), float(mb)), 1)
+    if rank == 1:
+        for mb in (2, 0, 1):
+            network.post(message(mb), torch.empty(3), 0)
+        return [network.wait(message(mb)).tolist() for mb in (1, 2, 0)]
+    network.finish_step()
+    return None
+
+
+def test_messages_are_matched_by_what_they_are_and_not_by_their_order(pool):
+    found = pool.run(out_of_order, make_plan(make_program("1f1b", 4, 4)))
+    assert found[1] == [[1.0] * 3, [2.0] * 3, [0.0] * 3]
+
+
+def not_contiguous(rank, plan):
+    network = open_network(plan)
+    if rank == 0:
+        network.send(message(0), torch.arange(6.0).view(2, 3).t(), 1)
+        network.finish_step()
+    if rank == 1:
+        network.post(message(0), torch.empty(3, 2), 0)
+        return network.wait(message(0)).tolist()
+    return None
+
+
+def test_a_tensor_that_is_not_contiguous_arrives_as_it_reads(pool):
+    found = pool.run(not_contiguous, make_plan(make_program("1f1b", 4, 4)))
+    assert found[1] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def broken_protocol(rank, plan):
+    """The message of every misuse, tried on rank 1 without a peer that answers."""
+    network = open_network(plan)
+    tries = []
+    if rank == 1:
+        network.post(message(0), torch.empty(1), 0)
+        uses = (
+            lambda: network.post(message(0), torch.empty(1), 0),
+            lambda: network.wait(message(1)),
+            lambda: network.send(message(0), torch.empty(1), 3),
+            lambda: network.all_reduce(torch.zeros(1), (1, 2)),
+            network.finish_step,
+        )
+        for use in uses:
+            with pytest.raises(ZbcError) as raised:
+                use()
+            tries.append((raised.value.code, raised.value.message))
+        network.all_reduce(torch.zeros(1), (1,))  # alone: nothing to do
+    if rank == 0:
+        network.send(message(0), torch.zeros(1), 1)
+    if rank == 1:
+        network.wait(message(0))
+    network.finish_step()
+    return tries
+
+
+def test_a_broken_protocol_is_refused_in_words(pool):
+    found = pool.run(broken_protocol, make_plan(make_program("1f1b", 4, 4)))[1]
+    assert found == [
+        ("E703", "run: RECV_F s1 m0 was posted twice"),
+        ("E703", "run: RECV_F s1 m1 is needed but was not posted"),
+        ("E703", "run: the placement has no way from rank 1 to rank 3"),
+        ("E703", "run: no group for a sum over ranks (1, 2)"),
+        ("E703", "run: received but never used: RECV_F s1 m0"),
+    ]
+
+
+def sums(rank, plan):
+    network = open_network(plan)
+    everyone, pair = torch.full((2,), float(rank)), torch.full((2,), float(rank), dtype=torch.float64)
+    network.all_reduce(everyone, (0, 1, 2, 3))
+    mine = (0, 3) if rank in (0, 3) else (1, 2)
+    network.all_reduce(pair, mine)
+    return everyone.tolist(), pair.tolist()
+
+
+def test_sums_go_over_all_ranks_or_over_the_holders_of_a_stage(pool):
+    plan = make_plan(make_program("1f1b", 4, 4))
+    both = plan.manifest.model_copy(update={"placement": [[0, 3], [1, 2], [2, 1], [3, 0]]})
+    found = pool.run(sums, type(plan)(both, plan.program))
+    assert found == [([6.0, 6.0], [3.0, 3.0])] * 4
+
+
+def tags(rank, plan):
+    network = open_network(plan)
+    m = plan.manifest
+    every = [
+        Message(forward, stage, mb, pipe, part)
+        for forward in (True, False)
+        for stage in range(m.stages)
+        for mb in range(m.microbatches)
+        for pipe in range(len(m.placement[0]))
+        for part in range(m.slices)
+    ]
+    found = [network._tag(one) for one in every]
+    return len(every), len(set(found)), min(found), max(found)
+
+
+def test_every_message_of_a_step_has_a_tag_of_its_own(pool):
+    plan = make_plan(make_program("1f1b", 4, 4))
+    update = {"slices": 3, "microbatches": 5, "placement": [[0, 3], [1, 2], [2, 1], [3, 0]]}
+    plan = type(plan)(plan.manifest.model_copy(update=update), plan.program)
+    count = 2 * 4 * 5 * 2 * 3
+    assert pool.run(tags, plan) == [(count, count, 0, count - 1)] * 4
+
+
+def test_each_direction_between_two_ranks_has_a_group_of_its_own():
+    assert directions(Placement.linear(3)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert directions(Placement.looped(3, 2)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert directions(Placement.vshape(2)) == [(0, 1), (1, 0)]
+    assert directions(Placement.linear(1)) == []
+
+
+def test_only_holders_of_replicated_stages_get_a_group_to_sum_in():
+    assert gatherings(Placement.vshape(4)) == []
+    assert gatherings(Placement.bidirectional([0, 1, 2, 3])) == [(0, 3), (1, 2)]
+    assert gatherings(Placement.bidirectional([0, 1])) == []  # all ranks have one already

@@ -1,0 +1,277 @@
+"""`zbc run --local`: it trains, and whatever goes wrong in one rank ends all and says where."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes.plans import (
+    metrics,
+    processes,
+    run_here,
+    troubled,
+    write_plan,
+    write_program,
+    write_troubled_plan,
+)
+from tests.runtime.small_plans import reference
+from zbc.compiler.check import check_all
+from zbc.errors import ZbcError
+from zbc.plan import Plan
+from zbc.runtime.forking import fork_server
+
+QUICK = {"watchdog_s": 1.0, "steps": 10**6}
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The run directory; no rank of the run in it may be left when the test is over."""
+    folder = tmp_path / "run"
+    yield folder
+    if (folder / "run.json").exists():
+        assert not [pid for pid in processes(folder) if alive(pid)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def fails(*args, **options):
+    with pytest.raises(ZbcError) as raised:
+        run_here(*args, **options)
+    return raised.value
+
+
+def at_step(step, action):
+    """Calls `action` when the line of that step is shown."""
+
+    def each(line):
+        if line.split()[0] == "step" and line.split()[1].startswith(f"{step}/"):
+            action()
+
+    return each
+
+
+# ---- it trains -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_shows_and_writes_the_losses_of_one_process(tmp_path, out):
+    plan = write_plan(tmp_path, schedule={"kind": "zb-h1"}, optimizer={"lr": 0.01, "clip_grad_norm": 1.0})
+    lines = run_here(plan, 4, out)
+    with threads(max(1, len(os.sched_getaffinity(0)) // 4)):  # as many as each rank: sums depend on it
+        expected = reference(Plan.read(plan), 3)
+    found = metrics(out)
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert [row["loss"] for row in found] == expected.losses
+    assert [row["grad_norm"] for row in found] == pytest.approx(expected.norms, rel=1e-12)
+    for row in found:
+        assert row["lr"] == 0.01 and row["skipped"] is False
+        assert row["tokens_per_s"] == pytest.approx(4 * 2 * 8 / row["step_ms"] * 1e3)
+        assert row["bubble_rate_makespan"] == pytest.approx(1 - max(row["busy_ms"]) / row["step_ms"])
+        assert len(row["peak_bytes"]) == 4 and min(row["peak_bytes"]) > 2**20
+    head, *steps = lines
+    assert head.startswith("zb-h1 on 4 cpu ranks, 4 microbatches of 2, 3 steps") and str(out) in head
+    assert [line.split()[:4] for line in steps] == [
+        ["step", f"{row['step']}/3", "loss", f"{row['loss']:.4f}"] for row in found
+    ]
+
+
+def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = write_plan(tmp_path, parallel={"pp": 1})
+    for _ in range(2):
+        run_here(plan, 1, None, steps=1)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["plan-1", "plan-2"]
+    about = json.loads((tmp_path / "runs/plan-2/run.json").read_text())
+    manifest = Plan.read(plan).manifest
+    assert about["plan"] == manifest.id and about["schedule"] == "1f1b" and about["steps"] == 1
+    assert about["predicted"] == manifest.predicted and about["training"] == manifest.training
+    assert len(metrics(tmp_path / "runs/plan-2")) == 1
+
+
+# ---- asked to stop -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_ranks_after_a_step(tmp_path, out, number):
+    plan, lines = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}), []
+    stop = at_step(2, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt):
+        run_here(plan, 2, out, each=lambda line: (lines.append(line), stop(line)))
+    last = len(metrics(out))
+    assert lines[-1] == f"stopped after step {last} (asked by {signal.Signals(number).name})"
+    assert lines[-2].startswith(f"step {last:7d}/1000000 ") and 2 <= last < 10**6
+
+
+def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):
+    plan = write_troubled_plan(tmp_path, "hang", good=8)  # in its third step
+    done = threading.Event()
+
+    def interrupt():
+        while not done.wait(0.3):  # again and again: the first ones count as one
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_here(plan, 4, out, each=at_step(2, threading.Thread(target=interrupt).start))
+    done.set()
+    assert len(metrics(out)) == 2
+
+
+def test_a_run_interrupted_from_the_terminal_exits_with_130_and_complete_metrics(tmp_path, out):
+    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        shown = []
+        for line in run.stdout:
+            shown.append(line.rstrip())
+            if line.split()[:2] == ["step", "2/1000000"]:
+                for pid in (run.pid, *processes(out)):  # as a terminal does: to all of them
+                    os.kill(pid, signal.SIGINT)
+        assert run.wait(30) == 130, shown
+    assert shown[-1] == f"stopped after step {len(metrics(out))} (asked by SIGINT)"
+
+
+def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path, out):
+    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
+    mine, theirs = multiprocessing.Pipe()
+    parent = fork_server().Process(target=run_and_tell, args=(plan, out, theirs))
+    parent.start()
+    while not mine.recv().startswith("step "):
+        pass
+    parent.kill()
+    parent.join()
+    ranks = processes(out)
+    assert len(ranks) == 2
+    while any(map(alive, ranks)):
+        pass
+
+
+def run_and_tell(plan, out, pipe):
+    run_here(plan, 2, out, each=pipe.send)
+
+
+# ---- a rank fails --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_run_and_is_named_with_where_it_was(tmp_path, out):
+    plan = write_plan(tmp_path, train={"steps": 10**6})
+    error = fails(plan, 4, out, each=at_step(3, lambda: os.kill(processes(out)[2], signal.SIGKILL)))
+    assert (error.code, error.exit_code) == ("E702", 7)
+    assert error.message == "run: rank 2 was killed by SIGKILL"
+    assert error.details[0].startswith(("it was last heard in step ", "it was last heard waiting for all ranks"))
+
+
+def test_a_rank_that_exits_is_named_with_its_code(tmp_path, out):
+    error = fails(write_troubled_plan(tmp_path, "exit", good=6), 4, out)
+    assert (error.code, error.message) == ("E702", "run: rank 2 ended with exit code 3")
+    assert len(metrics(out)) == 1
+
+
+def test_a_layer_that_raises_ends_the_run_and_rank_step_and_op_are_named(tmp_path, out):
+    error = fails(write_troubled_plan(tmp_path, "raise", good=6), 4, out)
+    assert (error.code, error.exit_code) == ("E703", 7)
+    assert error.message == "run: rank 2 failed: ValueError: out of luck"
+    assert error.details[0] == "and out of time"
+    assert error.details[1].startswith("while rank 2 ran op ") and error.details[1].endswith(" of step 2: F s2 m2")
+    assert 'raise ValueError("out of luck' in error.render() and "user_layers.py" in error.render()
+    assert "zbc/runtime" not in error.render()
+
+
+def test_a_rank_file_edited_after_planning_is_refused_by_its_rank_alone(tmp_path, out):
+    plan = write_plan(tmp_path)
+    path = plan / "rank-0001.json"
+    path.write_text(path.read_text().replace('"F s1 m0"', '"F s1 m1"'))
+    error = fails(plan, 4, out)
+    assert error.code == "E402" and "rank-0001.json" in error.message
+    assert not out.exists()
+
+
+def test_a_rank_that_is_stopped_is_reported_with_the_op_every_rank_is_in(tmp_path, out):
+    plan = write_plan(tmp_path, train=QUICK)
+    error = fails(plan, 4, out, each=at_step(3, lambda: os.kill(processes(out)[1], signal.SIGSTOP)))
+    assert (error.code, error.exit_code) == ("E701", 7)
+    assert error.message.startswith("run: no progress for 1 s at step ")
+    assert len(error.details) == 4
+    for rank, row in enumerate(error.details):
+        assert row.startswith(f"rank {rank}  op ") and "/" in row
+        assert ("not responding (last heard" in row) == (rank == 1)
+        assert row.endswith("<- the rank that holds the others up") == (rank == 1)
+        assert rank == 1 or " waiting " in row
+
+
+def test_a_rank_that_hangs_in_its_own_work_is_the_one_that_holds_the_others_up(tmp_path, out):
+    changes = {**troubled("hang", 4), "train": QUICK}
+    error = fails(write_plan(tmp_path, **changes), 4, out)
+    assert error.code == "E701" and error.message.endswith("at step 2")
+    (blamed,) = [row for row in error.details if row.endswith("<- the rank that holds the others up")]
+    assert blamed.startswith("rank 2  op ") and "F s2 m0" in blamed and " running " in blamed
+
+
+DEADLOCK = [  # rank 0 wants the gradient of m0 before it runs m1, rank 1 wants m1 before it gives the gradient of m0
+    ["F s0 m0", "SEND_F s0 m0", "RECV_B s0 m0", "BW s0 m0", "F s0 m1", "SEND_F s0 m1", "RECV_B s0 m1", "BW s0 m1"],
+    ["RECV_F s1 m0", "RECV_F s1 m1", "F s1 m0", "F s1 m1", "BW s1 m0", "SEND_B s1 m0", "BW s1 m1", "SEND_B s1 m1"],
+]
+
+
+def test_a_plan_that_the_check_calls_a_deadlock_hangs_where_it_says(tmp_path, out):
+    ranks = [[*ops, "VALIDATE", f"STEP s{rank}"] for rank, ops in enumerate(DEADLOCK)]
+    tables = {"parallel": {"pp": 2}, "schedule": {"microbatches": 2}, "train": {"watchdog_s": 1.0}}
+    plan = write_program(tmp_path, ranks, **tables)
+    with pytest.raises(ZbcError) as proof:
+        check_all(Plan.read(plan).program)
+    assert proof.value.code == "E201"
+    error = fails(plan, 2, out)
+    assert error.code == "E701" and error.message == "run: no progress for 1 s at step 1"
+    first, second, verdict = error.details
+    assert "BW s0 m0" in first and " waiting " in first and "<-" not in first
+    assert "F s1 m1" in second and " waiting " in second and "<-" not in second
+    assert verdict.startswith("every rank waits for another")
+    proven = proof.value.render()
+    assert "BW s0 m0" in proven and "F s1 m1" in proven
+
+
+# ---- refused before it starts --------------------------------------------------------------------------------
+
+
+def test_another_number_of_ranks_than_planned_is_refused_with_the_command_that_works(tmp_path, out):
+    plan = write_plan(tmp_path)
+    error = fails(plan, 3, out)
+    assert (error.code, error.exit_code) == ("E601", 6)
+    assert error.message == "run: plan wants 4 ranks, --local asks for 3"
+    assert error.hint == f"run: zbc run {plan} --local 4"
+
+
+@pytest.mark.parametrize("place", ["a-file", "a-file/below"])
+def test_a_run_directory_that_cannot_be_made_is_refused_before_the_first_step(tmp_path, place):
+    (tmp_path / "a-file").write_text("")
+    error = fails(write_plan(tmp_path, parallel={"pp": 1}), 1, tmp_path / place)
+    assert (error.code, error.exit_code) == ("E606", 6) and "a-file" in error.message
+
+
+def test_a_run_does_not_write_over_the_metrics_of_another(tmp_path, out):
+    plan = write_plan(tmp_path, parallel={"pp": 1})
+    run_here(plan, 1, out, steps=1)
+    before = metrics(out)
+    assert fails(plan, 1, out, steps=2).code == "E607"
+    assert metrics(out) == before

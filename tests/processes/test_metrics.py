@@ -1,0 +1,99 @@
+"""The run directory and the console line of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from tests.processes.plans import compiled, metrics, write_plan
+from zbc.errors import ZbcError
+from zbc.plan import read_manifest
+from zbc.runtime.metrics import RunLog, RunSettings
+from zbc.runtime.progress import StepResult
+
+MIB = 2**20
+
+
+def result(step=0, **changes):
+    numbers = {
+        "loss": 5.5,
+        "grad_norm": 1.25,
+        "stop": False,
+        "skipped": False,
+        "seconds": 0.1,
+        "busy_seconds": (0.05, 0.075, 0.02, 0.01),
+        "peak_bytes": (MIB, 3 * MIB, 2 * MIB, MIB),
+    }
+    return StepResult(step=step, **{**numbers, **changes})
+
+
+@pytest.fixture
+def open_log(tmp_path):
+    def open_log(steps=12, out=tmp_path / "run", **changes):
+        plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
+        return RunLog(read_manifest(plan), RunSettings(plan, steps, "cpu", ["here:1"] * 4), out)
+
+    return open_log
+
+
+def test_a_line_has_all_a_reader_looks_for(open_log):
+    with open_log() as log:
+        line = log.record(result())
+    assert line == (
+        "step  1/12  loss 5.5000  grad norm 1.25  640 tokens/s  100.0 ms  bubble 25.0%  peak 3 MiB (rank 1)"
+    )
+
+
+def test_the_first_the_last_every_nth_and_a_stopped_step_have_a_line(open_log):
+    with open_log(steps=12) as log:
+        shown = [step + 1 for step in range(12) if log.record(result(step, stop=step == 6)) is not None]
+    assert shown == [1, 5, 7, 10, 12]
+
+
+def test_every_step_is_on_disk_before_the_next_begins(open_log, tmp_path):
+    with open_log() as log:
+        for step in range(3):
+            log.record(result(step))
+            assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, step + 2))
+
+
+def test_numbers_that_json_has_not_are_null(open_log, tmp_path):
+    with open_log() as log:
+        line = log.record(result(loss=math.nan, grad_norm=math.inf, skipped=True))
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row["loss"] is None and row["grad_norm"] is None and row["skipped"] is True
+    assert "loss nan" in line and "SKIPPED" in line
+
+
+def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
+    model = {"family": "tests.processes.user_layers:layers", "loss": "mse"}
+    data = {"kind": "tests.processes.user_layers:Vectors"}
+    plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
+    planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "seq_len": None}}
+    manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
+    with RunLog(manifest, RunSettings(tmp_path, 1, "cpu", []), tmp_path / "run") as log:
+        line = log.record(result())
+    assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
+    assert "80 samples/s" in line
+
+
+def test_run_directories_are_numbered_and_none_is_used_twice(open_log, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for _ in range(3):
+        with open_log(out=None, log={"dir": "somewhere"}) as log:
+            folders.append(str(log.folder))
+    assert folders == ["somewhere/plan-1", "somewhere/plan-2", "somewhere/plan-3"]
+
+
+def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with open_log() as log:
+        log.record(result())
+    with pytest.raises(ZbcError) as raised:
+        open_log()
+    assert raised.value.code == "E607" and len(metrics(tmp_path / "run")) == 1

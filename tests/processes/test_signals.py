@@ -1,0 +1,76 @@
+"""The first signal asks, a later one insists, and a blocked main thread keeps neither from being heard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from zbc.runtime.signals import Signals
+
+
+class Heard:
+    def __init__(self):
+        self.asked, self.insisted = [], []
+        self.first, self.second = threading.Event(), threading.Event()
+
+    def ask(self, name):
+        self.asked.append(name)
+        self.first.set()
+
+    def insist(self, name):
+        self.insisted.append(name)
+        self.second.set()
+
+
+def test_the_first_signal_asks_and_a_later_one_insists():
+    heard = Heard()
+    with Signals(heard.ask, heard.insist, apart=0.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.first.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard.second.wait(10)
+    assert (heard.asked, heard.insisted) == (["SIGTERM"], ["SIGINT"])
+
+
+def test_a_signal_that_a_launcher_repeats_at_once_counts_as_one():
+    heard = Heard()
+    with Signals(heard.ask, heard.insist, apart=3600.0):
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (heard.asked, heard.insisted) == (["SIGINT"], [])
+
+
+def test_a_blocked_main_thread_does_not_keep_a_signal_from_being_heard():
+    heard = Heard()
+    with Signals(heard.ask, heard.insist):
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        lock = threading.Lock()
+        lock.acquire()
+        heard.first.set = lock.release  # heard in the thread, while the main thread is in the lock
+        timer.start()
+        assert lock.acquire(timeout=10)
+        timer.join()
+    assert heard.asked == ["SIGINT"]
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Signals(print, print):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_outside_of_the_main_thread_nothing_is_touched():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def run():
+        with Signals(print, print):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert seen == [before]

@@ -1,0 +1,144 @@
+"""Under torchrun and other launchers: one process per rank, each started with its place in the environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes.plans import metrics, processes, write_plan
+from zbc.errors import ZbcError
+from zbc.runtime import launch
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+def started(plan, out):
+    command = [*TORCHRUN, "zbc", "run", str(plan), "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}, schedule={"kind": "zb-v"}), tmp_path / "run"
+    with started(plan, out) as run:
+        shown = run.communicate(timeout=80)[0].splitlines()
+    assert run.returncode == 0, shown
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3]
+    lines = [line for line in shown if line.startswith(("zb-v on", "step "))]
+    assert lines[0].startswith("zb-v on 2 cpu ranks") and len(lines) == 4
+    assert [line.split()[1] for line in lines[1:]] == ["1/3", "2/3", "3/3"]
+
+
+def test_torchrun_shows_which_rank_was_killed_and_ends(tmp_path):
+    train = {"steps": 10**6, "watchdog_s": 2.0}
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}, train=train), tmp_path / "run"
+    shown = []
+    with started(plan, out) as run:
+        for line in run.stdout:
+            shown.append(line.rstrip())
+            if line.split()[:2] == ["step", "2/1000000"]:
+                os.kill(processes(out)[1], signal.SIGKILL)
+        assert run.wait(30) == 1
+    (place,) = [i for i, line in enumerate(shown) if line.startswith("error[E702] run: rank 0 lost ")]
+    block = shown[place : place + 5]
+    assert any(line.startswith("   while rank 0 ran op ") for line in block)
+    assert any(line.startswith("   rank 1  op ") and "not responding (last heard" in line for line in block)
+    assert any("error[E702]" in line for line in shown[place + 1 :])  # in torchrun's own summary too
+
+
+def test_ranks_with_different_plans_are_told_so_by_one_of_them(tmp_path):
+    """Without torchrun, too: any launcher that sets the usual variables will do, and rank 0 hosts the store."""
+    plans = [
+        write_plan(tmp_path, "first", parallel={"pp": 2}),
+        write_plan(tmp_path, "second", parallel={"pp": 2}, schedule={"kind": "zb-h1"}),
+    ]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, plan in enumerate(plans)
+    ]
+    shown = [run.communicate(timeout=80) for run in runs]
+    assert [run.returncode for run in runs] == [6, 6], shown
+    errors = [line for _, text in shown for line in text.splitlines() if line.startswith("error[")]
+    assert len(errors) == 1, shown
+    assert errors[0].startswith("error[E605] run: the ranks differ in plan id: rank 1 has ")
+    assert not (tmp_path / "run").exists()
+
+
+def free_port():
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# ---- refused before it starts, in this process ---------------------------------------------------------------
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Put this process in the place of a rank."""
+
+    def place(rank, world):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}.items():
+            monkeypatch.setenv(name, str(value))
+
+    monkeypatch.setattr(launch, "_MOMENT_S", 0.0)
+    return place
+
+
+def refused(*args, **options):
+    with pytest.raises(ZbcError) as raised:
+        launch.run(*args, **options)
+    assert raised.value.exit_code == 6
+    return raised.value
+
+
+def test_another_world_than_planned_is_refused_by_rank_0_and_the_others_leave_in_silence(tmp_path, as_rank):
+    plan = write_plan(tmp_path)
+    as_rank(0, 2)
+    error = refused(plan)
+    assert (error.code, error.message) == ("E601", "run: plan wants 4 ranks, torchrun started 2 (WORLD_SIZE=2)")
+    assert error.hint == f"run: torchrun --standalone --nproc-per-node 4 -m zbc run {plan}"
+    as_rank(1, 2)
+    with pytest.raises(SystemExit) as left:
+        launch.run(plan)
+    assert left.value.code == 6
+
+
+def test_without_a_launcher_both_ways_to_start_are_shown(tmp_path):
+    plan = write_plan(tmp_path)
+    error = refused(plan)
+    assert error.code == "E604"
+    assert f"torchrun --standalone --nproc-per-node 4 -m zbc run {plan}" in error.details[0]
+    assert f"zbc run {plan} --local 4" in error.details[1]
+
+
+def test_local_inside_of_torchrun_is_refused(tmp_path, as_rank):
+    as_rank(0, 4)
+    assert refused(write_plan(tmp_path), local=4).code == "E604"
+
+
+@pytest.mark.parametrize("found", ["2.10.1+cu126", "1.13.0"])
+def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found)
+    error = refused(tmp_path, local=1)
+    assert error.code == "E602" and found in error.message and "2.11" in error.message
+
+
+def test_a_plan_for_cuda_without_a_device_is_refused_with_a_way_out(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ZbcError) as raised:
+        launch._device("cuda")
+    assert raised.value.code == "E603" and "local rank 2" in raised.value.message and "has 2" in raised.value.message
+    assert "--local" in raised.value.hint

@@ -1,0 +1,266 @@
+"""The watchdog reports a run that stands still, once, and no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from zbc.errors import ZbcError
+from zbc.runtime.board import Beat, Board
+from zbc.runtime.progress import Progress
+from zbc.runtime.watchdog import Heard, Watchdog, in_time
+
+
+class Ends:
+    """What a watchdog decided."""
+
+    def __init__(self):
+        self.errors, self.orphaned, self.any = [], 0, threading.Event()
+
+    def hung(self, error):
+        self.errors.append(error)
+        self.any.set()
+
+    def leave(self):
+        self.orphaned += 1
+        self.any.set()
+
+
+def make(rank=0, ranks=2, limit=10.0, store=None):
+    store, ends = store or dist.HashStore(), Ends()
+    board = lambda: Board(store, rank, ranks)  # noqa: E731
+    return Watchdog(board, rank=rank, ranks=ranks, limit=limit, hung=ends.hung, orphaned=ends.leave), ends
+
+
+def in_op(op, *, since, waiting=False, step=16, index=83, total=120):
+    return Progress(step=step, index=index, total=total, op=op, waiting=waiting, since=since)
+
+
+def beat(op, *, seconds=0.0, waiting=False, count=1, total=120):
+    return Beat(count, 16, 79, total, op, waiting, seconds)
+
+
+@pytest.fixture
+def watchdog():
+    """Rank 0 of 2, which has waited for 11 of the 10 seconds allowed; `now` is 100."""
+    dog, _ = make()
+    dog._awake_since = 0.0
+    dog.watch(Progress())
+    dog._progress = in_op("RECV_B s5 m3 <r1", since=89.0, waiting=True)
+    return dog
+
+
+def hear(dog, beat, at):
+    dog._listener.heard = {0: Heard(beat_of_own(), 100.0), 1: Heard(beat, at)}
+
+
+def beat_of_own():
+    return beat("RECV_B s5 m3 <r1", seconds=11.0, waiting=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "at", "stuck"),
+    [
+        (9.0, 99.0, True),  # in its op for ten seconds
+        (0.5, 99.0, False),  # began an op two seconds ago
+        (0.5, 89.0, True),  # began one when it was last heard, eleven seconds ago
+    ],
+)
+def test_a_run_stands_still_only_if_no_rank_has_begun_an_op(watchdog, seconds, at, stuck):
+    hear(watchdog, beat("F s1 m6", seconds=seconds), at)
+    assert watchdog._stuck(100.0) is stuck
+
+
+def test_a_rank_that_goes_on_itself_reports_nothing(watchdog):
+    watchdog._progress = in_op("F s0 m3", since=92.0)
+    hear(watchdog, beat("F s1 m6", seconds=50.0), 99.0)
+    assert not watchdog._stuck(100.0)
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody(watchdog):
+    hear(watchdog, beat("F s1 m6", seconds=0.1), 89.0)
+    watchdog._awake_since = 99.5
+    assert not watchdog._stuck(100.0)
+    assert "running 0." in watchdog.rows(100.0)[0][1]
+
+
+def test_building_a_model_may_take_longer_than_an_op():
+    dog, _ = make(limit=10.0)
+    dog.phase("building its stages")
+    began = dog._progress.since
+    assert not dog._stuck(began + 59.0)
+    assert dog._stuck(began + 61.0)
+
+
+def test_the_rank_at_work_holds_up_the_one_that_waits(watchdog):
+    hear(watchdog, beat("F s1 m6", seconds=9.8), 99.5)
+    rows, culprits = watchdog.rows(100.0)
+    assert culprits == [1]
+    assert rows == [
+        "rank 0  op  83/120  RECV_B s5 m3 <r1  waiting 11.0 s",
+        "rank 1  op  79/120  F s1 m6           running 10.3 s",
+    ]
+
+
+def test_a_silent_rank_is_to_blame_whatever_it_said_last(watchdog, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    hear(watchdog, beat("VALIDATE", seconds=0.5, waiting=True), 89.0)
+    rows, culprits = watchdog.rows()
+    assert culprits == [1] and rows[1].endswith("not responding (last heard 11.0 s ago)")
+    watchdog._listener.heard = {0: Heard(beat_of_own(), 89.0), 1: Heard(beat("F s1 m6"), 89.0)}
+    assert watchdog.silent() == []  # nothing is heard of oneself either: the store does not answer
+
+
+def test_ranks_that_were_never_heard_and_ranks_outside_of_steps_have_a_line(watchdog):
+    watchdog.ranks = 3
+    hear(watchdog, beat("building its stages", total=0, seconds=20.0), 100.0)
+    rows, culprits = watchdog.rows(100.0)
+    assert rows[1] == "rank 1  outside of a step  building its stages  running 20.0 s"
+    assert rows[2] == "rank 2  never heard of" and culprits == [2]
+
+
+def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
+    store = dist.HashStore()
+    dogs = [make(rank, 3, limit=0.3, store=store) for rank in range(3)]
+    for dog, ends in dogs:
+        tell = ends.hung
+        dog._hung = lambda error, tell=tell: (Board(store, 0, 3).report(), tell(error))
+        dog.start()
+        dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
+    for _, ends in dogs:
+        assert ends.any.wait(20)
+    for dog, _ in dogs:
+        dog.stop()
+    errors = [error for _, ends in dogs for error in ends.errors]
+    assert len(errors) == 1 and sum(ends.orphaned for _, ends in dogs) == 2
+    assert errors[0].code == "E701" and errors[0].message == "run: no progress for 0.3 s at step 17"
+    assert errors[0].details[-1].startswith("every rank waits for another")
+    assert [row.partition("  ")[0] for row in errors[0].details[:3]] == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_a_rank_leaves_when_another_has_reported_a_failure():
+    store = dist.HashStore()
+    dog, ends = make(0, 2, limit=1.0, store=store)
+    dog.start()
+    dog.watch(in_op("F s0 m0", since=0.0))
+    other = Board(store, 1, 2)
+    assert other.claim()
+    other.report()
+    assert ends.any.wait(20)
+    dog.stop()
+    assert ends.orphaned >= 1 and not ends.errors
+
+
+class Deaf:
+    """A store that does not answer."""
+
+    def __init__(self):
+        self.freed = threading.Event()
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.freed.wait()
+            raise RuntimeError("gone")
+
+        return call
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting(monkeypatch):
+    store = Deaf()
+    dog, ends = make(0, 2, limit=0.3, store=store)
+    monkeypatch.setattr("zbc.runtime.watchdog._CLAIM_S", 0.1)
+    dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
+    dog._report(time.monotonic() + 1.0)
+    store.freed.set()
+    (error,) = ends.errors
+    assert error.details[-1].startswith("the store of the run does not answer")
+
+
+def test_a_call_that_fails_or_takes_too_long_gives_nothing():
+    never = threading.Event()
+    assert in_time(lambda: 3, 5.0) == 3
+    assert in_time(lambda: never.wait(), 0.01) is None
+    never.set()
+
+    def fail():
+        raise RuntimeError
+
+    assert in_time(fail, 5.0) is None
+
+
+# ---- the board -----------------------------------------------------------------------------------------------
+
+
+def together(*calls):
+    """What each call returns or raises, all running at the same time."""
+    results = [None] * len(calls)
+
+    def run(index):
+        try:
+            results[index] = calls[index]()
+        except ZbcError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def agreeing(*identities):
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+    boards = [Board(store, rank, len(identities)) for rank in range(len(identities))]
+    return together(*(lambda b=b, i=i: b.agree(i, limit) for b, i in zip(boards, identities, strict=True)))
+
+
+def test_ranks_that_agree_go_on():
+    assert agreeing(*[{"plan id": "a", "steps": "3"}] * 3) == [None] * 3
+
+
+def test_every_rank_learns_which_one_differs_and_in_what():
+    errors = agreeing(
+        {"plan id": "a", "torch version": "2.13"},
+        {"plan id": "a", "torch version": "2.11"},
+        {"plan id": "a", "torch version": "2.13"},
+    )
+    assert {error.code for error in errors} == {"E605"}
+    assert {error.message for error in errors} == {
+        "run: the ranks differ in torch version: rank 1 has 2.11, the others 2.13"
+    }
+
+
+def test_one_rank_alone_claims_a_failure():
+    store = dist.HashStore()
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    assert boards[0].failed() is None and not boards[0].reported()
+    claims = together(*(board.claim for board in boards))
+    assert sorted(claims) == [False, False, True]
+    assert boards[0].failed() == claims.index(True)
+    assert boards[claims.index(True)].claim()  # asking again changes nothing
+
+
+def test_beats_of_ranks_that_have_not_begun_are_not_waited_for():
+    store = dist.HashStore()
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    assert boards[0].beats() == {}
+    first, second = beat("F s0 m0"), beat("W s0 m0", count=2)
+    boards[1].beat(first)
+    assert boards[0].beats() == {1: first}
+    boards[1].beat(second)
+    boards[2].beat(first)
+    assert boards[0].beats() == {1: second, 2: first}
+
+
+def test_the_first_reason_to_stop_is_kept():
+    store = dist.HashStore()
+    board = Board(store, 0, 1)
+    assert board.stop_reason() is None
+    board.ask_stop("SIGTERM")
+    board.ask_stop("SIGINT")
+    assert board.stop_reason() == "SIGTERM"

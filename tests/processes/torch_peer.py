@@ -1,0 +1,61 @@
+"""torch.distributed.pipelining runs our order of compute ops, with its own transfers, stages and backward split."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from tests.processes.gloo_ranks import pack
+from zbc.ir import COMPUTE, Kind
+from zbc.plan import Plan
+from zbc.runtime import model
+from zbc.runtime.data import Batches, build_samples
+from zbc.runtime.worker import Settings
+
+LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}  # ours -> torch's
+
+
+def train(rank: int, plan: Plan, path: str) -> tuple[list[float], bytes]:
+    """One step: the losses of all microbatches (on the rank that has them) and the gradients, packed."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
+    by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}
+    layers = {s: [(n, by_name[n].build(seed)) for n in manifest.layers[s]] for s in placement.stages_of(rank)}
+    stages = [
+        PipelineStage(nn.Sequential(*(module for _, module in part)), s, placement.stages, torch.device("cpu"))
+        for s, part in layers.items()
+    ]
+    schedule = _PipelineScheduleRuntime(stages, m, loss_fn=model.loss(settings.model.loss))
+    ranks = dict(enumerate(placement.pipes[0]))
+    schedule.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
+    schedule._load_csv(path, format="compute_only")
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
+    inputs = (torch.cat([batches.inputs(0, mb) for mb in range(m)]),) if 0 in layers else ()
+    losses: list[torch.Tensor] = []
+    options = {}
+    if placement.stages - 1 in layers:
+        options = {"target": torch.cat([batches.targets(0, mb) for mb in range(m)]), "losses": losses}
+    schedule.step(*inputs, **options, return_outputs=False)
+    grads = {
+        f"{name}.{local}": parameter.grad
+        for part in layers.values()
+        for name, module in part
+        for local, parameter in module.named_parameters()
+    }
+    return [loss.item() for loss in losses], pack(grads)
+
+
+def write_order(plan: Plan, path: Path) -> None:
+    """The compute ops of every rank as torch's CSV: `1F0` is F of stage 1, microbatch 0."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        for ops in plan.program.ranks:
+            writer.writerow(f"{op.stage}{LETTERS[op.kind]}{op.mb}" for op in ops if op.kind in COMPUTE)

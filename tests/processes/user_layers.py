@@ -1,0 +1,44 @@
+"""A model and a dataset as a user would write them; one layer can be told to misbehave."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from torch import Tensor, nn
+
+
+class Trouble(nn.Module):
+    """A linear layer that goes wrong after `good` forwards, in the way called `how`."""
+
+    def __init__(self, how: str, good: int) -> None:
+        super().__init__()
+        self.linear, self.how, self.left = nn.Linear(8, 8), how, good
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # not while shapes are derived
+            self.left -= 1
+            if self.left < 0:
+                self.misbehave()
+        return self.linear(x)
+
+    def misbehave(self) -> None:
+        if self.how == "raise":
+            raise ValueError("out of luck\nand out of time")
+        if self.how == "exit":
+            os._exit(3)
+        if self.how == "hang":
+            threading.Event().wait()
+
+
+def layers(how: str = "", good: int = 0) -> list[nn.Module]:
+    return [nn.Linear(8, 8), nn.Linear(8, 8), Trouble(how, good), nn.Linear(8, 8)]
+
+
+class Vectors:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((8,), index / 64), torch.zeros(8)
