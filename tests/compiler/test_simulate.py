@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compiler.grid import chunk_counts, make, timed
+from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
 from zbc.compiler.memory import curve, peaks
-from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
-every = pytest.mark.parametrize("name", SCHEDULES)
+every = pytest.mark.parametrize("name", FIXED)
 
 
 def needs(op, stages):

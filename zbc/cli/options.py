@@ -15,6 +15,18 @@ def complete_schedule(incomplete: str) -> list[tuple[str, str]]:
     return [(name, card.summary) for name, card in SCHEDULES.items() if name.startswith(incomplete)]
 
 
+def seconds(text: str) -> float:
+    """`10s`, `2m` or `10` as seconds."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m") else (text, "s")
+    try:
+        value = float(number) * (60.0 if unit == "m" else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1e6:
+        raise typer.BadParameter(f"{text!r} is no time; write 10s or 2m")
+    return value
+
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job description.")]
 PlanOrJob = Annotated[Path, typer.Argument(metavar="PLAN|JOB.toml", help="A plan directory or a job description.")]
 ScheduleName = Annotated[
@@ -24,6 +36,10 @@ ScheduleName = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value, as in schedule.microbatches=16; repeatable."),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option("--budget", metavar="TIME", help="How long to search, as in 10s; 0 is the fast tier.", parser=seconds),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no more than errors.")]

@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.cli.console import labelled, progress, show, show_json, write_text
-from zbc.cli.options import AsJson, JobFile, PlanOrJob, Quiet, ScheduleName, Settings, Verbose, complete_schedule
+from zbc.cli.options import (
+    AsJson,
+    Budget,
+    JobFile,
+    PlanOrJob,
+    Quiet,
+    ScheduleName,
+    Settings,
+    Verbose,
+    complete_schedule,
+)
 from zbc.errors import ZbcError
 from zbc.text import short
 
 if TYPE_CHECKING:
+    from zbc.compiler.compile import Compiled
     from zbc.spec import Job
 
 
@@ -21,6 +32,7 @@ def plan(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The plan directory.")] = Path("plan"),
     schedule: ScheduleName = None,
     settings: Settings = None,
+    budget: Budget = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the program after the schedule and after each pass.")
     ] = None,
@@ -37,9 +49,9 @@ def plan(
     from zbc.viz.terminal import title
 
     loaded = load_job(job, settings or (), schedule)
+    compiled = compile_job(loaded, budget=budget)
     if dump_ir is not None:
-        _dump(loaded, dump_ir)
-    compiled = compile_job(loaded)
+        _dump(compiled, dump_ir)
     manifest = compiled.write(output)
     if json:
         show_json({**compiled.report.as_json(), "plan": str(output), "plan_id": manifest.id})
@@ -57,11 +69,11 @@ def _run_command(job: Job, output: Path) -> str:
     return f"zbc run {output} --local {job.parallel.pp}"
 
 
-def _dump(job: Job, folder: Path) -> None:
+def _dump(compiled: Compiled, folder: Path) -> None:
     """One file per state of the program: `00-zb-v.txt`, `01-insert-comm.txt`, ..."""
     from zbc.compiler.compile import lowering
 
-    for number, (name, program) in enumerate(lowering(job)):
+    for number, (name, program) in enumerate(lowering(compiled)):
         lines = []
         for rank, ops in enumerate(program.ranks):
             lines += [f"rank {rank}", *(f"  {program.placement.text(op)}" for op in ops)]
@@ -99,6 +111,7 @@ def compare(
         typer.Option(metavar="KEY=V1,V2", help="Try each value; repeat for every combination of several keys."),
     ] = None,
     settings: Settings = None,
+    budget: Budget = None,
     json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
@@ -118,7 +131,7 @@ def compare(
     names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
     wanted = combinations(names, sweep or ())
     with progress("planning", len(wanted), quiet=quiet) as done:
-        rows = rows_of(job, settings or (), wanted, done)
+        rows = rows_of(job, settings or (), wanted, done, budget=0.0 if budget is None else budget)
     if json:
         show_json(ranking.as_json(rows))
     elif csv:

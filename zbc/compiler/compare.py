@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.report import Report
-from zbc.compiler.schedules import find
+from zbc.compiler.schedules import AUTO, find
 from zbc.errors import ZbcError
 from zbc.spec import Job
 
@@ -42,7 +42,7 @@ class Row:
 
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
-    names = list(dict.fromkeys(find(name).name for name in schedules))
+    names = list(dict.fromkeys(AUTO if name.lower() == AUTO else find(name).name for name in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
 
@@ -78,6 +78,8 @@ def compare(
     overrides: Sequence[str],
     wanted: Iterable[tuple[str, tuple[Setting, ...]]],
     done: Callable[[], None] = lambda: None,
+    *,
+    budget: float | None = None,
 ) -> list[Row]:
     """A row for each combination, the least time per sequence first, those that cannot be planned last.
 
@@ -85,7 +87,7 @@ def compare(
     """
     rows = []
     for schedule, settings in wanted:
-        rows.append(_row(path, overrides, schedule, settings))
+        rows.append(_row(path, overrides, schedule, settings, budget))
         done()
     reasons = {None if row.error is None else row.error.render() for row in rows}
     if len(reasons) == 1 and rows[0].error is not None:
@@ -97,10 +99,12 @@ def _peak(row: Row) -> float:
     return row.report.peak_activation_units if row.report else 0.0
 
 
-def _row(path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...]) -> Row:
+def _row(
+    path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...], budget: float | None
+) -> Row:
     settled = [*overrides, *(f"{key}={value}" for key, value in settings)]
     try:
-        compiled = compile_job(_job(path, settled, schedule, settings), suggest=False)
+        compiled = compile_job(_job(path, settled, schedule, settings), suggest=False, budget=budget)
     except ZbcError as error:
         return Row(schedule, settings, error=error)
     report, job = compiled.report, compiled.job

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +10,17 @@ from typing import NamedTuple
 
 from zbc import plan as plans
 from zbc import spec
-from zbc.compiler import cost, estimate, report
-from zbc.compiler.bounds import bounds
+from zbc.compiler import estimate, report
 from zbc.compiler.check import check_all
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
-from zbc.compiler.partition import Stages, partition
+from zbc.compiler.order import order
 from zbc.compiler.passes import PASSES, lower
-from zbc.compiler.schedules import SCHEDULES, Request, Schedule, find
+from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import Problems, ZbcError
-from zbc.ir import Placement, Program
+from zbc.ir import Program
 from zbc.spec import Draft, Job
 from zbc.text import short, size, wrap
 
@@ -34,7 +31,8 @@ class Compiled:
 
     job: Job
     schedule: str
-    program: Program
+    compute: Program  # as the schedule made it
+    program: Program  # complete
     costs: Costs
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
     timeline: Timeline
@@ -73,7 +71,7 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     """What is wrong with the name and the chunks, read even where the rest of [schedule] is wrong as well."""
     section = draft.document.values.get("schedule")
     kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or kind.lower() == AUTO:
         return []
     where = draft.document.where
     try:
@@ -89,13 +87,13 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     return []
 
 
-def compile_job(job: Job, *, suggest: bool = True) -> Compiled:
+def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) -> Compiled:
     """Plan a job: schedule, complete, prove, predict.
 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
     """
-    compiled = _compile(job)
+    compiled = _compile(job, budget)
     try:
         check_memory(job, compiled.program, compiled.costs)
     except ZbcError as error:
@@ -105,28 +103,27 @@ def compile_job(job: Job, *, suggest: bool = True) -> Compiled:
     return compiled
 
 
-def lowering(job: Job) -> Iterator[tuple[str, Program]]:
-    """The program as the schedule made it and as each pass left it, with what made it; nothing is checked."""
-    _, program, _, _ = _order(job, estimate.layers(job))
+def lowering(compiled: Compiled) -> Iterator[tuple[str, Program]]:
+    """The program as the schedule made it and as each pass left it, with what made it."""
+    program = compiled.compute
     yield program.history[0], program
     for name, run in PASSES.items():
         program = run(program)
         yield name, program
 
 
-def _compile(job: Job) -> Compiled:
+def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    name, compute, stages, costs = _order(job, table)
-    program = lower(compute)
+    found = order(job, table, budget)
+    program = lower(found.program)
     check_all(program)
-    timeline = simulate(program, costs)
-    lower_bound = bounds(program.placement, costs, job.schedule.microbatches)
-    summary = report.build(program, costs, timeline, lower_bound, name)
+    timeline = simulate(program, found.costs)
+    summary = report.build(program, found.costs, timeline, found.bounds, found.name)
     summary = replace(summary, compile_seconds=time.perf_counter() - began)
-    layers = tuple(tuple(table[i].name for i in part) for part in stages)
-    return Compiled(job, name, program, costs, layers, timeline, summary)
+    layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
+    return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, summary)
 
 
 class _Alternative(NamedTuple):
@@ -174,62 +171,14 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}
         other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
-            _, compute, _, costs = _order(other, table)
-            program = lower(compute)
-            check_memory(other, program, costs)
+            found = order(other, table, budget=0.0)
+            program = lower(found.program)
+            check_memory(other, program, found.costs)
         except ZbcError:
             continue
-        timeline = simulate(compute, costs)
+        timeline = simulate(program, found.costs)
         step = timeline.makespan if job.objective == "makespan" else timeline.span
-        yield _Alternative(name, step, peaks(program, costs))
-
-
-def _order(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:
-    """The compute-only program of the job's schedule, its cut and its costs."""
-    p, m = job.parallel.pp, job.schedule.microbatches
-    if job.schedule.plugin is not None:
-        return _plugin(job, table)
-    schedule = find(job.schedule.kind or "")
-    v = schedule.stages_per_rank(job.schedule.chunks)
-    placement = schedule.placement(p, v)
-    stages, costs = _costs(job, placement, table)
-    program = schedule.make(_request(job, p, m, v, costs))
-    return schedule.name, program, stages, costs
-
-
-def _costs(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
-    stages = partition(job, placement.stages, table)
-    return stages, cost.build(job, placement, stages, table)
-
-
-def _request(job: Job, p: int, m: int, v: int, costs: Costs | None) -> Request:
-    return Request(p=p, m=m, v=v, costs=costs, objective=job.objective)
-
-
-def _plugin(job: Job, table: Sequence[estimate.Layer]) -> tuple[str, Program, Stages, Costs]:
-    """A user's own generator, `module:function`, Request -> Program."""
-    name = job.schedule.plugin or ""
-    module, _, attribute = name.partition(":")
-    where = job.where("schedule", "plugin")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        hint = "it is looked up on the import path and in the current directory"
-        text = f"schedule: cannot import plugin {name}"
-        raise ZbcError("E121", text, where=where, hint=hint, details=[str(error)]) from error
-    request = _request(job, job.parallel.pp, job.schedule.microbatches, job.schedule.chunks or 1, None)
-    program = make(request)
-    if not isinstance(program, Program):
-        text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
-        raise ZbcError("E121", text, where=where)
-    if program.placement.ranks != job.parallel.pp or program.microbatches != job.schedule.microbatches:
-        text = f"schedule: plugin {name} made a program for other ranks or microbatches than it was asked for"
-        raise ZbcError("E121", text, where=where)
-    program = replace(program, history=(name,))
-    stages, costs = _costs(job, program.placement, table)
-    return name, program, stages, costs
+        yield _Alternative(name, step, peaks(program, found.costs))
 
 
 def _boundary(job: Job) -> plans.Boundary | None:
@@ -241,5 +190,6 @@ def _boundary(job: Job) -> plans.Boundary | None:
 
 
 def schedule_of(job: Job) -> Schedule | None:
-    """The registered schedule of a job; None for a plugin."""
-    return None if job.schedule.kind is None else find(job.schedule.kind)
+    """The registered schedule of a job; None for a plugin and for "auto"."""
+    kind = job.schedule.kind
+    return None if kind is None or kind.lower() == AUTO else find(kind)

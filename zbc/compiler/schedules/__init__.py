@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 
-from zbc.compiler.schedules.lagged import gpipe, one_f_one_b, zb_h1, zb_h2
+from zbc.compiler.schedules import searched
+from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, interleaved_1f1b
 from zbc.compiler.schedules.request import Generator, Request, Schedule
-from zbc.compiler.schedules.vshape import zb_v
 from zbc.errors import ZbcError
 from zbc.ir import Placement
+
+BUDGET = 4.0  # seconds of search where a schedule is nothing but search
 
 
 def _linear(p: int, v: int) -> Placement:
     return Placement.linear(p)
+
+
+def _v(p: int, v: int) -> Placement:
+    return Placement.vshape(p)
 
 
 _ALL = (
@@ -111,9 +117,23 @@ _ALL = (
         needs="closed forms hold from m >= 2p-1 on; any m runs",
     ),
     Schedule(
+        name="eager-1f1b",
+        make=eager_1f1b,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=False,
+        summary="1F1B with twice the warm-up, so that transfers hide behind compute",
+        source="AlpaComm, arXiv 2211.05322",
+        makespan="3m + 3(p-1)",
+        span="3m + 3(p-1)",
+        memory="2p-1",
+    ),
+    Schedule(
         name="zb-v",
-        make=zb_v,
-        placement=lambda p, v: Placement.vshape(p),
+        make=searched.zb_v,
+        placement=_v,
         placement_name="V",
         chunks=(2, 2),
         default_chunks=2,
@@ -124,14 +144,114 @@ _ALL = (
         span="3m",
         memory="p",
         aliases=("zbv", "ScheduleZBVZeroBubble"),
-        needs="closed forms hold from m >= 2p on; any m runs",
+        needs="closed forms hold from m >= 2p on; any m runs; fitted to the job's costs",
+        searched=True,
+    ),
+    Schedule(
+        name="zb-auto",
+        make=searched.zb_auto,
+        placement=_linear,
+        placement_name="linear",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=True,
+        summary="the best order of one stage per rank for the job's costs and memory limit",
+        source='search; memory_limit = "1.0x" is ZB-1p and "2.0x" is ZB-2p of arXiv 2401.10241',
+        makespan="3m + (p-1)",
+        span="3m",
+        memory="as limited",
+        aliases=("zb-1p", "zb-2p"),
+        searched=True,
+        budget=BUDGET,
+    ),
+    Schedule(
+        name="v-auto",
+        make=searched.v_auto,
+        placement=_v,
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=True,
+        summary="the best order of the V placement for the job's costs and memory limit",
+        source="search; building blocks of arXiv 2405.15362 and our own",
+        makespan="3m + (p-1)/2",
+        span="3m",
+        memory="as limited",
+        searched=True,
+        budget=BUDGET,
+    ),
+    Schedule(
+        name="v-half",
+        make=searched.v_half,
+        placement=_v,
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=True,
+        summary="the V placement with half the activations of 1F1B",
+        source="arXiv 2405.15362, section 3",
+        makespan="about 3m + p",
+        span="about 3m + p",
+        memory="(p+2)//2",
+        searched=True,
+        budget=BUDGET,
+    ),
+    Schedule(
+        name="v-min",
+        make=searched.v_min,
+        placement=_v,
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=True,
+        summary="the V placement with a third of the activations of 1F1B",
+        source="arXiv 2405.15362, section 3",
+        makespan="about 3m + 2p",
+        span="about 3m + 2p",
+        memory="(p+4)//3",
+        searched=True,
+        budget=BUDGET,
+    ),
+    Schedule(
+        name="1f1b-v",
+        make=searched.one_f_one_b_v,
+        placement=_v,
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=False,
+        summary="the V placement with backwards in one piece",
+        source="search; arXiv 2405.15362 calls the placement V-shape",
+        makespan="depends on the limit",
+        span="depends on the limit",
+        memory="as limited",
+        searched=True,
+        budget=BUDGET,
+    ),
+    Schedule(
+        name="looped-zb",
+        make=searched.looped_zb,
+        placement=Placement.looped,
+        placement_name="looped",
+        chunks=(1, None),
+        default_chunks=2,
+        splits_backward=True,
+        summary="interleaved stages with backwards split, for the job's costs and memory limit",
+        source="search; at memory_limit 1.0x the generalized interleaved schedule of arXiv 2503.01328 or better",
+        makespan="3m + (p-1)/v",
+        span="3m",
+        memory="as limited",
+        aliases=("generalized-interleaved", "ScheduleInterleavedZeroBubble"),
+        searched=True,
+        budget=BUDGET,
     ),
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
 _ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
 
-__all__ = ["SCHEDULES", "Generator", "Request", "Schedule", "find"]
+__all__ = ["AUTO", "BUDGET", "SCHEDULES", "Generator", "Request", "Schedule", "find"]
 
 
 def find(name: str) -> Schedule:
@@ -139,6 +259,6 @@ def find(name: str) -> Schedule:
     known = _ALIASES.get(name.lower())
     if known is None:
         close = difflib.get_close_matches(name.lower(), _ALIASES, n=1)
-        hint = f'did you mean "{_ALIASES[close[0]]}"?' if close else f"one of: {', '.join(SCHEDULES)}"
+        hint = f'did you mean "{_ALIASES[close[0]]}"?' if close else f"one of: {', '.join([*SCHEDULES, AUTO])}"
         raise ZbcError("E104", f'config: unknown schedule "{name}"', hint=hint)
     return SCHEDULES[known]

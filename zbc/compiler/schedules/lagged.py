@@ -6,6 +6,7 @@ gradient W runs `lag(r)` microbatches behind its input gradient B. For p ranks a
     schedule   warmup(r)     lag(r)   activations held on rank r   source
     gpipe      m             -        m                            arXiv 1811.06965
     1f1b       p-1-r         -        p-r                          arXiv 2104.04473
+    eager-1f1b 2(p-1-r)      -        2(p-r)-1                     arXiv 2211.05322, section 4.2
     zb-h1      p-1-r         r        p                            arXiv 2401.10241, section 2.2
     zb-h2      2(p-1-r)      2r       2p-1                         arXiv 2401.10241, section 2.2
 
@@ -33,6 +34,11 @@ def one_f_one_b(request: Request) -> Program:
     return _lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)
 
 
+def eager_1f1b(request: Request) -> Program:
+    """1F1B that runs twice as far ahead, so that transfers have time."""
+    return _lagged("eager-1f1b", request, warmup=lambda r: 2 * (request.p - 1 - r))
+
+
 def zb_h1(request: Request) -> Program:
     """1F1B with W put off into the bubble; memory of 1F1B."""
     return _lagged("zb-h1", request, warmup=lambda r: request.p - 1 - r, lag=lambda r: r)
@@ -44,18 +50,17 @@ def zb_h2(request: Request) -> Program:
     return _lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
 
 
-def between_h1_and_h2(request: Request) -> list[Program]:
-    """ZB-H1, ZB-H2 and the orders between: up to `extra` forwards more than 1F1B in flight, memory p + extra."""
+def between_h1_and_h2(request: Request) -> Iterator[Program]:
+    """ZB-H1, ZB-H2 and some orders between: up to `extra` forwards more than 1F1B in flight, memory p + extra."""
     p = request.p
-    return [
-        _lagged(
+    for extra in range(0, p, 1 + p // 10):
+        yield _lagged(
             f"zb-h1+{extra}",
             request,
             warmup=lambda r, extra=extra: p - 1 - r + min(extra, p - 1 - r),  # type: ignore[misc]
             lag=lambda r, extra=extra: r + min(extra, r),  # type: ignore[misc]
         )
-        for extra in range(p)
-    ]
+    yield zb_h2(request)
 
 
 def _lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:

@@ -59,6 +59,8 @@ class Schedule:
     memory: str  # peak on the fullest rank, activation units
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
+    searched: bool = False  # made for the costs and the memory limit of the job
+    budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""

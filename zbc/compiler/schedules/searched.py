@@ -3,6 +3,7 @@
     name       placement   backward   limit on activations, unless the job gives one
     zb-auto    linear      B, W       none ("1.0x" is ZB-1p, "2.0x" is ZB-2p of arXiv 2401.10241)
     v-auto     V           B, W       none
+    zb-v       V           B, W       that of 1F1B: p units           arXiv 2401.10241
     v-half     V           B, W       half of 1F1B: (p+2)//2 units    arXiv 2405.15362
     v-min      V           B, W       a third of 1F1B: (p+4)//3 units arXiv 2405.15362
     1f1b-v     V           one op     none
@@ -14,7 +15,7 @@ worse than one of them that fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zbc.compiler.bounds import bounds
@@ -22,7 +23,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.schedules.lagged import between_h1_and_h2
 from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
-from zbc.compiler.schedules.vshape import zb_v
+from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import Effort, search
@@ -39,6 +40,13 @@ def zb_auto(request: Request) -> Program:
 def v_auto(request: Request) -> Program:
     """Two stages per rank, down and up again."""
     return _found("v-auto", Placement.vshape(request.p), request)
+
+
+def zb_v(request: Request) -> Program:
+    """The V placement at the activations of 1F1B; without costs, the order of the paper."""
+    if request.costs is None:
+        return zb_v_by_hand(request)
+    return _found("zb-v", Placement.vshape(request.p), _at_most(request, request.p))
 
 
 def v_half(request: Request) -> Program:
@@ -72,7 +80,7 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
     costs = costs if split else _whole(costs)
     problem = Problem.make(placement, costs, request.m, request.limits())
     _check_feasible(name, problem, request)
-    engine = Engine(available())
+    engine = Engine(available() and request.budget > 0)  # loading compiled code takes longer than the fast tier
     target = bounds(placement, costs, request.m, request.limits())
     best = search(
         problem,
@@ -126,13 +134,13 @@ def _by_hand(
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders for this placement that need no search."""
     plain = Request(request.p, request.m, placement.stages // placement.ranks)
-    programs: list[Program] = []
+    programs: Iterable[Program] = ()
     if placement == Placement.linear(request.p):
-        programs += between_h1_and_h2(plain)
+        programs = between_h1_and_h2(plain)
     elif placement == Placement.vshape(request.p):
-        programs.append(zb_v(plain))
+        programs = (zb_v_by_hand(plain),)
     elif placement == Placement.looped(request.p, plain.v):
-        programs.append(interleaved_1f1b(plain))
+        programs = (interleaved_1f1b(plain),)
     for program in programs:
         yield program.history[0], _numbers(problem, program)
     yield "one by one", one_by_one(problem)

@@ -40,7 +40,7 @@ def _compile(numba: Any) -> dict[str, Any]:
     for name in _HELPERS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
-        names[name] = numba.njit(copy)
+        names[name] = numba.njit(copy, cache=True)
     return names
 
 

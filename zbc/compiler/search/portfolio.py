@@ -24,6 +24,8 @@ from zbc.compiler.search.problem import Problem
 
 # Op visits per second, cautiously: what turns seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
+FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
+LEAST_TRIED, FAST_VISITS = 6, 6_000_000
 FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 600, 1.5
 WARM, COLD = 0.02, 0.03  # temperatures: of chains in periods, of annealing in mean op times
 
@@ -55,25 +57,18 @@ def search(
         full.order(order, origin)
     small = _reduced(problem)
     if small is None:
-        _fast_tier(full)
+        _fast_tier(full, target)
         _patterns(full, effort.visits // 4, target)
         _rounds(full, effort.visits, effort.seed, target)
     else:
         bench = Bench(small, engine, objective)
-        _fast_tier(bench)
+        _fast_tier(bench, 0.0)
         _rounds(bench, effort.visits // 2, effort.seed, 0.0)
-        for candidate in bench.found[:3]:
-            if candidate.recipe is not None:
-                full.decode(candidate.recipe, candidate.origin)
-        for recipe in _safe(problem.v):
-            if full.best is None:
-                full.decode(recipe, "policy")
+        recipes = [(c.recipe, c.origin) for c in bench.found if c.recipe is not None]
+        for recipe, origin in recipes[: FINALISTS if effort.visits else 2]:
+            full.decode(recipe, origin)
         _anneal_only(full, effort.visits - bench.spent, effort.seed, target)
     return full.best
-
-
-def _safe(v: int) -> list[Recipe]:
-    return list(policies(v))
 
 
 def _reduced(problem: Problem) -> Problem | None:
@@ -82,12 +77,18 @@ def _reduced(problem: Problem) -> Problem | None:
     return replace(problem, m=few) if problem.m > 1.5 * few else None
 
 
-def _fast_tier(bench: Bench) -> None:
+def _fast_tier(bench: Bench, target: float) -> None:
+    """Policies and learned genes in turn, best first; of large problems only as many as a second or so allows."""
     v = bench.problem.v
+    known: list[tuple[Recipe, str]] = []
+    blocks = [(genes, f"building block {index}") for index, genes in enumerate(learned(v))]
     for index, policy in enumerate(policies(v)):
-        bench.decode(policy, f"policy {index}")
-    for index, genes in enumerate(learned(v)):
-        bench.decode(genes, f"building block {index}")
+        known += [(policy, f"policy {index}"), *blocks[2 * index : 2 * index + 2]]
+    known += blocks[2 * len(policies(v)) :]
+    for tried, (recipe, origin) in enumerate(known):
+        if _reached(bench, target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
+            return
+        bench.decode(recipe, origin)
 
 
 def _patterns(bench: Bench, visits: int, target: float) -> None:

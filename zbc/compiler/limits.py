@@ -1,0 +1,79 @@
+"""How much a rank may hold, from the job: what a search is given as its limit.
+
+`schedule.memory_limit` counts activations, as a multiple of 1F1B's peak or in bytes. Without it, the limit is what
+`hardware.memory_gib` leaves beside weights, gradients, optimizer state and buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.search.feasible import least
+from zbc.compiler.search.problem import Problem
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.spec import Job, parse_limit
+from zbc.text import GIB, at_least, short, size
+
+BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and sends under way
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Units per rank, and the costs in which they are counted (units by bytes where the limit is in bytes)."""
+
+    costs: Costs
+    units: tuple[float, ...] | None
+
+
+def limit_of(job: Job, placement: Placement, costs: Costs) -> Limit:
+    """The limit for one placement. Raises E303 where `memory_limit` is below what a single microbatch needs."""
+    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    p = placement.ranks
+    if asked is not None and asked[1] == "x":
+        needs = _least(placement, costs)
+        if max(needs) > asked[0] * p + 1e-6:
+            _refuse(job, needs, f"{short(asked[0] * p)} activation units", f"{at_least(max(needs) / p, 6)}x", 1.0)
+        return Limit(costs, (asked[0] * p,) * p)
+    if costs.bytes is None:
+        return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
+    unit = sum(stage.act_b for stage in costs.bytes) / p or 1.0
+    counted = replace(
+        costs,
+        act_b=tuple(stage.act_b / unit for stage in costs.bytes),
+        act_w=tuple(stage.act_w / unit for stage in costs.bytes),
+    )
+    if asked is not None:
+        needs = _least(placement, counted)
+        if max(needs) > asked[0] / unit + 1e-9:
+            _refuse(job, needs, size(asked[0]), f"{at_least(max(needs) * unit / GIB, 6)} GiB", unit)
+        return Limit(counted, (asked[0] / unit,) * p)
+    if job.hardware.memory_gib is None:
+        return Limit(costs, None)
+    # Below the least any order needs there is no plan; search at the least, and let check_memory say what is missing.
+    room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(p)]
+    needs = _least(placement, counted)
+    return Limit(counted, tuple(max(a, b) for a, b in zip(room, needs, strict=True)))
+
+
+def _least(placement: Placement, costs: Costs) -> list[float]:
+    return least(Problem.make(placement, costs, 1, None))
+
+
+def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
+    """Bytes a rank holds whatever the order."""
+    stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
+    state = sum(s.weights + s.gradients + s.optimizer for s in stages)
+    return state + BUFFERS * max((s.boundary for s in stages), default=0.0)
+
+
+def _refuse(job: Job, needs: list[float], given: str, enough: str, unit: float) -> None:
+    rank = max(range(len(needs)), key=lambda r: needs[r])
+    amount = size(needs[rank] * unit) if unit != 1.0 else f"{short(needs[rank])} activation units"
+    raise ZbcError(
+        "E303",
+        f"does not fit: one microbatch alone holds {amount} on rank {rank}, the limit is {given}",
+        where=job.where("schedule", "memory_limit"),
+        hint=f'the smallest that works for this placement is memory_limit = "{enough}"',
+    )
