@@ -28,7 +28,7 @@ class Request:
     costs: Costs | None = None
     memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"
-    budget: float = 5.0
+    budget: float = 0.0  # the fast tier alone
     seed: int = 0
 
     def limits(self) -> list[float] | None:
