@@ -28,7 +28,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.run
 	$(BIN)/zbc plan plans/tiny.toml -o build/demo
 	$(BIN)/zbc visualize build/demo
-	$(BIN)/zbc run build/demo --local 4
+	$(BIN)/zbc run build/demo --local 4 $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q

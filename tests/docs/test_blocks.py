@@ -1,0 +1,85 @@
+"""Every command block of the README and the docs runs, in order, in a folder that holds what a clone holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.readme import README, fill
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BIN = Path(sys.executable).parent
+
+
+def commands(page):
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def runnable(line):
+    """`make` with the environment of this run in place of a fresh one; the tests are not run from within the tests."""
+    if line == "make demo":
+        return f"make demo -o '{BIN.parent}/.run' VENV='{BIN.parent}' STEPS=2"
+    return f"make --dry-run test -o '{BIN.parent}/.dev' VENV='{BIN.parent}'" if line == "make test" else line
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("plans", "Makefile", "pyproject.toml", "constraints.txt"):
+        source = ROOT / name
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_blocks_of_a_page_work(page, clone):
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
+    for line in commands(page):
+        done = subprocess.run(
+            runnable(line), shell=True, cwd=clone, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, f"{page.name}: {line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_pages_have_commands_at_all():
+    assert len(commands(README)) >= 10
+    assert sum(len(commands(page)) for page in PAGES) >= 15
+
+
+def test_every_code_block_says_what_it_is_or_is_a_picture():
+    for page in PAGES:
+        kinds = re.findall(r"^```(\w*)\n", page.read_text(), re.MULTILINE)
+        assert set(kinds) <= {"sh", "toml", "python", ""}, page.name
+
+
+def test_the_picture_and_the_table_of_the_readme_are_what_zbc_prints():
+    text = README.read_text()
+    assert fill(text, ("picture", "compare")) == text
+
+
+def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
+    """docs/extending.md says this order works; zbc proves it."""
+    from tests.jobs import toml_text
+    from zbc.compiler.compile import compile_job, load_job
+
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+    (tmp_path / "my_order.py").write_text(code)
+    (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    compiled = compile_job(load_job(tmp_path / "zbc.toml"))
+    assert compiled.report.deadlock_free
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
