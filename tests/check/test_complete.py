@@ -205,6 +205,12 @@ def test_a_copied_stage_is_summed_on_all_its_holders():
     assert (error.code, error.message) == ("E202", "program: rank 1 never runs REDUCE s1")
 
 
+def test_a_sum_without_a_step_is_on_all_holders_too():
+    text = BOTH_WAYS.replace(", VALIDATE, STEP s0, STEP s1", "").replace(", VALIDATE, STEP s1, STEP s0", "")
+    error = only(errors_of(text.replace("REDUCE s0, REDUCE s1", "REDUCE s0", 1), Placement.bidirectional([0, 1])))
+    assert (error.code, error.message) == ("E202", "program: rank 0 never runs REDUCE s1")
+
+
 def test_a_program_that_steps_sums_copied_stages():
     both = Placement.bidirectional([0, 1])
     errors = errors_of(BOTH_WAYS.replace("REDUCE s1, ", ""), both)

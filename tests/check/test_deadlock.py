@@ -220,6 +220,7 @@ def test_a_message_after_the_barrier_that_is_needed_before_it_deadlocks():
     ("dropped", "waiter"),
     [
         ("SEND_F s0 m1 >r1", "rank 1 step 4: RECV_F s1 m1 <r0  waits for it"),
+        ("SEND_F s0 m1 >r1", "rank 1 step 5: F s1 m1  waits for it"),
         ("RECV_F s1 m1 <r0", "rank 1 step 4: F s1 m1  waits for it"),
         ("RECV_F s1 m1 <r0", "rank 0 step 3: SEND_F s0 m1 >r1  waits for it"),
         ("SEND_B s1 m0 >r0", "rank 0 step 4: RECV_B s0 m0 <r1  waits for it"),
@@ -274,6 +275,23 @@ def test_an_order_no_rank_can_run_is_a_circle_of_one():
     assert error.message == "deadlock: an op waits for a later op of its own rank"
     assert error.details[0] == "rank 0 step 0: BW s0 m0  waits for  rank 0 step 1: F s0 m0, behind step 0"
     assert error.hint == "on rank 0, bring step 1 and what it needs before step 0"
+
+
+def test_a_message_that_came_does_not_make_up_for_a_slice_that_did_not():
+    program = listing("""
+        rank 0: F s0 m0, SEND_F s0 m0, F s0 m0.1, SEND_F s0 m0.1
+        rank 1: RECV_F s1 m0, RECV_F s1 m0.1, F s1 m0.1, F s1 m0
+    """)
+    error = error_of(program)
+    assert error.message == "deadlock: an op waits for a later op of its own rank"
+    assert error.details[0] == "rank 1 step 2: F s1 m0.1  waits for  rank 1 step 3: F s1 m0, behind step 2"
+
+
+@pytest.mark.parametrize("late", ["STEP s0, VALIDATE", "VALIDATE, REDUCE s0, STEP s0"])
+def test_a_step_level_op_before_what_it_closes_is_a_circle_of_one(late):
+    error = error_of(listing(f"rank 0: F s0 m0, BW s0 m0, {late}"))
+    first, second = late.split(", ")[:2]
+    assert error.details[0] == f"rank 0 step 2: {first}  waits for  rank 0 step 3: {second}, behind step 2"
 
 
 def test_a_circle_and_what_never_comes_are_both_reported():

@@ -9,7 +9,7 @@ shortest circle passes each rank at most once.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zbc.compiler.check.numbered import Numbered
@@ -19,7 +19,7 @@ EFFORT = 1_000_000  # look-ups in search of the shortest circle before a circle 
 
 
 class Wait(NamedTuple):
-    """Op `op` waits for op `target`. Places are doubled op ids, odd where an op ends instead of starts."""
+    """Op `op` waits for op `target`. Places are doubled op ids, one more where an op ends instead of starts."""
 
     op: int
     place: int
@@ -44,8 +44,8 @@ def shortest_circle(waits: Waits, done: bytearray) -> list[Line]:
 
     Among hundreds of thousands of stuck ops a circle of more than a few waits may not be the shortest.
     """
-    roads = _Roads(waits.n, list(_waits(waits, done)))
-    found = roads.shortest()
+    rank_of = [rank for rank, ops in enumerate(waits.n.program.ranks) for _ in ops]
+    found = Roads(rank_of, list(_waits(waits, done))).shortest()
     lines = []
     for wait, following in zip(found, [*found[1:], *found[:1]], strict=True):
         lines.append(Line(wait.op, wait.target, following.op if following.op != wait.target else None))
@@ -56,11 +56,14 @@ def shortest_circle(waits: Waits, done: bytearray) -> list[Line]:
 
 
 def _waits(waits: Waits, done: bytearray) -> Iterator[Wait]:
-    """Every wait of a stuck op for another op, in the order of ops."""
+    """Every wait of a stuck op for another op, by place.
+
+    An op that blocks waits for its event at its end; that it has started is all the others of that event wait for.
+    """
     size = waits.n.size
-    ends: dict[int, list[int]] = {}  # event -> the ops that have yet to come to it
+    ends: dict[int, list[int]] = {}  # event -> the ops of it that have not run
     for i, event in enumerate(waits.event):
-        if event >= 0 and not done[size + event] and not _came(waits, done, i):
+        if event >= 0 and not done[i]:
             ends.setdefault(event, []).append(i)
     for i in range(size):
         if done[i]:
@@ -72,14 +75,6 @@ def _waits(waits: Waits, done: bytearray) -> Iterator[Wait]:
                 yield from (Wait(i, 2 * i, j, 2 * j) for j in ends.get(node - size, ()))
         if waits.blocks[i]:
             yield from (Wait(i, 2 * i + 1, j, 2 * j) for j in ends.get(waits.event[i], ()) if j != i)
-
-
-def _came(waits: Waits, done: bytearray, op: int) -> bool:
-    """Whether an op has come to its event: one that blocks comes when it starts, others when they have run."""
-    if not waits.blocks[op]:
-        return bool(done[op])
-    first = waits.n.place(op)[1] == 0
-    return (first or bool(done[op - 1])) and all(done[node] for node in waits.needs(op))
 
 
 # ---- searching -----------------------------------------------------------------------------------------------
@@ -105,13 +100,15 @@ class _Road:
         return self.farthest[k - 1] if k else None
 
 
-class _Roads:
-    def __init__(self, n: Numbered, waits: list[Wait]) -> None:
-        self.n, self.waits = n, waits
+class Roads:
+    """The waits between ranks, sorted for the search; `rank_of` is the rank of each op, `waits` are sorted by place."""
+
+    def __init__(self, rank_of: Sequence[int], waits: Sequence[Wait]) -> None:
+        self.rank_of, self.waits = rank_of, waits
         self.from_rank: dict[int, dict[int, _Road]] = {}
         for wait in waits:
-            roads = self.from_rank.setdefault(n.place(wait.op)[0], {})
-            roads.setdefault(n.place(wait.target)[0], _Road()).add(wait)
+            roads = self.from_rank.setdefault(rank_of[wait.op], {})
+            roads.setdefault(rank_of[wait.target], _Road()).add(wait)
         self.effort = 0
 
     def shortest(self) -> list[Wait]:
@@ -130,13 +127,13 @@ class _Roads:
         another has still to do, so there is one."""
         first: dict[int, Wait] = {}
         for wait in self.waits:
-            first.setdefault(self.n.place(wait.op)[0], wait)
+            first.setdefault(self.rank_of[wait.op], wait)
         circles = [self._through(wait, len(self.from_rank)) for wait in first.values()]
         return min(filter(None, circles), key=len, default=[])
 
     def _through(self, start: Wait, limit: int) -> list[Wait]:
         """A circle of at most `limit` waits that begins with `start`, or []."""
-        home, rank = self.n.place(start.op)[0], self.n.place(start.target)[0]
+        home, rank = self.rank_of[start.op], self.rank_of[start.target]
         reached = {rank: start.there}
         trail: dict[Wait, Wait] = {}  # wait -> the one before it
         heads = {rank: start}

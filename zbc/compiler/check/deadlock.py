@@ -91,15 +91,13 @@ def _never_comes(waits: waiting.Waits) -> Iterator[ZbcError]:
     """One problem for each thing that is waited for and never comes."""
     n = waits.n
     waiters: dict[int, list[int]] = {node: [] for node in waits.ghosts.values()}
-    for i in range(n.size):
-        for node in waits.needs(i):
-            if node >= 2 * n.size:
-                waiters[node].append(i)
     for i, event in enumerate(waits.event):
-        if event in waits.lacks:
-            waiters[waits.lacks[event]].append(i)
+        for node in (*waits.needs(i), n.size + event):
+            ghost = waits.lacks.get(node - n.size, node)
+            if ghost >= 2 * n.size:
+                waiters[ghost].append(i)
     for sentence, node in waits.ghosts.items():
-        ops = sorted(waiters[node])
+        ops = waiters[node]
         shown = [f"{n.text(i)}  waits for it" for i in ops[:SHOWN]]
         more = [f"and {len(ops) - SHOWN} more ops"] if len(ops) > SHOWN else []
         hint = "provide it, or drop what waits for it"

@@ -193,7 +193,7 @@ def run(waits: Waits) -> bytearray:
     need, event, blocks, left = waits.need, waits.event, waits.blocks, waits.parties[:]
     done = bytearray(waits.nodes)
     sleeping: dict[int, list[int]] = {}  # node -> ranks that wait for it
-    at, joined = n.starts[:-1], [NONE] * (len(n.starts) - 1)
+    at = n.starts[:-1]
     ready = list(range(len(at)))
     while ready:
         rank = ready.pop()
@@ -207,12 +207,10 @@ def run(waits: Waits) -> bytearray:
                 break
             e = event[i]
             if e >= 0:
-                if joined[rank] != i:
-                    joined[rank] = i
-                    left[e] -= 1
-                    if not left[e]:
-                        done[size + e] = 1
-                        ready += sleeping.pop(size + e, ())
+                left[e] -= 1  # once more, and to no effect, when an op that blocks wakes up behind its event
+                if not left[e]:
+                    done[size + e] = 1
+                    ready += sleeping.pop(size + e, ())
                 if blocks[i] and not done[size + e]:
                     sleeping.setdefault(size + e, []).append(rank)
                     break
