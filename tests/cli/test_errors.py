@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import toml_text
+from zbc.compiler.schedules import SCHEDULES
 
 LINES, COLUMNS = 24, 100
 GOOD = toml_text()
@@ -191,16 +192,29 @@ def test_a_comparison_of_a_broken_job_says_once_what_is_wrong(zbc, job):
     assert ran.err.count("error[") == 1
 
 
-def test_what_would_fit_is_listed_with_its_need_and_its_time(zbc, job):
-    ran = zbc("plan", job(kind="gpipe", hardware={"memory_gib": 0.0012}))
+def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(zbc, job):
+    limit = 1.3
+    ran = zbc("plan", job(kind="gpipe", hardware={"memory_gib": limit / 1024}, costs={"f": 1, "b": 1, "w": 1}))
     fails(ran, 5, "E301", where="zbc.toml:19:14", text="does not fit: rank 3 needs 2.15 MiB")
-    assert re.search(r"= would fit: .*1f1b \([\d.]+ MiB, step [+-]\d+\.\d%\)", ran.err.replace("\n     ", " "))
     assert "weights" in ran.err
+    listed = re.findall(r"([\w-]+) \(([\d.]+) MiB, step ([+-][\d.]+)%\)", ran.err)
+    assert {"zb-v", "zb-h1", "1f1b"} <= {name for name, _, _ in listed}
+    changes = [float(change) for _, _, change in listed]
+    assert changes == sorted(changes)
+    failed = zbc("plan", "zbc.toml", "--set", "hardware.memory_gib=9", "--json").json()
+    for name, need, change in listed:
+        if SCHEDULES[name].searched:
+            continue
+        report = zbc("plan", "zbc.toml", "--schedule", name, "--json").json()
+        assert max(rank["peak_bytes"] for rank in report["per_rank"]) / 2**20 == pytest.approx(float(need), rel=5e-3)
+        assert report["makespan_ms"] / failed["makespan_ms"] - 1 == pytest.approx(float(change) / 100, abs=6e-4)
+    for name in {"zb-h1", "zb-h2", "1f1b", "interleaved-1f1b", "breadth-first"} - {name for name, _, _ in listed}:
+        assert zbc("plan", "zbc.toml", "--schedule", name).code == 5
 
 
 def test_a_limit_named_in_a_hint_is_enough(zbc, job):
     for limit in ("0.01x", "1 KiB"):
-        ran = zbc("plan", job(kind="zb-v", schedule={"memory_limit": limit}))
+        ran = zbc("plan", job(kind="zb-h1", schedule={"memory_limit": limit}))
         fails(ran, 5, "E302")
         needed = re.search(r'needs memory_limit = "([^"]+)"', ran.err)[1]
         assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0

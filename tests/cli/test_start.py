@@ -20,7 +20,7 @@ COMMANDS = [
     "plan zbc.toml -o other",
     "check plan",
     "check zbc.toml",
-    "compare zbc.toml",
+    "compare zbc.toml --schedules 1f1b,zb-h1",
     "visualize plan",
     "visualize zbc.toml --by slot",
     "config show zbc.toml",
@@ -107,9 +107,9 @@ def test_a_picture_takes_the_width_of_its_terminal(workplace):
 
 
 def test_progress_is_seen_on_a_terminal_only_and_not_in_quiet(workplace):
-    assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml")
-    assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "-q")
-    command = [sys.executable, "-m", "zbc", "compare", "zbc.toml"]
+    assert "planning" in on_a_terminal(workplace, "compare", "zbc.toml", "--schedules", "1f1b,gpipe")
+    assert "planning" not in on_a_terminal(workplace, "compare", "zbc.toml", "--schedules", "1f1b,gpipe", "-q")
+    command = [sys.executable, "-m", "zbc", "compare", "zbc.toml", "--schedules", "1f1b,gpipe"]
     found = subprocess.run(command, cwd=workplace, capture_output=True, text=True, timeout=60, check=True)
     assert found.stderr == ""
 

@@ -158,7 +158,8 @@ def _card(card: Schedule) -> Iterator[RenderableType]:
     yield f"{card.name}: {card.summary}"
     yield ""
     yield labelled("source", card.source)
-    yield labelled("also", ", ".join(card.aliases))
+    if card.aliases:
+        yield labelled("also", ", ".join(card.aliases))
     yield labelled("placement", f"{card.placement_name}; {_chunks(card)} stages per rank")
     yield labelled("backward", "B and W are ops of their own" if card.splits_backward else "B and W are one op")
     yield labelled("makespan", card.makespan)

@@ -122,22 +122,18 @@ def _row(pieces: list[_Piece], window: Window, columns: int, step: float) -> tup
 
 def by_slot(timeline: Timeline, window: Window) -> Grid:
     """One column per turn, over the ops that run inside the window."""
-    dag = timeline.dag
     rows = [list(_pieces(timeline, rank, window)) for rank in range(timeline.ranks)]
     length = max(timeline.makespan, 1e-12)
     order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
     column: dict[int, int] = {}
     edges: list[float] = []
     closes = 0.0  # when the first op of the last column ends
-    latest: dict[int, int] = {}  # rank -> column of its last op
     for start, end, piece in order:
-        rank, source = dag.rank[piece.id], dag.source[piece.id]
-        last = len(edges) - 1
-        if last < 0 or start >= closes or latest.get(rank) == last or column.get(source) == last:
+        if not edges or start >= closes:  # so is every op behind one of the column, on its rank or fed by it
             edges.append(piece.start)
             closes = end
         closes = min(closes, end)
-        column[piece.id] = latest[rank] = len(edges) - 1
+        column[piece.id] = len(edges) - 1
     blocks = [_spread(row, column, edges, _ALMOST * length) for row in rows]
     return Grid(len(edges), tuple(blocks), (*edges, window[1]), {})
 
