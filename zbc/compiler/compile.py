@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zbc import plan as plans
 from zbc import spec
 from zbc.compiler import estimate, report
-from zbc.compiler.check import check_all
+from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
@@ -117,6 +117,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     began = time.perf_counter()
     table = estimate.layers(job)
     found = order(job, table, budget)
+    check_complete(found.program)  # passes and simulation rely on it; plugins may be wrong
     program = lower(found.program)
     check_all(program)
     timeline = simulate(program, found.costs)

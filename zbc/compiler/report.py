@@ -9,7 +9,7 @@ from zbc.compiler.bounds import Bounds
 from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.simulate import Timeline, steady_state
 from zbc.ir import Program
 
 FORMAT = "zbc-report"
@@ -50,6 +50,7 @@ class Report:
     span_ms: float
     bubble_rate_makespan: float
     bubble_rate_span: float
+    steady_state_ms: float  # consecutive steps without a barrier
     lower_bound_makespan_ms: float
     lower_bound_span_ms: float
     deadlock_free: bool
@@ -103,6 +104,7 @@ def build(program: Program, costs: Costs, timeline: Timeline, bounds: Bounds, na
         span_ms=timeline.span,
         bubble_rate_makespan=timeline.bubble_rate_makespan,
         bubble_rate_span=timeline.bubble_rate_span,
+        steady_state_ms=steady_state(timeline.dag, program, costs),
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,

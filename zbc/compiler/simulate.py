@@ -7,7 +7,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,14 +95,30 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     return run(build(program), program, costs)
 
 
-def run(dag: Dag, program: Program, costs: Costs) -> Timeline:
-    """The same with the dag at hand."""
+def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> float:
+    """What a step costs, in ms, when steps follow one another without a barrier.
+
+    Each rank starts the next step right after its own last op; the time between two ends of a rank settles after a few
+    steps. Not always the span: a rank may have to wait for one that is late.
+    """
+    ranks = len(dag.first) - 1
+    ends, period = [0.0] * ranks, 0.0
+    for _ in range(steps):
+        timeline = run(dag, program, costs, ends)
+        fresh = [max(timeline.last_end(r), ends[r]) for r in range(ranks)]
+        period = max(b - a for a, b in zip(ends, fresh, strict=True))
+        ends = fresh
+    return period
+
+
+def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:
+    """The same with the dag at hand; `free_from` is when each rank can begin, in ms."""
     ops, source, target = dag.ops, dag.source, dag.target
     length = _durations(dag, costs)
     lag = _lags(dag, program, costs)
     start, end = [0.0] * len(ops), [-1.0] * len(ops)
     ranks = len(dag.first) - 1
-    at, free = dag.first[:ranks], [0.0] * ranks
+    at, free = dag.first[:ranks], [0.0] * ranks if free_from is None else list(free_from)
     stack = list(range(ranks - 1, -1, -1))
     while stack:
         r = stack.pop()

@@ -1,0 +1,158 @@
+"""Why a step is not shorter: its critical path, what binds it, and what a little more of something would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zbc.compiler import estimate
+from zbc.compiler.compile import Compiled
+from zbc.compiler.order import Ordered, order
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.errors import ZbcError
+from zbc.spec import Job, parse_limit
+
+SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain of ops and transfers without a gap that is as long as the step, in ms."""
+
+    by_kind: dict[str, float]
+    by_rank: dict[int, float]
+    transfers: float
+    changes: int  # how often it moves to another rank
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values()) + self.transfers
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A change of the job and what a sequence of the batch would then cost, against now."""
+
+    change: str
+    ms: float  # per step of the changed job
+    factor: float  # time per sequence, over that of the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    path: Path
+    binds: str
+    what_if: tuple[WhatIf, ...]
+
+
+def why(compiled: Compiled) -> Why:
+    """All of it. Changed jobs and, to compare alike, the job itself are planned with the fast tier of the search."""
+    return Why(critical_path(compiled), _binds(compiled), tuple(_what_ifs(compiled)))
+
+
+def critical_path(compiled: Compiled) -> Path:
+    """Back from the end of the step: to the op that kept each op waiting, its rank's last one or a sender."""
+    timeline, costs = compiled.timeline, compiled.costs
+    dag = timeline.dag
+    rank = _longest(compiled)
+    begin = timeline.first_start(rank) if compiled.job.objective == "span" else 0.0
+    by_kind: dict[str, float] = {}
+    by_rank: dict[int, float] = {}
+    transfers, changes = 0.0, 0
+    i = dag.first[rank + 1] - 1
+    while i >= 0 and timeline.start[i] >= begin - SAME:
+        op, r = dag.ops[i], dag.rank[i]
+        length = timeline.end[i] - timeline.start[i]
+        by_kind[op.kind.value] = by_kind.get(op.kind.value, 0.0) + length
+        by_rank[r] = by_rank.get(r, 0.0) + length
+        if i > dag.first[r] and timeline.end[i - 1] >= timeline.start[i] - SAME:
+            i -= 1
+            continue
+        j = dag.source[i]
+        if j >= 0 and dag.rank[j] != r:
+            transfers += costs.transfer(min(op.stage, dag.ops[j].stage), op.pipe)
+            changes += 1
+        i = j
+    return Path(by_kind, by_rank, transfers, changes)
+
+
+def _longest(compiled: Compiled) -> int:
+    """The rank that ends the step, or for the span the one with the longest own time."""
+    timeline = compiled.timeline
+    ranks = range(timeline.ranks)
+    if compiled.job.objective == "span":
+        return max(ranks, key=lambda r: timeline.last_end(r) - timeline.first_start(r))
+    return max(ranks, key=timeline.last_end)
+
+
+def _binds(compiled: Compiled) -> str:
+    """What stands between this step and a shorter one, as far as the bound and the memory tell."""
+    found, job = compiled.report, compiled.job
+    bound = found.lower_bound_span_ms if job.objective == "span" else found.lower_bound_makespan_ms
+    busiest = max(rank.busy_ms for rank in found.per_rank)
+    if compiled.step_ms <= busiest * (1 + SAME):
+        return "the work of the busiest rank: only a better cut, more ranks or faster ops shorten the step"
+    if compiled.step_ms <= bound * (1 + SAME):
+        return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
+    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if limit is not None and limit[1] == "x" and found.peak_activation_units > 0.97 * limit[0] * found.ranks:
+        return "the memory limit: the fullest rank is at it"
+    return "the order of ops: neither the busiest rank nor a bound is reached"
+
+
+def _what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
+    now = _fast(compiled.job)
+    if now is None:
+        return
+    base = _step(compiled.job, now) / _sequences(compiled.job)
+    for change, job in _changes(compiled):
+        ordered = _fast(job)
+        if ordered is not None:
+            step = _step(job, ordered)
+            yield WhatIf(change, step, step / _sequences(job) / base)
+
+
+def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
+    job = compiled.job
+    schedule = job.schedule
+    more = schedule.model_copy(update={"microbatches": schedule.microbatches + 1})
+    yield "one microbatch more", replace(job, schedule=more)
+    limit = parse_limit(schedule.memory_limit) if schedule.memory_limit else None
+    if limit is not None:
+        text = f"{1.1 * limit[0]:.6f}x" if limit[1] == "x" else f"{1.1 * limit[0] / 1024:.3f} KiB"
+        roomier = schedule.model_copy(update={"memory_limit": text})
+        yield "10% more memory for activations", replace(job, schedule=roomier)
+    moved = _moved(compiled)
+    if moved is not None and (job.costs.f is None or job.costs.per == "layer"):
+        stage, target, counts = moved
+        cut = job.partition.model_copy(update={"layers_per_stage": counts})
+        yield f"one layer from stage {stage} to stage {target}", replace(job, partition=cut)
+
+
+def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
+    """The blocks per stage with one moved from the dearest stage to the cheapest."""
+    counts = [sum(name.startswith("layers.") for name in part) for part in compiled.layers]
+    costs = compiled.costs
+    stages = sorted(range(costs.stages), key=lambda s: costs.f[s] + costs.b[s] + costs.w[s])
+    cheapest, dearest = stages[0], next((s for s in reversed(stages) if counts[s] > 1), None)
+    if dearest is None or dearest == cheapest:
+        return None
+    counts[dearest] -= 1
+    counts[cheapest] += 1
+    return dearest, cheapest, counts
+
+
+def _fast(job: Job) -> Ordered | None:
+    try:
+        return order(job, estimate.layers(job), 0.0)
+    except ZbcError:
+        return None
+
+
+def _step(job: Job, ordered: Ordered) -> float:
+    timeline: Timeline = simulate(ordered.program, ordered.costs)
+    return timeline.span if job.objective == "span" else timeline.makespan
+
+
+def _sequences(job: Job) -> int:
+    return job.schedule.microbatches * job.schedule.microbatch_size
