@@ -160,11 +160,11 @@ def _card(card: Schedule) -> Iterator[RenderableType]:
     yield labelled("source", card.source)
     if card.aliases:
         yield labelled("also", ", ".join(card.aliases))
-    yield labelled("placement", f"{card.placement_name}; {_chunks(card)} stages per rank")
+    yield labelled("placement", f"{card.placement_name}; stages per rank: {_chunks(card)}")
     yield labelled("backward", "B and W are ops of their own" if card.splits_backward else "B and W are one op")
     yield labelled("makespan", card.makespan)
     yield labelled("span", card.span)
-    yield labelled("memory", f"{card.memory} activation units on the fullest rank")
+    yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
     yield labelled("needs", card.needs)
     yield ""
     yield draw(program, simulate(program, costs), costs, View(width=_columns(), by="slot", unicode=False))
