@@ -16,7 +16,7 @@ LINEAR, V = Placement.linear(4), Placement.vshape(4)
 
 def costs(description, placement=LINEAR):
     table = estimate.layers(description)
-    return cost.build(description, placement, partition(description, placement.stages, table), table)
+    return cost.build(description, placement, partition(description, placement, table), table)
 
 
 def test_a_number_per_rank_is_shared_by_the_chunks_of_the_rank():

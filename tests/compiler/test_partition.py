@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.jobs import job
 from zbc.compiler import estimate
-from zbc.compiler.partition import balance, partition
+from zbc.compiler.partition import balance, even_ranks, partition
 from zbc.errors import ZbcError
+from zbc.ir import Placement
 
 
 def splits(n, parts):
@@ -35,9 +36,37 @@ def test_balance_finds_the_best_cut_of_all(weights, data):
     assert score(found) == min(score(cuts) for cuts in splits(len(weights), parts))
 
 
-def names(description, stages):
+def names(description, stages, placement=None):
     table = estimate.layers(description)
-    return [[table[i].name for i in part] for part in partition(description, stages, table)]
+    parts = partition(description, placement or Placement.linear(stages), table)
+    return [[table[i].name for i in part] for part in parts]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 9), min_size=8, max_size=11), st.booleans())
+def test_with_several_stages_per_rank_the_ranks_come_out_even(weights, looped):
+    """At least as even as the cut that is best by stages, and within a layer of the best of all cuts."""
+    placement = Placement.looped(2, 2) if looped else Placement.vshape(2)
+
+    def largest(cuts):
+        loads = [0, 0]
+        for stage, (a, b) in enumerate(itertools.pairwise(cuts)):
+            loads[placement.rank_of(stage)] += sum(weights[a:b])
+        return max(loads)
+
+    by_stages = balance(weights, 4)
+    found = even_ranks(weights, by_stages, placement)
+    best = min(largest(cuts) for cuts in splits(len(weights), 4))
+    assert largest(found) <= largest(by_stages)
+    assert largest(found) <= best + max(weights)
+
+
+def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():
+    heavy = {"costs": {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 2.0, "b": 2.0, "w": 2.0}}}
+    parts = names(job(layers=14, **heavy), 8, Placement.vshape(4))
+    blocks = [sum(name.startswith("layers.") for name in part) for part in parts]
+    loads = [blocks[r] + blocks[7 - r] + (2 if r == 0 else 0) for r in range(4)]
+    assert loads == [4, 4, 4, 4]
 
 
 def test_a_heavy_head_gets_fewer_blocks_beside_it():

@@ -67,7 +67,7 @@ def _bounds(job: Job, placement: Placement, costs: Costs) -> Bounds:
 
 
 def _costs(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
-    stages = partition(job, placement.stages, table)
+    stages = partition(job, placement, table)
     return stages, cost.build(job, placement, stages, table)
 
 

@@ -1,19 +1,25 @@
-"""Layers to stages: contiguous, embedding on the first stage and head on the last, balanced on real costs."""
+"""Layers to stages: contiguous, embedding on the first stage and head on the last, balanced on real costs.
+
+What has to be even is the work of a rank over all its stages. With one stage per rank the best cut is exact; with more,
+the cut that is best by stages is improved by moving layers between stages until no move helps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from zbc.compiler.estimate import Layer
 from zbc.errors import ZbcError
+from zbc.ir import Placement
 from zbc.spec import Job
 
 Stages = tuple[tuple[int, ...], ...]  # stage -> indices of its layers
 
 
-def partition(job: Job, stages: int, table: Sequence[Layer]) -> Stages:
-    """Cut `table` into `stages` parts as `[partition]` asks. Raises E130 (too few layers) or E131 (sums)."""
+def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
+    """Cut `table` for the stages of `placement` as `[partition]` asks. Raises E130 (too few layers) or E131 (sums)."""
+    stages = placement.stages
     blocks = [i for i, layer in enumerate(table) if layer.name not in ("embed", "head")]
     given = job.partition.layers_per_stage
     if given is not None:
@@ -27,7 +33,8 @@ def partition(job: Job, stages: int, table: Sequence[Layer]) -> Stages:
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if even:
         return _with_ends(_counts(len(blocks), stages), table, blocks)
-    cuts = balance([layer.total for layer in table], stages)
+    weights = [layer.total for layer in table]
+    cuts = even_ranks(weights, balance(weights, stages), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(cuts))
 
 
@@ -88,6 +95,53 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     for pick in reversed(choice):
         cuts.append(pick[cuts[-1]])
     return cuts[::-1]
+
+
+def even_ranks(weights: Sequence[float], cuts: list[int], placement: Placement) -> list[int]:
+    """Move layers between stages while that lowers the largest load of a rank, or evens out ranks, then stages.
+
+    A move takes one layer from one stage and gives one to another; the stages between shift by a layer.
+    """
+    if placement.ranks == placement.stages:
+        return cuts
+    prefix = [0.0, *accumulate(weights)]
+    best = _score(prefix, cuts, placement)
+    while True:
+        candidates = [(_score(prefix, moved, placement), moved) for moved in _moves(prefix, cuts, placement)]
+        score, moved = min(candidates, default=(best, cuts))
+        if score >= best:
+            return cuts
+        best, cuts = score, moved
+
+
+def _moves(prefix: Sequence[float], cuts: list[int], placement: Placement) -> Iterator[list[int]]:
+    """Cuts with one layer fewer on a stage of a most loaded rank."""
+    loads = _loads(prefix, cuts, placement)
+    fullest = max(range(len(loads)), key=lambda r: loads[r])
+    for giver in placement.stages_of(fullest):
+        for taker in range(placement.stages):
+            step = -1 if taker > giver else 1
+            moved = list(cuts)
+            for k in range(min(giver, taker) + 1, max(giver, taker) + 1):
+                moved[k] += step
+            if giver != taker and all(a < b for a, b in pairwise(moved)):
+                yield moved
+
+
+def _score(prefix: Sequence[float], cuts: list[int], placement: Placement) -> tuple[float, float, float]:
+    loads = _loads(prefix, cuts, placement)
+    stages = [prefix[b] - prefix[a] for a, b in pairwise(cuts)]
+    # Rounded, so that sums that differ in their last bits do not keep the search going.
+    return tuple(round(x, 9) for x in (max(loads), sum(x * x for x in loads), sum(x * x for x in stages)))  # type: ignore[return-value]
+
+
+def _loads(prefix: Sequence[float], cuts: list[int], placement: Placement) -> list[float]:
+    """Work per rank; a stage held by several ranks counts for each."""
+    loads = [0.0] * placement.ranks
+    for stage, (a, b) in enumerate(pairwise(cuts)):
+        for rank in placement.holders(stage):
+            loads[rank] += prefix[b] - prefix[a]
+    return loads
 
 
 def _smallest_largest(prefix: list[float], parts: int) -> float:

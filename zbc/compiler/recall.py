@@ -39,7 +39,7 @@ def costs_of(manifest: Manifest) -> Costs:
     """What the ops of a plan cost."""
     job, placement = job_of(manifest), manifest.to_placement()
     table = estimate.layers(job)
-    return cost.build(job, placement, partition(job, placement.stages, table), table)
+    return cost.build(job, placement, partition(job, placement, table), table)
 
 
 def timeline_of(plan: Plan) -> tuple[Timeline, Costs]:
