@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from zbc.cli import reasons
 from zbc.cli.console import indented, labelled, table
-from zbc.text import GIB, MIB, aligned, percent
+from zbc.text import GIB, MIB, aligned, percent, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,6 +30,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     """The summary of a fresh plan."""
     report = compiled.report
     yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    yield from reasons.of_step(compiled, verbose=verbose)
     yield labelled("costs", _COSTS[report.costs])
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
     yield labelled("ranks", *_ranks_note(report))
@@ -48,10 +50,10 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
         f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
-    return [
-        *lines,
-        f"a step takes the {'makespan: the optimizer is a' if barrier else 'span: the optimizer is no'} barrier",
-    ]
+    settled = f"{short(report.steady_state_ms)} ms"
+    if barrier:
+        return [*lines, f"the optimizer is a barrier: a step takes the makespan; without, {settled}"]
+    return [*lines, f"the optimizer is no barrier: settled, a step takes {settled}"]
 
 
 def _gap(ms: float, bound: float) -> str:

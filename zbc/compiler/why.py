@@ -38,18 +38,6 @@ class WhatIf:
     factor: float  # time per sequence, over that of the plan
 
 
-@dataclass(frozen=True, slots=True)
-class Why:
-    path: Path
-    binds: str
-    what_if: tuple[WhatIf, ...]
-
-
-def why(compiled: Compiled) -> Why:
-    """All of it. Changed jobs and, to compare alike, the job itself are planned with the fast tier of the search."""
-    return Why(critical_path(compiled), _binds(compiled), tuple(_what_ifs(compiled)))
-
-
 def critical_path(compiled: Compiled) -> Path:
     """Back from the end of the step: to the op that kept each op waiting, its rank's last one or a sender."""
     timeline, costs = compiled.timeline, compiled.costs
@@ -85,7 +73,7 @@ def _longest(compiled: Compiled) -> int:
     return max(ranks, key=timeline.last_end)
 
 
-def _binds(compiled: Compiled) -> str:
+def binds(compiled: Compiled) -> str:
     """What stands between this step and a shorter one, as far as the bound and the memory tell."""
     found, job = compiled.report, compiled.job
     bound = found.lower_bound_span_ms if job.objective == "span" else found.lower_bound_makespan_ms
@@ -100,7 +88,8 @@ def _binds(compiled: Compiled) -> str:
     return "the order of ops: neither the busiest rank nor a bound is reached"
 
 
-def _what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
+def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
+    """Changed jobs beside the job itself, all planned with the fast tier of the search to compare alike."""
     now = _fast(compiled.job)
     if now is None:
         return

@@ -1,0 +1,72 @@
+"""Why a step is not shorter: checked against the timeline it explains."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.dag import build
+from zbc.compiler.simulate import simulate, steady_state
+from zbc.compiler.why import binds, critical_path, what_ifs
+
+EVEN = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.25}
+
+
+def compiled(**changes):
+    return compile_job(job(**{"costs": EVEN, **changes}), budget=0.0)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_the_critical_path_is_as_long_as_the_step(kind, objective):
+    found = compiled(kind=kind, schedule={"objective": objective})
+    path = critical_path(found)
+    assert sum(path.by_rank.values()) == pytest.approx(sum(path.by_kind.values()))
+    if objective == "makespan":
+        assert path.total == pytest.approx(found.report.makespan_ms)
+    else:
+        assert path.total <= found.report.makespan_ms + 1e-9
+    assert path.transfers == pytest.approx(0.25 * path.changes)
+
+
+def test_gpipe_waits_for_the_way_down_and_back():
+    """m forwards on rank 0, down and up again, m backwards: 2(p-1) transfers whatever the path."""
+    assert critical_path(compiled(kind="gpipe")).changes == 6
+
+
+def test_what_binds_is_told_from_the_bound_and_the_memory():
+    costs = {**EVEN, "comm": 0.0}
+    assert binds(compiled(kind="zb-h2", m=16, schedule={"objective": "span"}, costs=costs)).startswith("the work of")
+    assert binds(compiled(kind="zb-h2", m=16, costs=costs)).startswith("the lower bound")
+    assert binds(compiled(kind="1f1b")).startswith("the order of ops")
+    assert binds(compiled(kind="1f1b", schedule={"memory_limit": "1.0x"})).startswith("the memory limit")
+
+
+def test_more_microbatches_and_more_memory_help_where_they_should():
+    found = {
+        entry.change: entry.factor for entry in what_ifs(compiled(kind="zb-auto", schedule={"memory_limit": "1x"}))
+    }
+    assert found["one microbatch more"] < 1.0
+    assert found["10% more memory for activations"] <= 1.0 + 1e-9
+
+
+def test_moving_a_layer_off_a_heavy_stage_helps():
+    heavy = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0}
+    cut = {"layers_per_stage": [4, 2, 1, 1]}
+    found = {entry.change: entry.factor for entry in what_ifs(compiled(costs=heavy, partition=cut))}
+    assert min(factor for change, factor in found.items() if change.startswith("one layer from stage 0 to")) < 0.95
+
+
+@pytest.mark.parametrize(("kind", "period"), [("1f1b", 33.0), ("zb-h1", 27.0), ("zb-h2", 24.0), ("zb-v", 24.0)])
+def test_steps_without_a_barrier_follow_one_another_at_the_span(kind, period):
+    """p = 4, m = 8 at unit costs: the closed forms of the span."""
+    found = compiled(kind=kind, costs={**EVEN, "comm": 0.0})
+    assert found.report.steady_state_ms == pytest.approx(period)
+
+
+def test_the_period_may_be_longer_than_the_span_but_never_shorter_than_the_work():
+    found = compiled(kind="zb-h2", m=5)
+    period = steady_state(build(found.program), found.program, found.costs)
+    busiest = max(rank.busy_ms for rank in found.report.per_rank)
+    assert busiest - 1e-9 <= period <= simulate(found.program, found.costs).makespan + 1e-9
