@@ -13,6 +13,7 @@ import pytest
 from tests.processes.plans import metrics, processes, write_plan
 from zbc.errors import ZbcError
 from zbc.runtime import launch
+from zbc.runtime.board import connector
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -88,8 +89,9 @@ def free_port():
 def as_rank(monkeypatch):
     """Put this process in the place of a rank."""
 
-    def place(rank, world):
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}.items():
+    def place(rank, world, **more):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, **address, **more}.items():
             monkeypatch.setenv(name, str(value))
 
     monkeypatch.setattr(launch, "_MOMENT_S", 0.0)
@@ -135,10 +137,30 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
     assert error.code == "E602" and found in error.message and "2.11" in error.message
 
 
-def test_a_plan_for_cuda_without_a_device_is_refused_with_a_way_out(monkeypatch):
+def test_a_plan_for_cuda_without_devices_is_refused_with_a_way_out(tmp_path, as_rank, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    as_rank(0, 4, LOCAL_WORLD_SIZE=4)
+    error = refused(write_plan(tmp_path, hardware={"device": "cuda"}))
+    assert error.code == "E603" and "4 ranks need a device each, this machine has 2" in error.message
+    assert "--local" in error.hint
+
+
+def test_a_launcher_that_does_not_say_where_to_meet_is_refused(tmp_path, as_rank, monkeypatch):
+    as_rank(0, 4)
+    monkeypatch.delenv("MASTER_PORT")
+    error = refused(write_plan(tmp_path))
+    assert error.code == "E604" and error.message == "run: RANK and WORLD_SIZE are set, MASTER_PORT not"
+
+
+def test_a_store_that_cannot_be_hosted_is_an_error_in_words(tmp_path, as_rank):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        as_rank(0, 4, MASTER_PORT=taken.getsockname()[1])
+        error = refused(write_plan(tmp_path))
+    assert error.code == "E609" and "cannot host the store" in error.message and error.details
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr("zbc.runtime.board._CONNECT_S", 0.5)
     with pytest.raises(ZbcError) as raised:
-        launch._device("cuda")
-    assert raised.value.code == "E603" and "local rank 2" in raised.value.message and "has 2" in raised.value.message
-    assert "--local" in raised.value.hint
+        connector("127.0.0.1", free_port(), "zbc")()
+    assert raised.value.code == "E609" and "cannot reach the store" in raised.value.message

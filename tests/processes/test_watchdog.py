@@ -82,8 +82,10 @@ def test_a_rank_that_goes_on_itself_reports_nothing(watchdog):
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody(watchdog):
-    hear(watchdog, beat("F s1 m6", seconds=0.1), 89.0)
     watchdog._awake_since = 99.5
+    hear(watchdog, beat("F s1 m6", seconds=50.0), 99.9)
+    assert not watchdog._stuck(100.0)
+    hear(watchdog, beat("F s1 m6", seconds=0.1), 89.0)
     assert not watchdog._stuck(100.0)
     assert "running 0." in watchdog.rows(100.0)[0][1]
 

@@ -99,6 +99,8 @@ def _check_same(name: str, values: list[str]) -> None:
         raise ZbcError("E605", text, hint="give every machine the same plan directory and the same environment")
 
 
+_CONNECT_S = 120.0  # other machines may start later
+
 Connect = Callable[[], "Store"]  # a new connection to the store of this run
 
 
@@ -106,10 +108,21 @@ def connector(host: str, port: int, prefix: str) -> Connect:
     """How to reach the store of a run; `prefix` keeps the restarts of a run apart."""
 
     def connect() -> Store:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
-        return prefixed(prefix, store)
+        return prefixed(prefix, open_store(host, port, host_it=False))
 
     return connect
+
+
+def open_store(host: str, port: int, *, host_it: bool) -> Store:
+    """Connect to the store of a run, or host it. Raises E609 if that is not possible."""
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=host_it, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+        )
+    except RuntimeError as error:
+        text = f"run: cannot {'host' if host_it else 'reach'} the store of the run at {host}:{port}"
+        hint = "rank 0 or torchrun's first machine has to be reachable there: check MASTER_ADDR and MASTER_PORT"
+        raise ZbcError("E609", text, hint=hint, details=[str(error).partition("\n")[0]]) from error
 
 
 def prefixed(prefix: str, store: Store) -> Store:

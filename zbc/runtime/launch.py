@@ -7,25 +7,19 @@ starts the ranks itself. Modules that need torch are imported after it is known 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.plan import Manifest, read_manifest
 
 if TYPE_CHECKING:
-    import torch
-    from torch._C._distributed_c10d import Store
-
-    from zbc.runtime.board import Connect
-    from zbc.runtime.train import Failure, StopFlag
+    from zbc.runtime.torchrun import Place
 
 _TORCH = (2, 11)
 _MOMENT_S = 3.0  # for the rank that shows an error which all ranks have
@@ -59,13 +53,20 @@ def run(
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
+        place = _place() if started else None
+        if place is not None:
+            from zbc.runtime.torchrun import check_devices
+
+            check_devices(manifest, place)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
             time.sleep(_MOMENT_S)
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
-    if started:
-        _run_rank(folder, steps=steps, out=out, emit=emit)
+    if place is not None:
+        from zbc.runtime.torchrun import run_place
+
+        run_place(folder, manifest, place, steps=steps, out=out, emit=emit)
     else:
         from zbc.runtime.forking import fork_server
 
@@ -91,6 +92,10 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
     wanted, env = manifest.ranks, os.environ
     torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {folder}"
     if "WORLD_SIZE" in env and "RANK" in env:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            text = f"run: RANK and WORLD_SIZE are set, {' and '.join(missing)} not"
+            raise ZbcError("E604", text, hint=f"let torchrun set them: {torchrun}")
         if int(env["WORLD_SIZE"]) != wanted:
             found = env["WORLD_SIZE"]
             text = f"run: plan wants {wanted} ranks, torchrun started {found} (WORLD_SIZE={found})"
@@ -107,93 +112,21 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         raise ZbcError("E601", text, hint=f"run: zbc run {folder} --local {wanted}")
 
 
-# ---- one rank under torchrun ---------------------------------------------------------------------------------
-
-
-def _run_rank(folder: Path, *, steps: int | None, out: Path | None, emit: Callable[[str], None]) -> None:
-    from zbc.runtime.network import bind_loopback
-    from zbc.runtime.signals import Signals
-    from zbc.runtime.train import Seat, StopFlag, run_rank
-
-    env, stop = os.environ, StopFlag()
-    rank, ranks = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
-        bind_loopback()
-    host, connect = _store(rank)
-    device = _device(read_manifest(folder).planning["hardware"]["device"])
-    seat = Seat(rank, ranks, device, connect, emit, report=_report(connect), leave=_leave, stop=stop)
-    with Signals(_asked(stop), lambda name: os._exit(130)):
-        stopped = run_rank(folder, seat, steps=steps, out=out)
-    del host
-    if stopped is not None:
-        raise KeyboardInterrupt
-
-
-def _store(rank: int) -> tuple[Store | None, Connect]:
-    """The store of this run, if this process has to host it, and how to connect to it.
-
-    torchrun's agent hosts one, which outlives every rank; other launchers leave that to rank 0.
-    """
-    import torch.distributed as dist
-
-    from zbc.runtime.board import connector
+def _place() -> Place:
+    """What torchrun says in the environment."""
+    from zbc.runtime.torchrun import Place
 
     env = os.environ
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    hosted = None
-    if rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        hosted = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
     run_id, attempt = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return hosted, connector(host, port, f"zbc/{run_id}/{attempt}")
-
-
-def _device(kind: str) -> torch.device:
-    import torch
-
-    if kind != "cuda":
-        return torch.device("cpu")
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= count:
-        have = f"this machine has {count}" if count else "torch finds none here"
-        text = f"run: the plan runs on cuda and local rank {index} needs a device of its own, {have}"
-        hint = '`zbc run PLAN --local N` runs it on the CPU; or plan again with hardware.device = "cpu"'
-        raise ZbcError("E603", text, hint=hint)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _asked(stop: StopFlag) -> Callable[[str], None]:
-    def asked(name: str) -> None:
-        stop.reason = name
-
-    return asked
-
-
-def _report(connect: Connect) -> Callable[[Failure], NoReturn]:
-    """Show a failure in one write, so that no other rank's output gets in between; let the others go; end."""
-
-    def report(failure: Failure) -> NoReturn:
-        from zbc.runtime.board import Board
-        from zbc.runtime.watchdog import in_time
-
-        sys.stdout.flush()
-        os.write(2, (failure.render() + "\n").encode())
-        _tell_torchrun(failure)
-        in_time(lambda: Board(connect(), 0, 1).report(), 5.0)
-        os._exit(failure.exit_code)
-
-    return report
-
-
-def _tell_torchrun(failure: Failure) -> None:
-    """Leave the message where torchrun's own summary shows it, as `elastic.multiprocessing.errors.record` does."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        text = failure.render()
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
-
-
-def _leave(failure: Failure) -> NoReturn:
-    os._exit(failure.exit_code)
+    return Place(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        host=env["MASTER_ADDR"],
+        port=int(env["MASTER_PORT"]),
+        hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        run=f"zbc/{run_id}/{attempt}",
+        error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+    )

@@ -30,7 +30,7 @@ from zbc.runtime.board import Board, Connect, connector, prefixed
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.signals import Signals
-from zbc.runtime.train import Failure, RankFailed, Seat, StopFlag, run_rank
+from zbc.runtime.train import Failure, RankFailed, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run_local(
         parent.insisted = True
         os.write(write, b"i")
 
-    threads = max(1, len(os.sched_getaffinity(0)) // manifest.ranks)
+    threads = max(1, cores() // manifest.ranks)
     try:
         with Signals(asked, insisted), _ended(parent):
             for rank in range(manifest.ranks):
@@ -106,6 +106,12 @@ def run_local(
         os.close(write)
     if parent.stopped:
         raise KeyboardInterrupt
+
+
+def cores() -> int:
+    """The processor cores this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 def _host_store() -> tuple[Store, int]:
@@ -204,7 +210,7 @@ def _last_seen(parent: Parent, rank: int) -> list[str]:
     if beat is None:
         return ["it had not started yet"]
     if not beat.total:
-        return [f"it was last heard {beat.op}"]
+        return [f"it was last heard outside of a step: {beat.op}"]
     return [f"it was last heard in step {beat.step + 1}, op {beat.index} of {beat.total}: {beat.op}"]
 
 
@@ -226,7 +232,7 @@ class Line:
         self.leave(failure)
 
     def leave(self, failure: Failure) -> NoReturn:
-        os._exit(failure.exit_code)  # an orderly exit could wait for transfers that never end
+        end(failure.exit_code)
 
 
 def _rank(order: Order, pipe: Connection) -> None:
@@ -248,7 +254,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         stop=stop,
     )
     line.tell("done", run_rank(order.folder, seat, steps=order.steps, out=order.out))
-    os._exit(0)
+    end(0)
 
 
 def _connector(port: int) -> Connect:

@@ -58,7 +58,7 @@ class Listener:
                     for rank, beat in board.beats().items()
                 }
                 self.failed, self.reported = board.failed(), board.reported()
-        except RuntimeError:
+        except (RuntimeError, ZbcError):
             return  # the store is gone; what was heard last stays, and ages
 
 
@@ -77,6 +77,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.tick = min(2.0, max(0.2, limit / 10))
+        self._silence = max(1.5, 3 * self.tick + 0.5)
         self._board, self._hung, self._orphaned = board, hung, orphaned
         # Building a model or reading data takes longer than an op, and is one long op here.
         self._patience = max(60.0, 2 * limit)
@@ -102,20 +103,18 @@ class Watchdog:
 
     def watch(self, progress: Progress) -> None:
         """From here on the rank trains, and all others do too."""
-        progress.since = time.monotonic()
+        progress.op, progress.since = "the first step", time.monotonic()
         self._progress, self._patience = progress, self.limit
 
-    def silent(self, ticks: float = 3.0) -> list[int]:
-        """The other ranks that were heard once and not in the last ticks; none if the store itself is silent."""
-        now = time.monotonic()
-        limit = ticks * self.tick + 0.5
-        heard = self._listener.heard
-        quiet = [rank for rank, one in heard.items() if now - max(one.at, self._awake_since) > limit]
+    def silent(self) -> list[int]:
+        """The other ranks that were heard once and not for some ticks now; none if the store itself is silent."""
+        now, heard = time.monotonic(), self._listener.heard
+        quiet = [rank for rank, one in heard.items() if now - max(one.at, self._awake_since) > self._silence]
         return [] if self.rank in quiet else quiet
 
     def await_silence(self) -> list[int]:
         """For a rank that lost a connection: wait until it shows who is gone. Empty if all go on."""
-        deadline = time.monotonic() + 5 * self.tick + 1.0
+        deadline = time.monotonic() + 2 * self._silence + 2.0
         while time.monotonic() < deadline:
             if gone := self.silent():
                 return gone
@@ -151,7 +150,7 @@ class Watchdog:
     def _connect(self) -> Board | None:
         try:
             return self._board()
-        except RuntimeError:
+        except (RuntimeError, ZbcError):
             return None
 
     def _beat(self, count: int, now: float) -> Beat:
@@ -229,7 +228,7 @@ def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
     def run() -> None:
         try:
             found.append(call())
-        except RuntimeError:
+        except (RuntimeError, ZbcError):
             return
 
     thread = threading.Thread(target=run, name="zbc-in-time", daemon=True)

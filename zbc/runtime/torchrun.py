@@ -1,0 +1,109 @@
+"""This process as one rank among several that torchrun, or a launcher like it, has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from zbc.errors import EXIT_INTERRUPTED, ZbcError
+from zbc.plan import Manifest
+from zbc.runtime.board import Board, connector, open_store
+from zbc.runtime.network import bind_loopback
+from zbc.runtime.signals import Signals
+from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
+from zbc.runtime.watchdog import in_time
+
+_LINGER_S = 3.0  # for the others' last word with the store, where its host is a rank itself
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says about this process."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int  # on this machine, as far as is known
+    host: str  # of the store
+    port: int
+    hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
+    run: str  # keeps runs, and restarts of one, apart in a store they share
+    error_file: str | None  # what torchrun shows of a failure in its own summary
+
+
+def check_devices(manifest: Manifest, place: Place) -> None:
+    """Raises E603 unless every rank of this machine has a device of its own; all of them find the same."""
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return
+    count, wanted = torch.cuda.device_count(), place.local_ranks
+    if wanted > count:
+        have = f"this machine has {count}" if count else "torch finds none on this machine"
+        text = f"run: the plan runs on cuda and {wanted} ranks need a device each, {have}"
+        hint = 'train on the CPU with `zbc run PLAN --local N`, or plan again with hardware.device = "cpu"'
+        raise ZbcError("E603", text, hint=hint)
+
+
+def run_place(
+    folder: Path, manifest: Manifest, place: Place, *, steps: int | None, out: Path | None, emit: Callable[[str], None]
+) -> None:
+    """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
+
+    A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
+    hides exit codes, and an orderly exit could wait for transfers that never end.
+    """
+    if place.local_ranks == place.ranks:
+        bind_loopback()
+    hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
+    stop, connect = StopFlag(), connector(place.host, place.port, place.run)
+
+    def asked(name: str) -> None:
+        stop.reason = name
+
+    def leave(failure: Failure) -> NoReturn:
+        _linger(place)
+        end(failure.exit_code)
+
+    def report(failure: Failure) -> NoReturn:
+        sys.stdout.flush()
+        os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
+        _tell_torchrun(failure, place.error_file)
+        in_time(lambda: Board(connect(), place.rank, place.ranks).report(), 5.0)
+        leave(failure)
+
+    seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, emit, report, leave, stop)
+    with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
+        stopped = run_rank(folder, seat, steps=steps, out=out)
+    _linger(place)
+    del hosted
+    if stopped is not None:
+        raise KeyboardInterrupt
+
+
+def _linger(place: Place) -> None:
+    if place.hosts_store and place.ranks > 1:
+        time.sleep(_LINGER_S)
+
+
+def _device(manifest: Manifest, place: Place) -> torch.device:
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _tell_torchrun(failure: Failure, path: str | None) -> None:
+    """Leave the message where torchrun's own summary shows it, as `elastic.multiprocessing.errors.record` does."""
+    if path:
+        text = failure.render()
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
