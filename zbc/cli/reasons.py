@@ -29,8 +29,9 @@ def of_step(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
 def _path(path: Path) -> Iterator[str]:
     kinds = ", ".join(f"{kind} {short(path.by_kind[kind], 3)}" for kind in sorted(path.by_kind))
     rank, most = max(path.by_rank.items(), key=lambda item: item[1])
-    yield f"critical path, ms: {kinds}, {path.changes} transfers {short(path.transfers, 3)}"
-    yield f"{percent(most / path.total if path.total else 0.0)} of it on rank {rank}"
+    yield f"critical path: {kinds} ms"
+    share = percent(most / path.total if path.total else 0.0)
+    yield f"and {path.changes} transfers, {short(path.transfers, 3)} ms; {share} of it on rank {rank}"
 
 
 def _what_ifs(found: list[WhatIf]) -> Iterator[str]:

@@ -52,8 +52,8 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
     ]
     settled = f"{short(report.steady_state_ms)} ms"
     if barrier:
-        return [*lines, f"the optimizer is a barrier: a step takes the makespan; without, {settled}"]
-    return [*lines, f"the optimizer is no barrier: settled, a step takes {settled}"]
+        return [*lines, f"a step takes the makespan; without the optimizer's barrier {settled}"]
+    return [*lines, f"the optimizer is no barrier: a step takes {settled} once settled"]
 
 
 def _gap(ms: float, bound: float) -> str:
