@@ -432,9 +432,10 @@ For another number of ranks plan again with --set parallel.pp=N.
 """,
     ),
     "E602": _entry(
-        "torch is missing or too old",
+        "a package is missing or too old",
         """
-Planning needs no torch; `zbc run` needs 2.11 or newer. `zbc doctor` says what
+Planning needs no torch; `zbc run` needs 2.11 or newer. A proof that no better
+schedule exists needs ortools: pip install 'zbc[solve]'. `zbc doctor` says what
 is installed.
 """,
     ),
@@ -480,6 +481,14 @@ metrics of two runs in one file could not be told apart.
         """
 The system refused to write what was asked for with -o, --dump-ir or init: no
 permission, no space, or a file where a folder has to be.
+""",
+    ),
+    "E609": _entry(
+        "the ranks cannot find each other",
+        """
+Ranks meet at a store: torchrun hosts it, under other launchers rank 0 does, at
+MASTER_ADDR and MASTER_PORT. A wrong address, a port in use, a firewall or a
+first machine that did not start keeps the others from it.
 """,
     ),
     "E701": _entry(
