@@ -1,0 +1,194 @@
+"""The CP-SAT model of a problem: one start per op, and for every two ops of a rank which of them runs first.
+
+With the orders as variables of their own, memory is linear: what a rank holds after an op is the sum of what all ops
+before it took and gave back. (As a cumulative resource over time the same cases took a hundred times longer.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from zbc.compiler.search.engine import Engine
+from zbc.compiler.search.problem import Problem
+
+F, B, W = range(3)
+
+
+class Whole(NamedTuple):
+    """The numbers of a problem as integers."""
+
+    times: tuple[list[int], list[int], list[int]]  # F, B, W
+    lag: list[int]
+    keep_b: list[int]
+    keep_w: list[int]
+    limit: list[int]
+
+
+class Model:
+    """Orders whose cost lies between `least` and that of `first`, the order the solver starts from."""
+
+    def __init__(
+        self, cp_model: Any, problem: Problem, whole: Whole, objective: str, first: Sequence[int], least: int
+    ) -> None:
+        self.model = cp_model.CpModel()
+        self.problem, self.whole, self.by_makespan = problem, whole, objective == "makespan"
+        self.n, self.m = problem.n_stages, problem.m
+        self.heads = self._heads()
+        starts, most = self._timed(first)
+        self.start = [self._variable(op, starts[op], most) for op in range(problem.size)]
+        for op in range(problem.size):
+            self._precede(op)
+        for r in range(problem.p):
+            self._rank(r)
+        self._minimise(min(least, most), most)
+
+    def _heads(self) -> list[int | None]:
+        """When each rank begins: its first stage's first F, where only first F's come before it; else None."""
+        problem, f = self.problem, self.whole.times[F]
+        result: list[int | None] = [None] * problem.p
+        at = 0
+        for s, r in enumerate(problem.rank):
+            if r in problem.rank[:s]:
+                break
+            at += f[s - 1] + self.whole.lag[s] if s else 0
+            result[r] = at
+        return result
+
+    def _timed(self, order: Sequence[int]) -> tuple[list[int], int]:
+        """Start of every op under `order`, and its cost."""
+        problem, whole = self.problem, self.whole
+        end: list[float] = [0.0] * problem.size
+        shape = (problem.p, self.m, problem.v)
+        _, span, makespan = Engine(compiled=False).evaluate(*shape, problem.rank, *whole.times, whole.lag, order, end)
+        starts = [round(end[op]) - self._length(op) for op in range(problem.size)]
+        return starts, round(makespan if self.by_makespan else span)
+
+    def _length(self, op: int) -> int:
+        kind, s = divmod(op // self.m, self.n)
+        return self.whole.times[kind][s]
+
+    def _stages(self, rank: int) -> list[int]:
+        """In path order."""
+        return self.problem.stages[rank * self.problem.v : (rank + 1) * self.problem.v]
+
+    def _variable(self, op: int, hint: int, most: int) -> Any:
+        """The start of an op: from the rank's beginning to where the rank must end to be as good as the first order."""
+        kind, s = divmod(op // self.m, self.n)
+        head = self.heads[self.problem.rank[s]]
+        if head is None and not self.by_makespan:  # no rank waits longer than one microbatch after another takes
+            last = (sum(map(sum, self.whole.times)) + 2 * sum(self.whole.lag)) * self.m
+        else:
+            last = most if self.by_makespan else (head or 0) + most
+        variable = self.model.new_int_var(head or 0, last, "")
+        self.model.add_hint(variable, hint)
+        if head is not None and kind == F and op % self.m == 0 and s == self._stages(self.problem.rank[s])[0]:
+            self.model.add(variable == head)
+        return variable
+
+    def _after(self, later: int, earlier: int, lag: int = 0) -> Any:
+        return self.model.add(self.start[later] >= self.start[earlier] + self._length(earlier) + lag)
+
+    def _precede(self, op: int) -> None:
+        """After the microbatch before, and after what it needs."""
+        kind, s = divmod(op // self.m, self.n)
+        if op % self.m:
+            self._after(op, op - 1)
+        if kind == F and s:
+            self._after(op, op - self.m, self.whole.lag[s])
+        elif kind == B and s < self.n - 1:
+            self._after(op, op + self.m, self.whole.lag[s + 1])
+        elif kind != F:
+            self._after(op, op - self.n * self.m)
+
+    def _rank(self, rank: int) -> None:
+        """One op at a time, within the limit."""
+        stages, n, m = self._stages(rank), self.n, self.m
+        rows = [(kind, s) for kind in (F, B, W) for s in stages]
+        ops = [(kind * n + s) * m + i for kind, s in rows for i in range(m)]
+        intervals = [self.model.new_fixed_size_interval_var(self.start[op], self._length(op), "") for op in ops]
+        self.model.add_no_overlap(intervals)
+        before = _Before(self, stages)
+        for op in ops:
+            for other in ops:
+                before(op, other)
+        for pair in before.implied():
+            self.model.add_implication(*pair)
+        self._memory(rank, ops, before)
+
+    def _memory(self, rank: int, ops: Sequence[int], before: _Before) -> None:
+        """After each op that takes memory, what the ops up to it have left is within the limit."""
+        keep_b, keep_w, limit = self.whole.keep_b, self.whole.keep_w, self.whole.limit[rank]
+        if self.m * sum(max(keep_b[s], keep_w[s]) for s in self._stages(rank)) <= limit:
+            return
+        change = {}
+        for op in ops:
+            kind, s = divmod(op // self.m, self.n)
+            change[op] = (keep_b[s], keep_w[s] - keep_b[s], -keep_w[s])[kind]
+        for op in ops:
+            if change[op] > 0:
+                held = sum(change[other] * before(other, op) for other in ops if change[other])
+                self.model.add(held + change[op] <= limit)
+
+    def _minimise(self, least: int, most: int) -> None:
+        cost = self.model.new_int_var(least, most, "")
+        for r in range(self.problem.p):
+            stages = self._stages(r)
+            begin = 0 if self.by_makespan else self.start[stages[0] * self.m]
+            for s in stages:
+                last = (W * self.n + s + 1) * self.m - 1
+                self.model.add(cost >= self.start[last] + self._length(last) - begin)
+        self.model.minimize(cost)
+
+    def order(self, solver: Any) -> list[int]:
+        """The solution as a rank-major order."""
+        problem, n, m = self.problem, self.n, self.m
+
+        def place(op: int) -> tuple[int, int, int, int, int]:
+            """By time; ops without length before what starts with them, and along the path of the microbatches."""
+            kind, s = divmod(op // m, n)
+            start = solver.value(self.start[op])
+            return problem.rank[s], start, start + self._length(op), op % m, s if kind == F else 2 * n - s
+
+        return sorted(range(problem.size), key=place)
+
+
+class _Before:
+    """For two ops of a rank, whether the first runs first: 0, 1, or a literal of the model."""
+
+    def __init__(self, model: Model, stages: Sequence[int]) -> None:
+        self._model = model
+        self._literals: dict[tuple[int, int], Any] = {}
+        path = [(F, s) for s in stages] + [(B, s) for s in reversed(stages)]
+        # What of a microbatch surely comes after each of its ops: the rest of the path, and W after its B.
+        self._later = {row: set(path[k:]) | {(W, s) for kind, s in path[k:] if kind == B} for k, row in enumerate(path)}
+        self._later |= {(W, s): {(W, s)} for s in stages}
+
+    def __call__(self, op: int, other: int) -> Any:
+        if op == other or self._surely(other, op):
+            return 0
+        if self._surely(op, other):
+            return 1
+        known = self._literals.get((op, other))
+        if known is not None:
+            return known
+        model = self._model
+        literal = model.model.new_bool_var("")
+        self._literals[op, other], self._literals[other, op] = literal, literal.negated()
+        model._after(other, op).only_enforce_if(literal)
+        model._after(op, other).only_enforce_if(literal.negated())
+        return literal
+
+    def _surely(self, op: int, other: int) -> bool:
+        """By the order of microbatches and the path of each."""
+        m, n = self._model.m, self._model.n
+        return op % m <= other % m and divmod(other // m, n) in self._later[divmod(op // m, n)]
+
+    def implied(self) -> Iterator[tuple[Any, Any]]:
+        """What is before an op is before its next microbatch; so is the microbatch before."""
+        m = self._model.m
+        for (op, other), literal in self._literals.items():
+            if (other + 1) % m and (op, other + 1) in self._literals:
+                yield literal, self._literals[op, other + 1]
+            if op % m and (op - 1, other) in self._literals:
+                yield literal, self._literals[op - 1, other]

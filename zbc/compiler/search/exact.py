@@ -1,0 +1,108 @@
+"""Small problems solved to the end by CP-SAT (`pip install 'zbc[solve]'`): the best that any search could find.
+
+Two restrictions are those of the search: each stage runs its F, its B and its W in the order of microbatches, and a
+rank begins as early as it can, so that the span is that of `kernels.evaluate`, which starts every op at once. The
+optimum is the least over all such orders that fit; memory counts as in `Bench.fits`, after every op of a rank.
+
+The solver works on integers. Times and memory become integers exactly if all are fractions with a common denominator
+of at most `FINEST` (any short decimal, and its share of a few chunks). Otherwise they are rounded down: ops get shorter
+and smaller, so the optimum of the integers is never above the true one, and the bound stays a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.cpsat import Model, Whole
+from zbc.compiler.search.engine import Engine
+from zbc.compiler.search.feasible import one_by_one
+from zbc.compiler.search.problem import Problem
+from zbc.errors import ZbcError
+
+FINEST, ROUNDED = 10_000_000, 1_000_000  # largest exact scale, and the scale of numbers that have none
+ROOM = 1e-6  # slack of memory comparisons, as in the kernels
+SAME = 1e-6  # costs this close, relatively, are one: rounded times cannot tell them apart
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The best order known, its cost, and what no order can beat; ms."""
+
+    cost: float
+    lower: float
+    order: tuple[int, ...]
+
+    @property
+    def optimal(self) -> bool:
+        return self.cost <= self.lower * (1 + SAME) + 1e-12
+
+
+def solve(
+    problem: Problem,
+    objective: str,
+    *,
+    start: Sequence[int] | None = None,
+    lower: float = 0.0,
+    seconds: float = 60.0,
+    workers: int = 2,
+) -> Proof:
+    """Improve `start` (rank-major, what the search found) to the optimum, or as far as `seconds` go.
+
+    `objective` is "makespan" or "span", `lower` a bound known to hold. Raises E602 without ortools and E303 if `start`
+    does not fit; without `start` the microbatches run one by one at first.
+    """
+    cp_model = _cp_model()
+    bench = Bench(problem, Engine(compiled=False), objective)
+    first = bench.order(one_by_one(problem) if start is None else start, "start")
+    if first is None:
+        raise ZbcError("E303", "schedule: the order to start from exceeds the memory limit", hint="raise the limit")
+    whole, scale = integers(problem)
+    model = Model(cp_model, problem, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    solver.parameters.linearization_level = 0  # orders are what is hard here; linear relaxations only cost time
+    if solver.solve(model.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        lower = max(lower, solver.best_objective_bound / scale)
+        bench.order(model.order(solver), "exact")
+    best = bench.found[0]
+    return Proof(best.cost(objective), min(lower, best.cost(objective)), best.order)
+
+
+def _cp_model() -> Any:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        text = "schedule: a proof of optimality needs ortools, which is not installed"
+        raise ZbcError("E602", text, hint="pip install 'zbc[solve]'") from None
+    return cp_model
+
+
+def integers(problem: Problem) -> tuple[Whole, int]:
+    """The problem's numbers as integers, and how many of them are a ms."""
+    time, exact = common_scale([*problem.f, *problem.b, *problem.w, *problem.lag])
+    f, b, w, lag = (_scaled(x, time, exact) for x in (problem.f, problem.b, problem.w, problem.lag))
+    unit, exact = common_scale([*problem.keep_b, *problem.keep_w])
+    keep_b, keep_w = (_scaled(x, unit, exact) for x in (problem.keep_b, problem.keep_w))
+    limit = [math.floor((x + ROOM) * unit) for x in problem.limit]
+    return Whole((f, b, w), lag, keep_b, keep_w, limit), time
+
+
+def common_scale(values: Sequence[float]) -> tuple[int, bool]:
+    """A factor that makes integers of `values`, and whether it does so exactly; round down if not."""
+    scale = 1
+    for value in values:
+        fraction = Fraction(value).limit_denominator(100_000)
+        scale = math.lcm(scale, fraction.denominator)
+        if abs(float(fraction) - value) > 1e-12 * max(1.0, abs(value)) or scale > FINEST:
+            return ROUNDED, False
+    return scale, True
+
+
+def _scaled(values: Sequence[float], scale: int, exact: bool) -> list[int]:
+    return [round(value * scale) if exact else math.floor(value * scale) for value in values]
