@@ -9,7 +9,7 @@ import pytest
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, chunk_counts, make, timed, units
 from zbc.compiler.bounds import bounds
 from zbc.compiler.cost import Costs
-from zbc.compiler.schedules import SCHEDULES, find
+from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 
@@ -103,6 +103,20 @@ def test_zb_h2_is_never_slower_than_zb_h1(p):
 def test_interleaving_beats_1f1b_for_any_number_of_microbatches(p):
     for m in range(p, 25):
         assert timed(make("interleaved-1f1b", p, m, 2)).makespan <= timed(make("1f1b", p, m)).makespan + 1e-9
+
+
+@with_p
+def test_interleaved_rounds_can_be_longer_than_the_pipeline(p):
+    for v in (2, 3):
+        for m in MICROBATCHES:
+            for group in range(p, m + 1):
+                schedule = SCHEDULES["interleaved-1f1b"]
+                program = schedule.make(Request(p, m, v, group=group))
+                timeline = timed(program)
+                assert max(units(program)) <= m + 1e-9
+                assert timeline.makespan >= 3 * m + 3 * (p - 1) / v - 1e-9
+                if group == p and m % p == 0:
+                    assert timeline.makespan == pytest.approx(3 * m + 3 * (p - 1) / v)
 
 
 @with_p

@@ -76,6 +76,7 @@ def _request(job: Job, v: int, limit: Limit, budget: float) -> Request:
         p=job.parallel.pp,
         m=job.schedule.microbatches,
         v=v,
+        group=job.schedule.group,
         costs=limit.costs,
         memory_limit=limit.units,
         objective=job.objective,

@@ -167,9 +167,9 @@ _ALL = (
     Schedule(
         name="v-auto",
         make=searched.v_auto,
-        placement=_v,
+        placement=Placement.vshape,
         placement_name="V",
-        chunks=(2, 2),
+        chunks=(1, None),
         default_chunks=2,
         splits_backward=True,
         summary="the best order of the V placement for the job's costs and memory limit",
@@ -215,9 +215,9 @@ _ALL = (
     Schedule(
         name="1f1b-v",
         make=searched.one_f_one_b_v,
-        placement=_v,
+        placement=Placement.vshape,
         placement_name="V",
-        chunks=(2, 2),
+        chunks=(1, None),
         default_chunks=2,
         splits_backward=False,
         summary="the V placement with backwards in one piece",

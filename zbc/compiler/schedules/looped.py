@@ -8,8 +8,9 @@ rounds of p and alternates F and BW after a warm-up:
     interleaved-1f1b   p       2(p-1-r) + (v-1)p               p + (p-1)/v           arXiv 2104.04473
     breadth-first      m       all                             m                     arXiv 2211.05953
 
-Rounds are as even as they can be when p does not divide m: floor(m/p) rounds of at least p microbatches each, so that
-a round always covers the pipeline, and the warm-up counts the longest round.
+Interleaved rounds may be longer, `group` microbatches instead of p. They are as even as they can be when the group does
+not divide m: floor(m/group) rounds of at least `group` microbatches each, so that a round always covers the pipeline,
+and the warm-up counts the longest round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def breadth_first(request: Request) -> Program:
 def interleaved_1f1b(request: Request) -> Program:
     """1F1B over v chunks per rank: the bubble shrinks by v, the number of transfers grows by v."""
     p, m, v = request.p, request.m, request.v
-    sizes = round_sizes(p, m)
+    sizes = round_sizes(max(p, request.group or p), m)
     ranks = []
     for r in range(p):
         forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.BW, r, p, v, sizes)
@@ -41,9 +42,9 @@ def interleaved_1f1b(request: Request) -> Program:
     return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",))
 
 
-def round_sizes(p: int, m: int) -> list[int]:
-    """m microbatches as floor(m/p) (at least one) rounds whose sizes differ by at most one, larger rounds first."""
-    rounds = max(1, m // p)
+def round_sizes(group: int, m: int) -> list[int]:
+    """m microbatches as floor(m/group) (at least one) rounds whose sizes differ by at most one, larger rounds first."""
+    rounds = max(1, m // group)
     return [m // rounds + (k < m % rounds) for k in range(rounds)]
 
 

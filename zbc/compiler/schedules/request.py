@@ -25,6 +25,7 @@ class Request:
     p: int
     m: int
     v: int = 1
+    group: int | None = None  # microbatches per round of interleaved schedules, at least p
     costs: Costs | None = None
     memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"

@@ -38,8 +38,8 @@ def zb_auto(request: Request) -> Program:
 
 
 def v_auto(request: Request) -> Program:
-    """Two stages per rank, down and up again."""
-    return _found("v-auto", Placement.vshape(request.p), request)
+    """Two stages per rank, down and up again; or any other number of legs."""
+    return _found("v-auto", Placement.vshape(request.p, request.v), request)
 
 
 def zb_v(request: Request) -> Program:
@@ -61,7 +61,7 @@ def v_min(request: Request) -> Program:
 
 def one_f_one_b_v(request: Request) -> Program:
     """The V placement with backwards in one piece."""
-    return _found("1f1b-v", Placement.vshape(request.p), request, split=False)
+    return _found("1f1b-v", Placement.vshape(request.p, request.v), request, split=False)
 
 
 def looped_zb(request: Request) -> Program:

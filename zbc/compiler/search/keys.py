@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from zbc.compiler.search.problem import Problem
 
 T = TypeVar("T")
+SINGLE = 0.2  # share of mutations that touch a single step
 NEVER = 1e9  # release slack, in op times: start as early as possible
 
 
@@ -34,6 +35,7 @@ class Genes(NamedTuple):
     reserve_later: float
     period: float  # times the work of the busiest rank per microbatch
     release: float
+    single: tuple[float, ...] = ()  # extra time of each single step, on top of its leg's; empty: none
 
 
 def _pick(rng: Random, options: Sequence[T]) -> T:
@@ -67,9 +69,15 @@ def random_genes(rng: Random, v: int) -> Genes:
     return Genes(legs, turns, **_knobs(rng))  # type: ignore[arg-type]
 
 
-def mutate(rng: Random, genes: Genes) -> Genes:
-    """A neighbour: one time moved or cleared, or one knob drawn anew."""
-    if rng.random() < 0.6:
+def mutate(rng: Random, genes: Genes, steps: int) -> Genes:
+    """A neighbour: the time of a leg, a turn or one of the `steps` single steps changed, or a knob drawn anew."""
+    draw = rng.random()
+    if draw < SINGLE:
+        single = list(genes.single) or [0.0] * steps
+        j = int(rng.random() * steps)
+        single[j] = single[j] + rng.random() + rng.random() - 1.0 if rng.random() < 0.7 else 0.0
+        return genes._replace(single=tuple(single))
+    if draw < 0.7:
         times = [*genes.legs, *genes.turns]
         j = int(rng.random() * len(times))
         step = rng.random() + rng.random() + rng.random() - 1.5
@@ -108,6 +116,8 @@ class Decoder:
         for i, step in enumerate(self._steps, start=1):
             leg, place = divmod(i, p)
             extra = genes.legs[leg] if place else genes.turns[leg - 1]
+            if genes.single:
+                extra = max(0.0, extra + genes.single[i - 1])
             starts.append(starts[-1] + step + self.unit * extra)
         return starts[:n], starts[n:][::-1]
 

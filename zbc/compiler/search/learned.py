@@ -132,7 +132,8 @@ def learned(v: int) -> list[Genes]:
 
 def _genes(row: Row) -> Genes:
     legs, turns, knobs = row
-    return Genes(legs, turns, int(knobs[0]), *knobs[1:])
+    cap, *rest = knobs
+    return Genes(legs, turns, int(cap), *rest)  # type: ignore[arg-type]
 
 
 def _stretch(genes: Genes, v: int) -> Genes:

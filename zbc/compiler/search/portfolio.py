@@ -27,7 +27,8 @@ PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
 LEAST_TRIED, FAST_VISITS = 6, 6_000_000
 FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 600, 1.5
-WARM, COLD = 0.02, 0.03  # temperatures: of chains in periods, of annealing in mean op times
+WARM = 0.02  # of chains, in periods
+HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,14 @@ def _rounds(bench: Bench, visits: int, seed: int, target: float) -> None:
         _chain(bench, int(length), rng, visits, fresh=turn % 3 == 2)
         for place in (0, 1 + turn % 3):
             if bench.spent < visits and place < len(bench.found) and not _reached(bench, target):
-                bench.anneal(bench.found[place], int(moves), COLD, seed + 7 * turn + place, target)
+                bench.anneal(bench.found[place], int(moves), HEATS[turn % len(HEATS)], seed + 7 * turn + place, target)
         length, moves, turn = length * GROWTH, moves * GROWTH, turn + 1
 
 
 def _anneal_only(bench: Bench, visits: int, seed: int, target: float) -> None:
     moves, turn = float(FIRST_MOVES), 0
     while bench.spent + moves * bench.problem.size < visits and bench.found and not _reached(bench, target):
-        bench.anneal(bench.found[0], int(moves), COLD, seed + turn, target)
+        bench.anneal(bench.found[0], int(moves), HEATS[0], seed + turn, target)
         moves, turn = moves * GROWTH, turn + 1
 
 
@@ -132,7 +133,11 @@ def _chain(bench: Bench, length: int, rng: Random, visits: int, *, fresh: bool) 
         if bench.spent >= visits:
             return
         if step:
-            genes = random_genes(rng, v) if current is None or rng.random() < 0.02 else mutate(rng, _genes(current))
+            genes = (
+                random_genes(rng, v)
+                if current is None or rng.random() < 0.02
+                else mutate(rng, _genes(current), 2 * bench.problem.n_stages - 1)
+            )
         candidate = bench.decode(_some(genes), "building block search")
         if candidate is None:
             continue
