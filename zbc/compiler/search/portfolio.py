@@ -106,7 +106,7 @@ def _rounds(bench: Bench, visits: int, seed: int, target: float) -> None:
     length, moves, turn = float(FIRST_CHAIN), float(FIRST_MOVES), 0
     while bench.spent < visits and not _reached(bench, target):
         _chain(bench, int(length), rng, visits, fresh=turn % 3 == 2)
-        for place in (0, 1 + turn % 3):
+        for place in (0, 1 + 3 * turn % (Bench.KEEP - 1)):
             if bench.spent < visits and place < len(bench.found) and not _reached(bench, target):
                 bench.anneal(bench.found[place], int(moves), HEATS[turn % len(HEATS)], seed + 7 * turn + place, target)
         length, moves, turn = length * GROWTH, moves * GROWTH, turn + 1
