@@ -119,14 +119,20 @@ def schedules(
     ] = None,
 ) -> None:
     """List the schedules, or show the card of one."""
-    from zbc.compiler.schedules import SCHEDULES, find
+    from zbc.compiler.schedules import AUTO, SCHEDULES, find
 
     if name is None:
         made = table("name", "placement", "chunks", "makespan", "span", "memory", "B, W", left=7)
         for card in SCHEDULES.values():
             split = "apart" if card.splits_backward else "as one"
             made.add_row(card.name, card.placement_name, _chunks(card), card.makespan, card.span, card.memory, split)
+        made.add_row(AUTO, "any", "1+", "the best", "the best", "the limit", "apart")
         show(made, "", *_units())
+        return
+    if name.lower() == AUTO:
+        show(
+            "auto: the best of zb-auto, v-auto and looped-zb with 2 to 4 stages per rank, for the job's costs and limit"
+        )
         return
     show(*_card(find(name)))
 
