@@ -80,7 +80,7 @@ class Bench:
 
     def _listed(self, knobs: list[float], keys: Any, origin: str, recipe: Recipe) -> Candidate | None:
         self.spent += LIST_VISITS * self.problem.size
-        status, span, makespan = self.engine.list_schedule(
+        status, _, _ = self.engine.list_schedule(
             *self._shape,
             self._rank,
             self._stages,
@@ -94,6 +94,8 @@ class Bench:
         )
         if status or (self._grows and not self.fits(self._order)):
             return None
+        # The scheduler may have waited for an op that did not come; a rank that runs the order does not.
+        _, span, makespan = self.engine.evaluate(*self._shape, self._rank, *self._times, self._order, self._end)
         return self._keep(span, makespan, self._order, origin, recipe)
 
     def order(self, order: Sequence[int], origin: str) -> Candidate | None:
