@@ -16,7 +16,7 @@ The ideas are those of arXiv 2401.10241 (section 4) and 2405.15362, put together
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zbc.compiler.cost import Costs
@@ -42,6 +42,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     if len(placement.pipes) > 1:
         total = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in range(costs.stages)) / placement.ranks
         return Bounds(total, total)
+    # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
+    costs = replace(costs, act_w=tuple(map(min, costs.act_b, costs.act_w)))
     p = placement.ranks
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
     way = _Way(placement, costs)
