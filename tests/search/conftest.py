@@ -1,0 +1,17 @@
+"""Both engines, made once: compiling takes seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from zbc.compiler.search.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def plain():
+    return Engine(compiled=False)
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    return Engine(compiled=True)

@@ -1,0 +1,98 @@
+"""Random pipelines: uneven times and memory, limits from the least that works up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from zbc.compiler.bounds import Bounds, bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.problem import Problem
+from zbc.ir import Placement
+
+PROFILES = ((1.0, 1.0, 1.0, 0.0), (18.522, 18.086, 9.337, 0.601), (29.718, 29.444, 19.927, 0.527), (1.0, 2.0, 0.5, 0.2))
+
+
+@dataclass(frozen=True)
+class Instance:
+    placement: Placement
+    costs: Costs
+    m: int
+    limits: tuple[float, ...] | None
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.make(self.placement, self.costs, self.m, self.limits)
+
+    @property
+    def bounds(self) -> Bounds:
+        return bounds(self.placement, self.costs, self.m, self.limits)
+
+    def lower(self, objective: str) -> float:
+        return self.bounds.makespan if objective == "makespan" else self.bounds.span
+
+    @property
+    def simplest(self) -> list[tuple[str, list[int]]]:
+        """One microbatch after another: fits whatever fits at all."""
+        return [("one by one", one_by_one(self.problem))]
+
+
+def placement(rng: Random, p: int, v: int) -> Placement:
+    if v == 1:
+        return Placement.linear(p)
+    return Placement.vshape(p, v) if rng.random() < 0.6 else Placement.looped(p, v)
+
+
+def costs(rng: Random, where: Placement, *, digits: int | None = None) -> Costs:
+    """Published profiles or anything, even or uneven; B may leave more than it frees. `digits` rounds the numbers."""
+
+    def rounded(values):
+        return tuple(values) if digits is None else tuple(round(x, digits) for x in values)
+
+    n = where.stages
+    v = n / where.ranks
+    uneven = rng.choice((0.0, 0.2, 0.9))
+    f, b, w, comm = rng.choice(PROFILES)
+    times = [rounded(x / v * (1 + uneven * rng.uniform(-1, 1)) for _ in range(n)) for x in (f, b, w)]
+    act_b = rounded((1 + rng.choice((0.0, uneven)) * rng.uniform(-1, 1)) / v for _ in range(n))
+    share = rng.choice((0.0, 0.4, 1.0, 1.3))
+    act_w = rounded(a * (share if rng.random() < 0.7 else rng.random()) for a in act_b)
+    pipe = where.pipes[0]
+    links = tuple(rng.choice((comm, comm, 2 * comm)) if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
+    return Costs(times[0], times[1], times[2], act_b, act_w, (rounded(links),))
+
+
+def limits(rng: Random, where: Placement, given: Costs, m: int) -> tuple[float, ...] | None:
+    """None, the least that works, or up to what 1F1B takes, on every rank alike or on each its own."""
+    if rng.random() < 0.15:
+        return None
+    needs = least(Problem.make(where, given, m, None))
+    most = rng.choice((1.0, 1.3, 2.0, float(where.ranks)))
+    if rng.random() < 0.5:
+        return (max(needs) * rng.uniform(1.0, most),) * where.ranks
+    return tuple(need * rng.uniform(1.0, most) for need in needs)
+
+
+def instance(
+    seed: int, *, ranks: int = 5, chunks: int = 3, microbatches: int = 6, digits: int | None = None
+) -> Instance:
+    """Instance number `seed`, no larger than asked for."""
+    rng = Random(seed)
+    p, v, m = rng.randint(1, ranks), rng.randint(1, chunks), rng.randint(1, microbatches)
+    where = placement(rng, p, v)
+    given = costs(rng, where, digits=digits)
+    return Instance(where, given, m, limits(rng, where, given, m))
+
+
+class Recorder(Bench):
+    """A bench that remembers every order it was offered, not only the best."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.seen: dict[tuple[int, ...], tuple[float, float, str]] = {}
+
+    def _keep(self, span, makespan, order, origin, recipe):
+        self.seen[tuple(int(op) for op in order)] = (float(span), float(makespan), origin)
+        return super()._keep(span, makespan, order, origin, recipe)

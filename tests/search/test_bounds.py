@@ -1,0 +1,114 @@
+"""No order of any kind beats a lower bound, and where the theory says that an order meets it, one does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from tests.search.instances import PROFILES, Recorder, costs, instance
+from zbc.compiler.bounds import bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.search.exact import solve
+from zbc.compiler.search.keys import random_genes
+from zbc.compiler.search.learned import learned
+from zbc.compiler.search.policies import policies
+from zbc.compiler.simulate import simulate
+from zbc.ir import Placement
+
+SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
+    schedule, rng = SCHEDULES[name], Random(name)
+    for _ in range(4 if schedule.searched else 40):
+        p, m = (rng.randint(1, 4), rng.randint(1, 6)) if schedule.searched else (rng.randint(1, 8), rng.randint(1, 24))
+        v = schedule.default_chunks if schedule.chunks[1] else rng.randint(1, 3)
+        given = costs(rng, schedule.placement(p, v))
+        try:
+            program = schedule.make(Request(p, m, v, costs=given))
+        except Exception as error:
+            if getattr(error, "code", None) == "E303":  # v-min and v-half have limits of their own
+                continue
+            raise
+        used = [rank.units for rank in peaks(program, given)]
+        timeline = simulate(program, given)
+        for limits in (None, used):
+            least = bounds(program.placement, given, m, limits)
+            assert timeline.span >= least.span * (1 - 1e-9)
+            assert timeline.makespan >= least.makespan * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_no_random_order_beats_the_bounds(block, compiled):
+    met = 0
+    for seed in range(1000 + 20 * block, 1020 + 20 * block):
+        given, rng = instance(seed, ranks=8, microbatches=12), Random(seed)
+        v, least = given.problem.v, given.bounds
+        bench = Recorder(given.problem, compiled, rng.choice(("span", "makespan")))
+        bench.order(given.simplest[0][1], "one by one")
+        for recipe in [*policies(v)[:6], *learned(v)[:12], *(random_genes(rng, v) for _ in range(6))]:
+            bench.decode(recipe, "decoded")
+        bench.anneal(bench.found[0], 400, 0.1, seed, 0.0)
+        bench.anneal(bench.found[-1], 400, 1.0, seed, 0.0)
+        for span, makespan, origin in bench.seen.values():
+            assert span >= least.span * (1 - 1e-9), (seed, origin)
+            assert makespan >= least.makespan * (1 - 1e-9), (seed, origin)
+        met += min(span for span, _, _ in bench.seen.values()) <= least.span * (1 + 1e-9)
+    assert met >= 2  # bounds that nothing comes near would prove nothing
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_no_bound_is_above_a_proven_optimum(objective):
+    met = 0
+    for seed in range(60):
+        given = instance(seed, ranks=3, chunks=2, microbatches=4, digits=1)
+        proof = solve(given.problem, objective, seconds=20)
+        assert proof.optimal
+        assert given.lower(objective) <= proof.cost * (1 + 1e-9), seed
+        met += given.lower(objective) >= proof.cost * (1 - 1e-9)
+    assert met >= 15
+
+
+def test_less_memory_and_more_microbatches_never_lower_a_bound():
+    for seed in range(300):
+        given, rng = instance(seed, ranks=8, microbatches=12), Random(seed)
+        tight = given.limits or (rng.uniform(1, given.placement.ranks),) * given.placement.ranks
+        loose = tuple(limit * rng.uniform(1, 2) for limit in tight)
+
+        def least(m, limits, given=given):
+            found = bounds(given.placement, given.costs, m, limits)
+            return [found.span, found.makespan]
+
+        steps = [least(given.m, None), least(given.m, loose), least(given.m, tight), least(given.m + 1, tight)]
+        for lower, higher in pairwise(steps):
+            assert all(a <= b * (1 + 1e-9) for a, b in zip(lower, higher, strict=True)), seed
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zb_h1_is_optimal_at_the_memory_of_1f1b(p, m, profile):
+    """Where T_W <= w (T_B + T_W) and W does not outlast F and B, w being the share of activations that W needs."""
+    f, b, w, comm = profile
+    given = Costs.uniform(Placement.linear(p), f, b, w, comm)
+    least = bounds(Placement.linear(p), given, m, float(p))
+    bubble = (p - 1) * (f + b - w + 4 * comm)
+    assert least.span == pytest.approx(m * (f + b + w) + bubble)
+    timeline = simulate(SCHEDULES["zb-h1"].make(Request(p, m)), given)
+    assert timeline.span == pytest.approx(least.span)
+    assert timeline.makespan == pytest.approx(least.makespan)
+
+
+@pytest.mark.parametrize("profile", PROFILES[:3])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_memory_buys_no_makespan_beyond_the_way_down(p, m, profile):
+    """The bubble of a makespan is at least the way of the first microbatch down; here B takes no longer than F."""
+    f, b, w, comm = profile
+    work = m * (f + b + w)
+    linear, v = Placement.linear(p), Placement.vshape(p)
+    assert bounds(linear, Costs.uniform(linear, *profile), m).makespan == pytest.approx(work + (p - 1) * (f + comm))
+    assert bounds(v, Costs.uniform(v, *profile), m).makespan == pytest.approx(work + (p - 1) * (f / 2 + comm))

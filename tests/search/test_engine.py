@@ -1,0 +1,77 @@
+"""Compiled and plain kernels make the same decisions on the same numbers: same orders, same costs, to the last bit."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.search.instances import Recorder, instance
+from zbc.compiler.search import kernels
+from zbc.compiler.search.keys import random_genes
+from zbc.compiler.search.learned import learned
+from zbc.compiler.search.policies import policies
+from zbc.compiler.search.portfolio import Effort, search
+
+
+def both(given, plain, compiled, objective="span"):
+    return [Recorder(given.problem, engine, objective) for engine in (plain, compiled)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_list_scheduling_and_timing_are_the_same(seed, plain, compiled):
+    given, rng = instance(seed), Random(seed)
+    v = given.problem.v
+    recipes = [*policies(v), *learned(v)[::5], *(random_genes(rng, v) for _ in range(10))]
+    slow, fast = both(given, plain, compiled)
+    for recipe in recipes:
+        slow.decode(recipe, "x")
+        fast.decode(recipe, "x")
+    assert list(slow.seen.items()) == list(fast.seen.items())
+    assert slow.spent == fast.spent
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_annealing_makes_the_same_moves(objective, plain, compiled):
+    improved = 0
+    for seed in range(40):
+        given = instance(seed)
+        results = []
+        for bench in both(given, plain, compiled, objective):
+            start = bench.order(given.simplest[0][1], "one by one")
+            end = bench.anneal(start, 150, 0.3, seed, 0.0)
+            results.append((bench.seen, bench.spent))
+            improved += end.cost(objective) < start.cost(objective)
+        assert results[0] == results[1]
+    assert improved > 20
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_whole_searches_find_the_same(objective, plain, compiled):
+    for seed in range(200, 212):
+        given = instance(seed)
+        found = [
+            search(given.problem, objective, Effort(200_000, seed), engine, orders=given.simplest)
+            for engine in (plain, compiled)
+        ]
+        assert found[0] == found[1]
+
+
+def test_searches_with_many_microbatches_find_the_same(plain, compiled):
+    """More than 4p of them take another way through the search."""
+    given = instance(14, ranks=2, chunks=2, microbatches=30)
+    assert given.m > 6 * given.problem.p
+    found = [
+        search(given.problem, "span", Effort(1_000_000), engine, orders=given.simplest) for engine in (plain, compiled)
+    ]
+    assert found[0] == found[1]
+
+
+def test_random_numbers_stay_in_31_bits_and_do_not_repeat_soon():
+    """So that compiled integers never overflow where plain ones do not."""
+    state, seen = 12345, set()
+    for _ in range(20_000):
+        state = kernels._next(state)
+        assert 0 <= state < 2**31
+        seen.add(state)
+    assert len(seen) == 20_000

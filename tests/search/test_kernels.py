@@ -1,0 +1,121 @@
+"""Whatever made an order: it is complete, legal, within its limit, and costs what the simulator says."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+
+import pytest
+
+from tests.search.instances import Instance, Recorder, instance
+from zbc.compiler.check import check_all, check_complete
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.search import patterns, portfolio
+from zbc.compiler.search.keys import random_genes
+from zbc.compiler.search.learned import learned
+from zbc.compiler.search.policies import policies
+from zbc.compiler.simulate import simulate
+from zbc.ir import Kind, Placement
+
+
+def faults(given, program):
+    """What is wrong with a compute-only program, without the code under test: ops, their order, memory."""
+    stages, m = given.placement.stages, given.m
+    limits = given.limits or [float("inf")] * given.placement.ranks
+    for rank, ops in enumerate(program.ranks):
+        mine = [s for s in range(stages) if given.placement.pipes[0][s] == rank]
+        at = {(op.kind, op.stage, op.mb): place for place, op in enumerate(ops)}
+        if sorted(at) != sorted((kind, s, i) for kind in (Kind.F, Kind.B, Kind.W) for s in mine for i in range(m)):
+            yield f"rank {rank} runs other ops than its own"
+            continue
+        if len(at) != len(ops):
+            yield f"rank {rank} runs an op twice"
+        for kind, s, i in at:
+            if i and at[kind, s, i - 1] > at[kind, s, i]:
+                yield f"{kind} s{s} m{i} before m{i - 1}"
+        for s in mine:
+            for i in range(m):
+                if not at[Kind.F, s, i] < at[Kind.B, s, i] < at[Kind.W, s, i]:
+                    yield f"s{s} m{i} is not F, B, W"
+        held = {}
+        for op in ops:
+            if op.kind is Kind.W:
+                del held[op.stage, op.mb]
+            else:
+                kept = given.costs.act_b if op.kind is Kind.F else given.costs.act_w
+                held[op.stage, op.mb] = kept[op.stage]
+            if sum(held.values()) > limits[rank] + 2e-6:
+                yield f"rank {rank} holds {sum(held.values())} of {limits[rank]} after {op}"
+
+
+def examine(given, bench):
+    """Every order the bench saw; the costlier checks on a few."""
+    for number, (order, (span, makespan, origin)) in enumerate(bench.seen.items()):
+        program = given.problem.program(order, origin)
+        assert list(faults(given, program)) == [], origin
+        timeline = simulate(program, given.costs)
+        assert (span, makespan) == pytest.approx((timeline.span, timeline.makespan), rel=1e-9), origin
+        if number % 25 == 0:
+            check_complete(program)
+            check_all(lower(program))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
+    given = instance(seed)
+    bench = Recorder(given.problem, compiled, "span")
+    rng, v = Random(seed), given.problem.v
+    for recipe in [*policies(v), *islice(learned(v), 40), *(random_genes(rng, v) for _ in range(15))]:
+        bench.decode(recipe, "decoded")
+    for origin, order in patterns.orders(given.problem):
+        if rng.random() < 0.05:
+            bench.order(order, origin)
+    bench.order(given.simplest[0][1], "one by one")
+    for place in range(min(4, len(bench.found))):
+        bench.anneal(bench.found[place], 300, 0.5, seed, 0.0)
+    assert len(bench.seen) > 0
+    examine(given, bench)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_blocks_fit_in_the_memory_of_v_min(p, compiled):
+    """Blocks are where the V placement's low-memory orders come from; if all were refused nobody would notice."""
+    where = Placement.vshape(p)
+    given = Instance(where, Costs.uniform(where), 2 * p, (float((p + 4) // 3),) * p)
+    bench = Recorder(given.problem, compiled, "span")
+    for origin, order in patterns.orders(given.problem):
+        bench.order(order, origin)
+    assert len(bench.seen) > 0
+    for order, (_, _, origin) in bench.seen.items():
+        assert list(faults(given, given.problem.program(order, origin))) == []
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_every_order_a_whole_search_looks_at_is_legal_and_fits(objective, compiled, monkeypatch):
+    benches = []
+
+    class Listed(Recorder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            benches.append(self)
+
+    monkeypatch.setattr(portfolio, "Bench", Listed)
+    for seed in range(100, 130):
+        given = instance(seed)
+        benches.clear()
+        best = portfolio.search(given.problem, objective, portfolio.Effort(300_000), compiled, orders=given.simplest)
+        (bench,) = [bench for bench in benches if bench.problem.m == given.m]
+        assert best.order in bench.seen
+        assert best.cost(objective) <= min(row[objective == "makespan"] for row in bench.seen.values()) + 1e-9
+        examine(given, bench)
+
+
+def test_an_order_that_can_never_finish_is_refused(compiled, plain):
+    where = Placement.linear(2)
+    given = Instance(where, Costs.uniform(where), 2, None)
+    f, b, w = ([[kind * 4 + stage * 2 + i for i in range(2)] for stage in range(2)] for kind in range(3))
+    one_at_a_time = [f[0][0], b[0][0], w[0][0], f[0][1], b[0][1], w[0][1]]
+    both_first = [f[1][0], f[1][1], b[1][0], w[1][0], b[1][1], w[1][1]]  # waits for m1, which waits for B of m0
+    for engine in (compiled, plain):
+        assert Recorder(given.problem, engine, "span").order(one_at_a_time + both_first, "circular") is None
