@@ -46,8 +46,10 @@ def test_torchrun_shows_which_rank_was_killed_and_ends(tmp_path):
         assert run.wait(30) == 1
     (place,) = [i for i, line in enumerate(shown) if line.startswith("error[E702] run: rank 0 lost ")]
     block = shown[place : place + 5]
-    assert any(line.startswith("   while rank 0 ran op ") for line in block)
-    assert any(line.startswith("   rank 1  op ") and "not responding (last heard" in line for line in block)
+    assert any(line.startswith("   while rank 0 ran op ") for line in block), "\n".join(shown)
+    assert any(line.startswith("   rank 1  ") and "not responding (last heard" in line for line in block), "\n".join(
+        shown
+    )
     assert any("error[E702]" in line for line in shown[place + 1 :])  # in torchrun's own summary too
 
 
