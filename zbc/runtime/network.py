@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -72,17 +72,19 @@ class Network:
                 self._pairs[pair] = group
         self._sums: dict[tuple[int, ...], Any] = {tuple(range(placement.ranks)): dist.group.WORLD}
         for ranks in gatherings(placement):
-            self._sums[ranks] = dist.new_group(list(ranks), timeout=timeout)
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if self.rank in ranks:
+                self._sums[ranks] = group
         self._posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
         self._sends: Sends = EventSends() if self._nccl else ThreadSends()
-        self._size = 2 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
-        if self._size > _MAX_TAG:
-            raise ZbcError("E703", f"run: {self._size} messages in one step are more than gloo has tags for")
+        most = 2 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
+        if most > _MAX_TAG:
+            raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
         self._connect(device)
 
     def send(self, message: Message, tensor: Tensor, peer: int) -> None:
         tensor = tensor.contiguous()
-        lost = self._lost(str(message.send), f">r{peer}", peer)
+        lost = partial(self._lost, message, peer, True)
         try:
             work = dist.isend(tensor, peer, self._pair(self.rank, peer), tag=self._tag(message))
         except RuntimeError as error:
@@ -95,7 +97,7 @@ class Network:
         try:
             work = dist.irecv(buffer, peer, self._pair(peer, self.rank), tag=self._tag(message))
         except RuntimeError as error:
-            raise self._lost(str(message.recv), f"<r{peer}", peer)(error) from error
+            raise self._lost(message, peer, False, error) from error
         self._posted[message] = _started(work), buffer, peer
 
     def wait(self, message: Message) -> Tensor:
@@ -107,7 +109,7 @@ class Network:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(str(message.recv), f"<r{peer}", peer)(error) from error
+            raise self._lost(message, peer, False, error) from error
         return buffer
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
@@ -150,15 +152,12 @@ class Network:
         index = (stage * 2 + forward) * manifest.microbatches + mb
         return (index * len(manifest.placement[0]) + pipe) * manifest.slices + part
 
-    def _lost(self, op: str, peer_text: str, peer: int) -> Callable[[BaseException], ZbcError]:
-        def explain(error: BaseException) -> ZbcError:
-            text = f"run: rank {self.rank} lost rank {peer} at {op} {peer_text}"
-            return ZbcError("E702", text, details=[_first_line(error)])
-
-        return explain
+    def _lost(self, message: Message, peer: int, sending: bool, error: BaseException) -> ZbcError:
+        op = f"{message.send} >r{peer}" if sending else f"{message.recv} <r{peer}"
+        return ZbcError("E702", f"run: rank {self.rank} lost rank {peer} at {op}", details=[_first_line(error)])
 
     def _connect(self, device: torch.device) -> None:
-        """Send one number each way, pair by pair in one order.
+        """Use every group once, in an order that all ranks share.
 
         NCCL builds a communicator at its first use and both ends block meanwhile: done on the way, that is a wait the
         plan knows nothing of.
@@ -170,8 +169,10 @@ class Network:
             try:
                 _started(start(number, peer, self._pairs[source, target])).wait()
             except RuntimeError as error:
-                raise self._lost("the first contact", f"with rank {peer}", peer)(error) from error
-        _ = dist.all_reduce(number)
+                text = f"run: rank {self.rank} cannot reach rank {peer}"
+                raise ZbcError("E702", text, details=[_first_line(error)]) from error
+        for ranks in sorted(self._sums):
+            self.all_reduce(number, ranks)
 
 
 def _started(work: dist.Work | None) -> dist.Work:
