@@ -24,7 +24,8 @@ from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 
-FINEST, ROUNDED = 10_000_000, 1_000_000  # largest exact scale, and the scale of numbers that have none
+FINEST = 10_000_000
+DIGITS = 8  # that are kept of the largest number where there is no exact scale
 ROOM = 1e-6  # slack of memory comparisons, as in the kernels
 SAME = 1e-6  # costs this close, relatively, are one: rounded times cannot tell them apart
 
@@ -100,7 +101,7 @@ def common_scale(values: Sequence[float]) -> tuple[int, bool]:
         fraction = Fraction(value).limit_denominator(100_000)
         scale = math.lcm(scale, fraction.denominator)
         if abs(float(fraction) - value) > 1e-12 * max(1.0, abs(value)) or scale > FINEST:
-            return ROUNDED, False
+            return 10 ** max(0, DIGITS - math.ceil(math.log10(max(values)))), False
     return scale, True
 
 
