@@ -19,14 +19,14 @@ class Ends:
     """What a watchdog decided."""
 
     def __init__(self):
-        self.errors, self.orphaned, self.any = [], 0, threading.Event()
+        self.errors, self.orphaned, self.any = [], [], threading.Event()
 
     def hung(self, error):
         self.errors.append(error)
         self.any.set()
 
-    def leave(self):
-        self.orphaned += 1
+    def leave(self, code):
+        self.orphaned.append(code)
         self.any.set()
 
 
@@ -130,15 +130,19 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
     dogs = [make(rank, 3, limit=0.3, store=store) for rank in range(3)]
     for dog, ends in dogs:
         tell = ends.hung
-        dog._hung = lambda error, tell=tell: (Board(store, 0, 3).report(), tell(error))
+        dog._hung = lambda error, tell=tell: (Board(store, 0, 3).report(7), tell(error))
+        dog.phase("starting", waiting=True)
         dog.start()
+    while any(len(dog._listener.heard) < 3 for dog, _ in dogs):
+        pass
+    for dog, _ in dogs:
         dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
     for _, ends in dogs:
         assert ends.any.wait(20)
     for dog, _ in dogs:
         dog.stop()
     errors = [error for _, ends in dogs for error in ends.errors]
-    assert len(errors) == 1 and sum(ends.orphaned for _, ends in dogs) == 2
+    assert len(errors) == 1 and len([ends for _, ends in dogs if ends.orphaned]) == 2
     assert errors[0].code == "E701" and errors[0].message == "run: no progress for 0.3 s at step 17"
     assert errors[0].details[-1].startswith("every rank waits for another")
     assert [row.partition("  ")[0] for row in errors[0].details[:3]] == ["rank 0", "rank 1", "rank 2"]
@@ -151,10 +155,27 @@ def test_a_rank_leaves_when_another_has_reported_a_failure():
     dog.watch(in_op("F s0 m0", since=0.0))
     other = Board(store, 1, 2)
     assert other.claim()
-    other.report()
+    other.report(6)
     assert ends.any.wait(20)
     dog.stop()
-    assert ends.orphaned >= 1 and not ends.errors
+    assert set(ends.orphaned) == {6} and not ends.errors
+
+
+def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
+    store = dist.HashStore()
+    dog, ends = make(0, 2, limit=0.3, store=store)
+    dog.stand_down()
+    dog.start()
+    dog.watch(in_op("F s0 m0", since=0.0))
+    other = Board(store, 1, 2)
+    other.claim()
+    other.report(6)
+    dog.await_report()  # the watchdog has heard of it
+    beats = Board(store, 1, 2).beats()[0].count
+    while Board(store, 1, 2).beats()[0].count < beats + 3:
+        pass
+    dog.stop()
+    assert not ends.orphaned and not ends.errors
 
 
 class Deaf:
@@ -240,7 +261,7 @@ def test_every_rank_learns_which_one_differs_and_in_what():
 def test_one_rank_alone_claims_a_failure():
     store = dist.HashStore()
     boards = [Board(store, rank, 3) for rank in range(3)]
-    assert boards[0].failed() is None and not boards[0].reported()
+    assert boards[0].failed() is None and boards[0].reported() is None
     claims = together(*(board.claim for board in boards))
     assert sorted(claims) == [False, False, True]
     assert boards[0].failed() == claims.index(True)

@@ -61,12 +61,13 @@ class Board:
         """The rank whose claim it is to report a failure."""
         return int(self._store.get("failed")) if self._store.check(["failed"]) else None
 
-    def reported(self) -> bool:
-        """Whether it has done so, and the run may end."""
-        return self._store.check(["reported"])
+    def reported(self) -> int | None:
+        """The exit code of all, once it has done so and the run may end."""
+        return int(self._store.get("reported")) if self._store.check(["reported"]) else None
 
-    def report(self) -> None:
-        self._store.set("reported", "")
+    def report(self, code: int) -> None:
+        """Say so; `code` is the exit code of all."""
+        self._store.set("reported", str(code))
         self._store.get("reported")  # `set` does not wait for the store, and this process is about to end
 
     def ask_stop(self, reason: str) -> None:

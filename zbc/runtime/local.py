@@ -229,9 +229,6 @@ class Line:
 
     def fail(self, failure: Failure) -> NoReturn:
         self.tell("failed", failure)
-        self.leave(failure)
-
-    def leave(self, failure: Failure) -> NoReturn:
         end(failure.exit_code)
 
 
@@ -250,7 +247,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         connect=_connector(order.port),
         emit=lambda text: line.tell("line", text),
         report=line.fail,
-        leave=line.leave,
+        leave=end,
         stop=stop,
     )
     line.tell("done", run_rank(order.folder, seat, steps=order.steps, out=order.out))

@@ -68,16 +68,16 @@ def run_place(
     def asked(name: str) -> None:
         stop.reason = name
 
-    def leave(failure: Failure) -> NoReturn:
+    def leave(code: int) -> NoReturn:
         _linger(place)
-        end(failure.exit_code)
+        end(code)
 
     def report(failure: Failure) -> NoReturn:
         sys.stdout.flush()
         os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
         _tell_torchrun(failure, place.error_file)
-        in_time(lambda: Board(connect(), place.rank, place.ranks).report(), 5.0)
-        leave(failure)
+        in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
+        leave(failure.exit_code)
 
     seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, emit, report, leave, stop)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):

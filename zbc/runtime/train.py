@@ -64,7 +64,7 @@ class Seat:
     connect: Connect
     emit: Callable[[str], None]  # takes the lines rank 0 shows
     report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
-    leave: Callable[[Failure], NoReturn]  # ends this process in silence: another rank reports
+    leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
     stop: StopFlag = field(default_factory=StopFlag)
 
     def board(self) -> Board:
@@ -79,14 +79,13 @@ def run_rank(folder: Path, seat: Seat, *, steps: int | None = None, out: Path | 
     watchdog: Watchdog | None = None
     try:
         manifest = read_manifest(folder)
-        lost = ZbcError("E702", f"run: rank {seat.rank} ends because another rank failed")
         watchdog = Watchdog(
             seat.board,
             rank=seat.rank,
             ranks=seat.ranks,
             limit=float(manifest.training["train"]["watchdog_s"]),
             hung=seat.report,
-            orphaned=lambda: seat.leave(lost),
+            orphaned=seat.leave,
         )
         watchdog.start()
         return _run(folder, manifest, seat, watchdog, steps, out)
@@ -165,12 +164,14 @@ def _identity(manifest: Manifest, steps: int) -> dict[str, str]:
 
 def _give_up(error: Exception, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
     """End the process: the first rank that fails reports why, all others follow in silence."""
+    if watchdog is not None:
+        watchdog.stand_down()
     failure = explain(error, seat.rank)
     claimed = in_time(lambda: seat.board().claim(), 5.0)
     if claimed is False:
         if watchdog is not None:
             watchdog.await_report()
-        seat.leave(failure)
+        seat.leave(failure.exit_code)
     if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
         gone = watchdog.await_silence()
         rows, _ = watchdog.rows()

@@ -17,6 +17,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.board import Beat, Board
 from zbc.runtime.progress import Progress
 
+_ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
 _CLAIM_S = 5.0  # for the store to say who reports a failure
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
@@ -38,7 +39,7 @@ class Listener:
         self._done = threading.Event()
         self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
         self.failed: int | None = None
-        self.reported = False
+        self.reported: int | None = None
         self._thread = threading.Thread(target=self._run, name="zbc-listener", daemon=True)
 
     def start(self) -> None:
@@ -63,7 +64,7 @@ class Listener:
 
 
 class Watchdog:
-    """`hung(error)` and `orphaned()` run in the watchdog's thread and are expected to end the process."""
+    """`hung(error)` and `orphaned(exit code)` run in the watchdog's thread and are expected to end the process."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Watchdog:
         ranks: int,
         limit: float,
         hung: Callable[[ZbcError], None],
-        orphaned: Callable[[], None],
+        orphaned: Callable[[int], None],
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.tick = min(2.0, max(0.2, limit / 10))
@@ -83,6 +84,7 @@ class Watchdog:
         self._patience = max(60.0, 2 * limit)
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
+        self._standing_down = False
         self._done = threading.Event()
         self._listener = Listener(board, self.tick)
         self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
@@ -121,10 +123,14 @@ class Watchdog:
             time.sleep(self.tick / 4)
         return []
 
+    def stand_down(self) -> None:
+        """The rank's own thread ends the process; from here on the watchdog only beats and listens."""
+        self._standing_down = True
+
     def await_report(self) -> None:
         """For a rank that failed because another did: stay until that one has told, so that it sees who is gone."""
         deadline = time.monotonic() + _GRACE_S
-        while not self._listener.reported and time.monotonic() < deadline:
+        while self._listener.reported is None and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
@@ -141,11 +147,16 @@ class Watchdog:
                 board = None
             if self._listener.failed not in (None, self.rank):
                 failed_at = failed_at or now
-                if self._listener.reported or now - failed_at > _GRACE_S:
-                    self._orphaned()
-            elif self._stuck(now):
+                if self._listener.reported is not None or now - failed_at > _GRACE_S:
+                    self._leave()
+            elif self._stuck(now) and not self._standing_down:
                 self._report(now)
                 return
+
+    def _leave(self) -> None:
+        if not self._standing_down:
+            reported = self._listener.reported
+            self._orphaned(_ENDED if reported is None else reported)
 
     def _connect(self) -> Board | None:
         try:
@@ -172,7 +183,7 @@ class Watchdog:
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             self.await_report()
-            self._orphaned()
+            self._leave()
             return
         p = self._progress
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
