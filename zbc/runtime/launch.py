@@ -124,6 +124,7 @@ def _place() -> Place:
         ranks=ranks,
         local_rank=local_rank,
         local_ranks=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
         host=env["MASTER_ADDR"],
         port=int(env["MASTER_PORT"]),
         hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",

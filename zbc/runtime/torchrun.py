@@ -33,6 +33,7 @@ class Place:
     ranks: int
     local_rank: int
     local_ranks: int  # on this machine, as far as is known
+    one_machine: bool  # all ranks are on it, for certain
     host: str  # of the store
     port: int
     hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
@@ -60,7 +61,7 @@ def run_place(
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
     hides exit codes, and an orderly exit could wait for transfers that never end.
     """
-    if place.local_ranks == place.ranks:
+    if place.one_machine:
         bind_loopback()
     hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
     stop, connect = StopFlag(), connector(place.host, place.port, place.run)
