@@ -1,0 +1,208 @@
+"""How much longer than simulated a step takes, on four gloo processes, beside torch.distributed.pipelining.
+
+    python bench/fidelity.py [--steps N] [--schedule NAME ...]
+
+The ops sleep (see sleeping.py), so a step lasts as long as the simulator says plus what the runtime adds. Both runtimes
+run the same layers in the same processes and take turns, so that a busy machine slows both. A step lasts from a moment
+that all ranks agreed on to the end of its last rank. Ours includes VALIDATE and STEP, where the ranks agree on the
+gradient norm and the optimizer runs; the peer's ends with the last gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from record import Record
+
+JOB = """\
+zbc = 1
+[model]
+family = "sleeping:layers"
+layers = {layers}
+loss = "mse"
+[model.args]
+count = {layers}
+f = {each}
+b = {each}
+w = {each}
+[parallel]
+pp = 4
+[schedule]
+kind = "{kind}"
+microbatches = 8
+[costs]
+f = 20.0
+b = 20.0
+w = 20.0
+comm = 0.0
+[data]
+kind = "sleeping:Points"
+"""
+
+# Schedule -> layers, and who runs it beside us: torch's own schedule of that name, and torch's general runtime with
+# our order. Torch has no class for ZB-H1, and its ZB-V is that runtime with an order equal to ours.
+OURS, SAME_ORDER = "zbc", "torch, our order"
+CASES = {
+    "1f1b": (4, ("Schedule1F1B", SAME_ORDER)),
+    "zb-h1": (4, (SAME_ORDER,)),
+    "zb-v": (8, ("ScheduleZBVZeroBubble",)),
+}
+RANKS = 4
+WARM_UP = 2  # first steps that do not count
+LIMIT = 170.0  # seconds for everything; what takes longer hangs
+
+Times = Mapping[str, list[float]]  # runtime -> ms of each step
+
+
+class Runtime(Protocol):
+    def step(self, step: int) -> object:
+        """Train one step on this rank."""
+
+    def clear(self) -> None:
+        """Tidy up behind it; not timed."""
+
+
+# ---- on each rank --------------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, folder: Path, kinds: list[str], steps: int, results: Connection) -> None:
+    """One rank's process: every schedule, all runtimes in turn. Rank 0 sends (schedule, times) after each."""
+    import sleeping
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    sleeping.calibrate()
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
+    for kind in kinds:
+        times = take_turns(runtimes(kind, rank, folder / kind, limit), steps)
+        if rank == 0:
+            results.send((kind, times))
+    dist.barrier()  # nobody leaves while another still listens
+    dist.destroy_process_group()
+
+
+def runtimes(kind: str, rank: int, folder: Path, limit: timedelta) -> dict[str, Runtime]:
+    import ours
+    import peer
+
+    from zbc.plan import Plan
+
+    plan = Plan.read(folder)
+    result: dict[str, Runtime] = {OURS: ours.build(plan, rank, limit)}
+    for name in CASES[kind][1]:
+        result[name] = peer.build(name, plan, rank, folder)
+    return result
+
+
+def take_turns(runs: Mapping[str, Runtime], steps: int) -> Times:
+    """ms of each of `steps` steps of each runtime, A B A B."""
+    import torch
+    import torch.distributed as dist
+    from sleeping import sleep_until
+
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for step in range(WARM_UP + steps):
+        for name, run in runs.items():
+            start = torch.tensor(time.perf_counter() + 0.005, dtype=torch.float64)  # processes share this clock
+            dist.all_reduce(start, dist.ReduceOp.MAX)
+            sleep_until(start.item())
+            run.step(step)
+            took = torch.tensor(time.perf_counter() - start.item(), dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            run.clear()
+            if step >= WARM_UP:
+                times[name].append(took.item() * 1e3)
+    return times
+
+
+# ---- in the process that was called --------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measured steps beside simulated ones and beside torch's pipelining.")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each runtime; the median counts")
+    parser.add_argument("--schedule", choices=CASES, action="append", help="only this one (repeatable)")
+    options = parser.parse_args()
+    kinds = options.schedule or list(CASES)
+    record = Record("fidelity")
+    record(f"# {RANKS} gloo processes, F = B = W = 20 ms per rank, p = 4, m = 8; median of {options.steps} steps")
+    record(f"# load of the machine before: {os.getloadavg()[0]:.2f}")
+    record(f"{'schedule':9} {'runtime':22} {'simulated ms':>12} {'median ms':>10} {'ratio':>6}   steps, ms")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        simulated = {kind: write_plan(kind, folder) for kind in kinds}
+        measure(folder, kinds, options.steps, lambda kind, times: report(record, kind, simulated[kind], times))
+    record(f"# load of the machine after: {os.getloadavg()[0]:.2f}")
+    for kind in kinds:
+        record()
+        record(f"# the job of {kind}")
+        record(job(kind).rstrip())
+    record.write()
+
+
+def job(kind: str) -> str:
+    count = CASES[kind][0]
+    return JOB.format(kind=kind, layers=count, each=20.0 * RANKS / count)
+
+
+def write_plan(kind: str, folder: Path) -> float:
+    """Plan the job of a schedule into `folder`; what one step should take, in ms."""
+    from zbc.compiler.compile import compile_job, load_job
+
+    path = folder / f"{kind}.toml"
+    path.write_text(job(kind))
+    compiled = compile_job(load_job(path))
+    compiled.write(folder / kind)
+    return compiled.report.makespan_ms
+
+
+def report(record: Record, kind: str, simulated: float, times: Times) -> None:
+    for name, steps in times.items():
+        median = statistics.median(steps)
+        shown = " ".join(f"{ms:.1f}" for ms in steps)
+        record(f"{kind:9} {name:22} {simulated:12.1f} {median:10.1f} {median / simulated:6.3f}   {shown}")
+
+
+def measure(folder: Path, kinds: list[str], steps: int, tell: Callable[[str, Times], None]) -> None:
+    """Start the ranks and hand on what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
+    context = multiprocessing.get_context("forkserver")  # one import of torch for all ranks
+    context.set_forkserver_preload(["torch.distributed", "peer", "ours"])
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=run_rank, args=(rank, folder, kinds, steps, sender), daemon=True)
+        for rank in range(RANKS)
+    ]
+    end = time.monotonic() + LIMIT
+    try:
+        for process in ranks:
+            process.start()
+        for _ in kinds:
+            while not receiver.poll(0.5):
+                if any(process.exitcode for process in ranks):
+                    sys.exit("fidelity: a rank failed")
+                if time.monotonic() > end:
+                    sys.exit(f"fidelity: no result after {LIMIT:.0f} s")
+            tell(*receiver.recv())
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Our runtime as one of the contestants of fidelity.py: the worker, transport and loop of every training run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from zbc.plan import Plan, RankPlan
+from zbc.runtime.execute import run_step
+from zbc.runtime.network import Network
+from zbc.runtime.progress import StepResult
+from zbc.runtime.state import Worker
+from zbc.runtime.worker import build_worker
+
+
+class Ours:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def step(self, step: int) -> StepResult:
+        return run_step(self._worker, step)
+
+    def clear(self) -> None:
+        """Nothing is left behind."""
+
+
+def build(plan: Plan, rank: int, limit: timedelta) -> Ours:
+    cpu = torch.device("cpu")
+    network = Network(plan.manifest, cpu, limit)
+    return Ours(build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), network, cpu))

@@ -1,0 +1,100 @@
+"""Layers that compute nothing for a given time: what is left of a step is what the runtime adds.
+
+A model like any other to zbc: `family = "sleeping:layers"` and `data.kind = "sleeping:Points"`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbc.runtime.slot import Slot, accumulate, current_slot
+
+late: list[float] = []  # how much too late each `sleep_until` returned, seconds
+_usual = 0.0  # how late time.sleep returns here, seconds; see `calibrate`
+
+
+def calibrate() -> None:
+    """Measure how late `time.sleep` returns (some 0.1 ms on Linux), for `sleep_until` to allow for."""
+    global _usual
+    found = []
+    for _ in range(50):
+        began = time.perf_counter()
+        time.sleep(0.005)
+        found.append(time.perf_counter() - began - 0.005)
+    _usual = statistics.median(found)
+
+
+def sleep_until(end: float) -> None:
+    """Return when `time.perf_counter()` reaches `end`.
+
+    Sleeps until about then and loops for the last few microseconds only: a loop that waits for longer takes the core
+    away from other ranks, which end their ops at the same moment.
+    """
+    left = end - time.perf_counter() - _usual
+    if left > 0:
+        time.sleep(left)
+    while (now := time.perf_counter()) < end:
+        pass
+    late.append(now - end)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Sleeper, slot: Slot | None) -> Tensor:
+        ctx.layer, ctx.slot, ctx.weight = layer, slot, weight
+        end = time.perf_counter() + layer.f
+        y = x * weight
+        if not x.is_meta:  # there only shapes are asked for
+            sleep_until(end)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        layer, slot, weight = ctx.layer, ctx.slot, ctx.weight
+        end = time.perf_counter() + layer.b
+
+        def weight_grad() -> None:
+            end = time.perf_counter() + layer.w
+            accumulate(weight, torch.zeros_like(weight))
+            sleep_until(end)
+
+        grad_x = grads[0] * weight
+        sleep_until(end)
+        if slot is None:
+            weight_grad()
+        else:
+            slot.defer(weight_grad)
+        return grad_x, None, None, None
+
+
+class Sleeper(nn.Module):
+    """Takes `f`, `b` and `w` ms for the forward and the two halves of the backward, and passes its input on."""
+
+    def __init__(self, f: float, b: float, w: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.f, self.b, self.w = f / 1e3, b / 1e3, w / 1e3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Sleep.apply(x, self.weight, self, current_slot())  # type: ignore[no-untyped-call]
+        return y
+
+
+def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
+    """`count` layers; times in ms, of one microbatch."""
+    return [Sleeper(f, b, w) for _ in range(count)]
+
+
+class Points:
+    """One number in, one number out."""
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1,), float(index)), torch.zeros(1)
