@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.search.instances import Recorder, instance
-from zbc.compiler.search import kernels
+from zbc.compiler.search import anneal
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
@@ -71,7 +71,7 @@ def test_random_numbers_stay_in_31_bits_and_do_not_repeat_soon():
     """So that compiled integers never overflow where plain ones do not."""
     state, seen = 12345, set()
     for _ in range(20_000):
-        state = kernels._next(state)
+        state = anneal._next(state)
         assert 0 <= state < 2**31
         seen.add(state)
     assert len(seen) == 20_000

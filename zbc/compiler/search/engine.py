@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zbc.compiler.search import kernels
+from zbc.compiler.search import anneal, listing
 
 _HELPERS = ("_next", "_exp", "_mean_span", "_shift", "_fits", "evaluate", "list_schedule", "anneal")
 
@@ -16,7 +16,7 @@ class Engine:
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
-        names: dict[str, Any] = dict(vars(kernels))
+        names: dict[str, Any] = {**vars(listing), **vars(anneal)}
         if compiled:
             import numba
             import numpy
@@ -36,7 +36,7 @@ class Engine:
 
 def _compile(numba: Any) -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled."""
-    names: dict[str, Any] = dict(vars(kernels))
+    names: dict[str, Any] = {**vars(listing), **vars(anneal)}
     for name in _HELPERS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
