@@ -49,6 +49,7 @@ def list_schedule(
       W_MEMORY at once when memory blocks an F.
     - FIRST_B: a warm-up F may put off the earliest possible first B by that share of itself (9 and more: no limit).
     - PICK_F, PICK_B: of several chunks the latest stage (0), the earliest (1) or the oldest microbatch (2).
+    - where B leaves more than it frees, room for that is kept free, and W runs as soon as a B needs it.
     - an F must leave a unit for each later chunk of its rank, or it could deadlock; RESERVE and RESERVE_LATER scale
       what is kept for them beyond that, before and after the first B, while anything is in flight.
     """
@@ -82,6 +83,12 @@ def list_schedule(
     heap = [(0.0, rank[0])]
     total = 3 * per_kind
     done = 0
+    growth = [0.0] * p  # the most that a B leaves beyond what it frees; an F keeps that room for it
+    for r in range(p):
+        for k in range(v):
+            s = stages[r * v + k]
+            if keep_w[s] - keep_b[s] > growth[r]:
+                growth[r] = keep_w[s] - keep_b[s]
     worst = 0.0
     while done < total:
         if len(heap) == 0:
@@ -100,6 +107,7 @@ def list_schedule(
         next_b = INF
         next_key = INF
         blocked = False
+        full = False
         for k in range(v):
             s = stages[r * v + k]
             i = b_next[s]
@@ -119,7 +127,9 @@ def list_schedule(
                         if soon < ready <= now + look_ms and key < next_key:
                             next_key = key
                         key = -key
-                    if ready <= soon:
+                    if ready <= soon and held[r] + keep_w[s] - keep_b[s] > limit[r] + ROOM:
+                        full = True
+                    elif ready <= soon:
                         if keyed:
                             pass
                         elif pick_b == 1:
@@ -162,7 +172,7 @@ def list_schedule(
                         if key - release > ready:
                             ready = key - release
                     if allowed:
-                        if held[r] + keep_b[s] + spare <= limit[r] + ROOM:
+                        if held[r] + keep_b[s] + spare + growth[r] <= limit[r] + ROOM:
                             if keyed:
                                 if soon < ready <= now + look_ms and key < next_key:
                                     next_key = key
@@ -209,7 +219,8 @@ def list_schedule(
             s = pending[r * queue + head[r]] // m
             gap = later - now
             if (
-                (blocked and w_memory and next_b > soon and best_b < 0)
+                full
+                or (blocked and w_memory and next_b > soon and best_b < 0)
                 or gap >= w_gap * w_ms[s] - EPS
                 or (w_slack and gap > worst - idle[r] + EPS)
             ):
