@@ -7,10 +7,12 @@ from random import Random
 
 from zbc.compiler.bounds import Bounds, bounds
 from zbc.compiler.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.candidates import Bench
 from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.portfolio import COMPILED_RATE
 from zbc.compiler.search.problem import Problem
-from zbc.ir import Placement
+from zbc.ir import Placement, Program
 
 PROFILES = ((1.0, 1.0, 1.0, 0.0), (18.522, 18.086, 9.337, 0.601), (29.718, 29.444, 19.927, 0.527), (1.0, 2.0, 0.5, 0.2))
 
@@ -96,3 +98,23 @@ class Recorder(Bench):
     def _keep(self, span, makespan, order, origin, recipe):
         self.seen[tuple(int(op) for op in order)] = (float(span), float(makespan), origin)
         return super()._keep(span, makespan, order, origin, recipe)
+
+
+def planned(given: Instance, objective: str, visits: int, seed: int = 0) -> Program:
+    """The searched schedule of the instance's placement, with an effort that is the same on every machine."""
+    p, v = given.placement.ranks, given.problem.v
+    name = "zb-auto" if v == 1 else "v-auto" if given.placement == Placement.vshape(p) else "looped-zb"
+    schedule = SCHEDULES[name]
+    if schedule.placement(p, v) != given.placement:
+        raise ValueError(f"no searched schedule for {given.placement}")
+    request = Request(
+        p,
+        given.m,
+        v,
+        costs=given.costs,
+        memory_limit=given.limits,
+        objective=objective,
+        budget=visits / COMPILED_RATE,
+        seed=seed,
+    )
+    return schedule.make(request)

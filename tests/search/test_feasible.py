@@ -1,0 +1,138 @@
+"""The least memory any order needs: it is enough, less is not, and the error that says so can be taken at its word."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+
+from tests.jobs import job
+from tests.search.instances import costs, instance
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.problem import Problem
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+KINDS = [("zb-auto", 1), ("v-auto", 2), ("1f1b-v", 2), ("looped-zb", 2), ("looped-zb", 3)]
+
+
+def least_by_trying(keep_b, keep_w, m):
+    """The smallest peak over all orders of one rank's ops, stages from the first to the last of its path."""
+    v = len(keep_b)
+
+    @cache
+    def peak(f, b, w):
+        """Of the orders that go on from having run f, b, w microbatches of each stage."""
+        if all(count == m for count in w):
+            return 0.0
+        held = sum(keep_b[s] * (f[s] - b[s]) + keep_w[s] * (b[s] - w[s]) for s in range(v))
+        rest = []
+        for s in range(v):
+            after = tuple(count + (k == s) for k, count in enumerate(f))
+            if f[s] < m and (s == 0 or f[s - 1] > f[s]):
+                rest.append(peak(after, b, w))
+            after = tuple(count + (k == s) for k, count in enumerate(b))
+            if b[s] < (f[s] if s == v - 1 else b[s + 1]):
+                rest.append(peak(f, after, w))
+            after = tuple(count + (k == s) for k, count in enumerate(w))
+            if w[s] < b[s]:
+                rest.append(peak(f, b, after))
+        return max(held, min(rest))
+
+    return peak((0,) * v, (0,) * v, (0,) * v)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_the_least_memory_is_the_least_over_all_orders(v):
+    for seed in range(30):
+        rng = Random(seed)
+        where = Placement.looped(1, v)
+        given = costs(rng, where)
+        m = rng.randint(1, 4 - v // 2)
+        assert least(Problem.make(where, given, m, None)) == pytest.approx(
+            [least_by_trying(given.act_b, given.act_w, m)]
+        )
+
+
+def test_one_microbatch_after_another_needs_no_more():
+    for seed in range(200):
+        problem = instance(seed, ranks=8).problem
+        program = problem.program(one_by_one(problem), "one by one")
+        used = [rank.units for rank in peaks(program, instance(seed, ranks=8).costs)]
+        assert used == pytest.approx(least(problem), abs=1e-9)
+
+
+def needs(name, asked):
+    """The least memory per rank of a schedule for its request."""
+    given = asked.costs
+    where = SCHEDULES[name].placement(asked.p, asked.v)
+    if not SCHEDULES[name].splits_backward:  # then nothing is kept for W
+        return [sum(given.act_b[s] for s in where.stages_of(r)) for r in range(asked.p)]
+    return least(Problem.make(where, given, asked.m, None))
+
+
+def random_request(name, v, rng):
+    p, m, objective = rng.randint(1, 4), rng.randint(1, 6), rng.choice(("span", "makespan"))
+    return Request(p, m, v, costs=costs(rng, SCHEDULES[name].placement(p, v)), objective=objective)
+
+
+@pytest.mark.parametrize(("name", "v"), KINDS)
+def test_searched_schedules_plan_at_the_least_memory(name, v):
+    for seed in range(10):
+        asked = random_request(name, v, Random(seed))
+        limits = tuple(needs(name, asked))
+        program = SCHEDULES[name].make(replace(asked, memory_limit=limits))
+        used = [rank.units for rank in peaks(program, asked.costs)]
+        assert all(units <= limit + 2e-6 for units, limit in zip(used, limits, strict=True))
+
+
+@pytest.mark.parametrize(("name", "v"), KINDS)
+def test_below_the_least_memory_the_error_names_a_limit_that_works(name, v):
+    for seed in range(10):
+        rng = Random(seed)
+        asked = random_request(name, v, rng)
+        make, p = SCHEDULES[name].make, asked.p
+        limits = needs(name, asked)
+        short = rng.randrange(p)
+        limits[short] -= 1e-3
+        with pytest.raises(ZbcError) as caught:
+            make(replace(asked, memory_limit=tuple(limits)))
+        assert caught.value.code == "E303"
+        assert f"rank {short} " in caught.value.message
+        share = float(re.search(r'"([\d.]+)x"', caught.value.hint)[1])
+        program = make(replace(asked, memory_limit=share * p))
+        assert max(rank.units for rank in peaks(program, asked.costs)) <= share * p + 2e-6
+        with pytest.raises(ZbcError, match="does not fit"):
+            make(replace(asked, memory_limit=share * p - 1e-3))
+
+
+@pytest.mark.parametrize("kind", ["zb-auto", "v-auto", "1f1b-v", "looped-zb", "auto"])
+@pytest.mark.parametrize("asked", ["0.001x", "0.000001 GiB"])
+def test_a_job_with_too_little_memory_is_told_how_much_works(kind, asked):
+    def planned(limit):
+        return compile_job(job(kind=kind, schedule={"memory_limit": limit}), budget=0.0)
+
+    with pytest.raises(ZbcError) as caught:
+        planned(asked)
+    assert caught.value.code == "E303"
+    enough = re.search(r'memory_limit = "([^"]+)"', caught.value.hint)[1]
+    planned(enough)
+    amount, unit = re.fullmatch(r"([\d.]+)( GiB|x)", enough).groups()
+    with pytest.raises(ZbcError, match="does not fit"):
+        planned(f"{float(amount) * 0.999:.9f}{unit}")
+
+
+@pytest.mark.parametrize(("name", "units"), [("v-half", lambda p: (p + 2) // 2), ("v-min", lambda p: (p + 4) // 3)])
+def test_v_half_and_v_min_keep_to_their_memory(name, units):
+    for p in range(1, 7):
+        for m in (1, p, 2 * p + 1):
+            program = SCHEDULES[name].make(Request(p, m, 2))
+            used = peaks(program, Costs.uniform(program.placement))
+            assert max(rank.units for rank in used) <= units(p) + 1e-6

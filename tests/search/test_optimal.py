@@ -1,0 +1,94 @@
+"""The search against true optima: small pipelines whose best order CP-SAT has proven (see bench/optima.py)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.search.instances import Instance, instance
+from zbc.compiler.bounds import bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.exact import solve
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+CASES = json.loads((Path(__file__).parent / "optima.json").read_text())
+
+
+def load(row):
+    costs = Costs(*(tuple(row[key]) for key in ("f", "b", "w", "act_b", "act_w")), comm=(tuple(row["comm"]),))
+    where = Placement((tuple(row["ranks"]),))
+    return Instance(where, costs, row["m"], (row["limit"],) * where.ranks)
+
+
+@pytest.mark.parametrize("row", CASES, ids=[row["name"] for row in CASES])
+def test_no_bound_is_above_the_optimum(row):
+    given = load(row)
+    least = bounds(given.placement, given.costs, given.m, given.limits)
+    assert getattr(least, row["objective"]) <= row["optimum"] * (1 + 1e-6)
+
+
+QUICK = [row for row in CASES if len(row["ranks"]) * row["m"] <= 24]
+
+
+@pytest.mark.parametrize("row", QUICK[::3], ids=[row["name"] for row in QUICK[::3]])
+def test_the_solver_proves_the_optimum_again(row, compiled):
+    given = load(row)
+    proof = solve(given.problem, row["objective"], seconds=30)
+    assert proof.optimal
+    assert proof.cost == pytest.approx(row["optimum"], abs=1e-5)
+    assert Bench(given.problem, compiled, row["objective"]).order(proof.order, "again") is not None
+    again = solve(given.problem, row["objective"], start=proof.order, lower=given.lower(row["objective"]), seconds=30)
+    assert again.cost == proof.cost
+
+
+def orders_of_a_rank(given, rank):
+    """Every legal order of one rank's ops that fits: microbatches in order per stage and kind, each along its path."""
+    m, n, stages = given.m, given.placement.stages, given.placement.stages_of(rank)
+    limit = given.limits[rank] if given.limits else float("inf")
+    path = [(0, s) for s in stages] + [(1, s) for s in reversed(stages)]
+    before = {row: path[k - 1] if k else None for k, row in enumerate(path)} | {(2, s): (1, s) for s in stages}
+    keep_b, keep_w = given.costs.act_b, given.costs.act_w
+
+    def extend(done, held, order):
+        if len(order) == len(before) * m:
+            yield tuple(order)
+        for (kind, s), need in before.items():
+            count = done[kind, s]
+            after = held + (keep_b[s], keep_w[s] - keep_b[s], -keep_w[s])[kind]
+            if count < m and (need is None or done[need] > count) and after <= limit + 1e-6:
+                op = (kind * n + s) * m + count
+                yield from extend(done | {(kind, s): count + 1}, after, [*order, op])
+
+    return list(extend(dict.fromkeys(before, 0), 0.0, []))
+
+
+@pytest.mark.parametrize("seed", [9, 16, 17, 63, 133, 199, 223, 252, 285, 340, 388])
+def test_the_solver_agrees_with_trying_every_order(seed, compiled):
+    given = instance(seed, ranks=3, chunks=2, microbatches=3, digits=(None, 1)[seed % 2])
+    problem = given.problem
+    benches = {objective: Bench(problem, compiled, objective) for objective in ("span", "makespan")}
+    tried = 0
+    for parts in itertools.product(*(orders_of_a_rank(given, r) for r in range(problem.p))):
+        tried += 1
+        for bench in benches.values():
+            bench.order([op for part in parts for op in part], "tried")
+    assert tried > 100
+    for objective, bench in benches.items():
+        proof = solve(problem, objective, seconds=30)
+        assert proof.optimal
+        assert proof.cost == pytest.approx(bench.best.cost(objective), rel=1e-6)
+
+
+def test_a_proof_starts_from_what_it_is_given_and_needs_it_to_fit():
+    given = load(CASES[0])
+    order = given.simplest[0][1]
+    stopped = solve(given.problem, "span", start=order, seconds=0.0)
+    assert stopped.lower <= stopped.cost
+    with pytest.raises(ZbcError) as caught:
+        solve(given.problem, "span", start=order[:3] + order[:3] + order[6:])
+    assert caught.value.code == "E303"
