@@ -1,10 +1,9 @@
-"""Time and memory of `zbc plan`, interpreter start included, beside torch's lowering of the same order.
+"""Time and memory of `zbc plan`, interpreter start included, and its step insert-comm beside torch's.
 
-    python bench/compile.py [--full-peer]
+    python bench/compile.py
 
-The peer is torch.distributed.pipelining's `_add_send_recv`, which puts sends and receives into a compute order; its
-time covers that one step, ours covers everything: schedule, passes, proof, prediction, files. The largest peer case
-takes minutes and runs only with --full-peer.
+`zbc plan` covers everything: schedule, passes, proof, prediction, files. The last two columns compare one step of it,
+insert-comm, with its counterpart in torch.distributed.pipelining, `_add_send_recv`, on the same compute order.
 """
 
 from __future__ import annotations
@@ -39,21 +38,22 @@ w = 9.337
 comm = 0.601
 """
 
-# (p, m, schedule, repetitions, peer is quick)
-CASES = [(8, 64, "zb-v", 5, True), (32, 128, "interleaved-1f1b", 3, True), (64, 512, "interleaved-1f1b", 2, False)]
-CASES.append((64, 512, "zb-v", 2, False))
+CASES = [(8, 64, "zb-v", 5), (32, 128, "interleaved-1f1b", 3), (64, 512, "interleaved-1f1b", 2), (64, 512, "zb-v", 2)]
 
-PEER = """
+LOWERING = """
 import sys, time
 from torch.distributed.pipelining.schedules import _Action, _ComputationType as T, _add_send_recv
+from zbc.compiler.passes.insert_comm import insert_comm
 from zbc.compiler.schedules import SCHEDULES, Request
 p, m, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 program = SCHEDULES[kind].make(Request(p, m, 2))
 name = {"F": T.FORWARD, "B": T.BACKWARD_INPUT, "W": T.BACKWARD_WEIGHT, "BW": T.FULL_BACKWARD}
 actions = {r: [_Action(o.stage, name[o.kind.value], o.mb) for o in ops] for r, ops in enumerate(program.ranks)}
 began = time.perf_counter()
+insert_comm(program)
+between = time.perf_counter()
 _add_send_recv(actions, program.placement.rank_of, program.placement.stages)
-print(time.perf_counter() - began)
+print(between - began, time.perf_counter() - between)
 """
 
 
@@ -77,21 +77,16 @@ def main() -> None:
     zbc = [sys.executable, "-m", "zbc"]
     help_seconds = statistics.median(measured([*zbc, "--help"])[0] for _ in range(5))
     record(f"zbc --help: {help_seconds:.2f} s (median of 5)")
-    record(
-        f"{'p':>3} {'m':>4} {'schedule':18} {'zbc plan s':>10} {'peak MiB':>9} {'torch lowering s':>17} {'peak MiB':>9}"
-    )
+    record("  p    m schedule           zbc plan s  peak MiB  insert-comm s  torch's s")
     with tempfile.TemporaryDirectory() as folder:
-        for p, m, kind, times, quick in CASES:
+        for p, m, kind, times in CASES:
             job = Path(folder) / f"{kind}-{p}-{m}.toml"
             job.write_text(JOB.format(layers=2 * p, p=p, m=m, kind=kind))
             runs = [measured([*zbc, "plan", str(job), "-o", f"{folder}/plan"]) for _ in range(times)]
-            line = f"{p:3} {m:4} {kind:18} {statistics.median(r[0] for r in runs):10.2f} {max(r[1] for r in runs):9.0f}"
-            if quick or "--full-peer" in sys.argv:
-                _, peak, text = measured([sys.executable, "-c", PEER, str(p), str(m), kind])
-                line += f" {float(text.splitlines()[-1]):17.2f} {peak:9.0f}"
-            else:
-                line += f" {'(--full-peer)':>17}"
-            record(line)
+            seconds, peak = statistics.median(r[0] for r in runs), max(r[1] for r in runs)
+            text = measured([sys.executable, "-c", LOWERING, str(p), str(m), kind])[2]
+            ours, theirs = map(float, text.splitlines()[-1].split())
+            record(f"{p:3} {m:4} {kind:18} {seconds:10.2f} {peak:9.0f} {ours:14.2f} {theirs:10.2f}")
     record()
     record("the job:")
     record(JOB.format(layers="2*p", p="p", m="m", kind="schedule").rstrip())
