@@ -258,12 +258,8 @@ def speed(record: Record, plain: bool, quick: bool, long: bool) -> None:
             seconds, peak, _ = measured([*zbc, "plan", str(job), "-o", f"{folder}/plan", *options])
             how = " ".join(options) or "default budget"
             record(f"zbc plan, p={p} m={m} v=2, {how}: {seconds:.1f} s, {peak:.0f} MiB (to reach: {wanted})")
-    record(
-        "public implementations: 4.5 s for the order alone at p=8, m=24 and 150 s at p=24, m=72 (adaptive V search);"
-    )
-    record(
-        "2 to 40 s for the order alone at p=64, m=512; sends and receives 30 s at p=32, m=128, in torch 80 s at 64 x 512"
-    )
+    record("public implementations, the order alone: 4.5 s at p=8, m=24, 150 s at p=24, m=72 (adaptive V search),")
+    record("2 to 40 s at p=64, m=512; their sends and receives: 30 s at p=32, m=128; torch's: 80 s at p=64, m=512")
     if not quick:
         _anytime(record, (1.0, 3.0, 10.0, 30.0, *((600.0,) if long else ())))
 
