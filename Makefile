@@ -11,7 +11,7 @@ help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy --strict"
-	@echo "make bench   measure the compiler and the runtime beside torch's pipelining; writes bench/results/"
+	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "zbc needs Python 3.11 or newer; none was found on the PATH" >&2; exit 6; }
@@ -41,6 +41,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python bench/compile.py
 	$(BIN)/python bench/fidelity.py
+	$(BIN)/python bench/search.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
+from tests.jobs import job
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
-from zbc.compiler.memory import curve, peaks
+from zbc.compiler.memory import curve, over_time, peaks
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -109,6 +111,18 @@ def test_the_memory_curve_reaches_the_peak_and_ends_empty(name):
         held = [units for _, units in curve(timeline, rank, costs)]
         assert max(held) == pytest.approx(found.units)
         assert held[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h2", "zb-v"])
+def test_memory_over_time_by_category_peaks_where_the_report_says(kind):
+    found = compile_job(job(kind=kind), budget=0.0)
+    for rank, told in enumerate(found.report.per_rank):
+        held = list(over_time(found.timeline, found.program, rank, found.costs))
+        assert [entry.ms for entry in held] == sorted(entry.ms for entry in held)
+        assert max(entry.activations for entry in held) == pytest.approx(told.activation_bytes, abs=1)
+        assert held[-1].activations == pytest.approx(0.0, abs=1)
+        assert {round(entry.weights) for entry in held} == {told.weight_bytes}
+        assert max(entry.bytes for entry in held) == pytest.approx(told.peak_bytes - told.buffer_bytes, abs=4)
 
 
 def test_putting_off_weight_gradients_costs_what_they_hold():

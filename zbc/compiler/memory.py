@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
@@ -77,11 +78,46 @@ def _remote(program: Program, op: Op) -> bool:
     return program.placement.neighbours(op.stage, before, op.pipe)
 
 
-def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
-    """(ms, activation units held from then on) of one rank: F fills as it starts, backward frees as it ends."""
-    units = 0.0
+class Held(NamedTuple):
+    """What a rank holds from `ms` on, in bytes by category."""
+
+    ms: float
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[Held]:
+    """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
+
+    Weights, optimizer state and, from the first step on, gradients stay; activations come with F and go with backward.
+    """
+    if costs.bytes is None:
+        return
+    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
+    fixed = [sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "optimizer")]
+    held = 0.0
+    for ms, op in _changes(timeline, rank):
+        held += costs.held_bytes(op)
+        yield Held(ms, *fixed, held)
+
+
+def _changes(timeline: Timeline, rank: int) -> Iterator[tuple[float, Op]]:
+    """When each op changes what the rank holds: F as it starts, backward as it ends."""
     dag = timeline.dag
     for i in range(dag.first[rank], dag.first[rank + 1]):
         op = dag.ops[i]
+        yield (timeline.start[i] if op.kind is Kind.F else timeline.end[i]), op
+
+
+def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
+    """(ms, activation units held from then on) of one rank: F fills as it starts, backward frees as it ends."""
+    units = 0.0
+    for ms, op in _changes(timeline, rank):
         units += costs.held(op)
-        yield (timeline.start[i] if op.kind is Kind.F else timeline.end[i]), units
+        yield ms, units
