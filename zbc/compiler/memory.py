@@ -100,11 +100,13 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
     if costs.bytes is None:
         return
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
-    fixed = [sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "optimizer")]
+    weights, gradients, optimizer = (
+        sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "optimizer")
+    )
     held = 0.0
     for ms, op in _changes(timeline, rank):
         held += costs.held_bytes(op)
-        yield Held(ms, *fixed, held)
+        yield Held(ms, weights, gradients, optimizer, held)
 
 
 def _changes(timeline: Timeline, rank: int) -> Iterator[tuple[float, Op]]:
