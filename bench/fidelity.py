@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from record import Record
 
@@ -62,7 +62,13 @@ RANKS = 4
 WARM_UP = 2  # first steps that do not count
 LIMIT = 170.0  # seconds for everything; what takes longer hangs
 
-Times = Mapping[str, list[float]]  # runtime -> ms of each step
+
+class Outcome(NamedTuple):
+    """Of one schedule."""
+
+    steps: Mapping[str, list[float]]  # runtime -> ms of each step
+    others: float | None  # share of all cores that other programs used meanwhile, where the system tells
+    late: float  # how much later than asked a sleep ended on average, ms
 
 
 class Runtime(Protocol):
@@ -77,7 +83,7 @@ class Runtime(Protocol):
 
 
 def run_rank(rank: int, folder: Path, kinds: list[str], steps: int, results: Connection) -> None:
-    """One rank's process: every schedule, all runtimes in turn. Rank 0 sends (schedule, times) after each."""
+    """One rank's process: every schedule, all runtimes in turn. Rank 0 sends (schedule, `Outcome`) after each."""
     import sleeping
     import torch
     import torch.distributed as dist
@@ -87,9 +93,9 @@ def run_rank(rank: int, folder: Path, kinds: list[str], steps: int, results: Con
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
     for kind in kinds:
-        times = take_turns(runtimes(kind, rank, folder / kind, limit), steps)
+        outcome = take_turns(runtimes(kind, rank, folder / kind, limit), steps)
         if rank == 0:
-            results.send((kind, times))
+            results.send((kind, outcome))
     dist.barrier()  # nobody leaves while another still listens
     dist.destroy_process_group()
 
@@ -107,25 +113,54 @@ def runtimes(kind: str, rank: int, folder: Path, limit: timedelta) -> dict[str, 
     return result
 
 
-def take_turns(runs: Mapping[str, Runtime], steps: int) -> Times:
-    """ms of each of `steps` steps of each runtime, A B A B."""
-    import torch
-    import torch.distributed as dist
-    from sleeping import sleep_until
+def take_turns(runs: Mapping[str, Runtime], steps: int) -> Outcome:
+    """Run each runtime for one step, then each for the next, and so on."""
+    import sleeping
 
     times: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            sleeping.late.clear()
+            began, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
         for name, run in runs.items():
-            start = torch.tensor(time.perf_counter() + 0.005, dtype=torch.float64)  # processes share this clock
-            dist.all_reduce(start, dist.ReduceOp.MAX)
-            sleep_until(start.item())
-            run.step(step)
-            took = torch.tensor(time.perf_counter() - start.item(), dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            took = timed(run, step)
             run.clear()
             if step >= WARM_UP:
-                times[name].append(took.item() * 1e3)
-    return times
+                times[name].append(took * 1e3)
+    own = over_ranks(time.process_time() - own, "SUM")
+    others = (busy_seconds() - busy - own) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+    late = over_ranks(statistics.fmean(sleeping.late), "SUM") / RANKS
+    return Outcome(times, max(0.0, others) if busy else None, late * 1e3)
+
+
+def timed(run: Runtime, step: int) -> float:
+    """Seconds from a moment that all ranks agree on to the end of the last one."""
+    from sleeping import sleep_until
+
+    start = over_ranks(time.perf_counter() + 0.005, "MAX")  # processes of one machine share this clock
+    sleep_until(start)
+    run.step(step)
+    return over_ranks(time.perf_counter() - start, "MAX")
+
+
+def over_ranks(number: float, how: str) -> float:
+    """The sum or the largest of all ranks' numbers; waits for all of them."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
+    return tensor.item()
+
+
+def busy_seconds() -> float:
+    """What all programs of this machine have computed so far; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return 0.0
+    ticks = [int(field) for field in fields]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
 
 
 # ---- in the process that was called --------------------------------------------------------------------------
@@ -134,23 +169,22 @@ def take_turns(runs: Mapping[str, Runtime], steps: int) -> Times:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measured steps beside simulated ones and beside torch's pipelining.")
     parser.add_argument("--steps", type=int, default=5, help="steps of each runtime; the median counts")
-    parser.add_argument("--schedule", choices=CASES, action="append", help="only this one (repeatable)")
+    parser.add_argument("--schedule", choices=CASES, action="append", help="only this one (repeatable); writes no file")
     options = parser.parse_args()
     kinds = options.schedule or list(CASES)
     record = Record("fidelity")
     record(f"# {RANKS} gloo processes, F = B = W = 20 ms per rank, p = 4, m = 8; median of {options.steps} steps")
-    record(f"# load of the machine before: {os.getloadavg()[0]:.2f}")
     record(f"{'schedule':9} {'runtime':22} {'simulated ms':>12} {'median ms':>10} {'ratio':>6}   steps, ms")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         simulated = {kind: write_plan(kind, folder) for kind in kinds}
-        measure(folder, kinds, options.steps, lambda kind, times: report(record, kind, simulated[kind], times))
-    record(f"# load of the machine after: {os.getloadavg()[0]:.2f}")
+        measure(folder, kinds, options.steps, lambda kind, outcome: report(record, kind, simulated[kind], outcome))
     for kind in kinds:
         record()
         record(f"# the job of {kind}")
         record(job(kind).rstrip())
-    record.write()
+    if not options.schedule:
+        record.write()
 
 
 def job(kind: str) -> str:
@@ -169,14 +203,16 @@ def write_plan(kind: str, folder: Path) -> float:
     return compiled.report.makespan_ms
 
 
-def report(record: Record, kind: str, simulated: float, times: Times) -> None:
-    for name, steps in times.items():
+def report(record: Record, kind: str, simulated: float, outcome: Outcome) -> None:
+    for name, steps in outcome.steps.items():
         median = statistics.median(steps)
         shown = " ".join(f"{ms:.1f}" for ms in steps)
         record(f"{kind:9} {name:22} {simulated:12.1f} {median:10.1f} {median / simulated:6.3f}   {shown}")
+    others = "" if outcome.others is None else f"; other programs used {outcome.others:.0%} of the machine"
+    record(f"{'':9} # a sleep ended {outcome.late:.3f} ms late on average{others}")
 
 
-def measure(folder: Path, kinds: list[str], steps: int, tell: Callable[[str, Times], None]) -> None:
+def measure(folder: Path, kinds: list[str], steps: int, tell: Callable[[str, Outcome], None]) -> None:
     """Start the ranks and hand on what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
     context = multiprocessing.get_context("forkserver")  # one import of torch for all ranks
     context.set_forkserver_preload(["torch.distributed", "peer", "ours"])

@@ -91,10 +91,13 @@ def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
 
 
 class Points:
-    """One number in, one number out."""
+    """One number in, one number out; always the same, so that reading data takes no time either."""
+
+    def __init__(self) -> None:
+        self.pair = torch.ones(1), torch.zeros(1)
 
     def __len__(self) -> int:
         return 1024
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.full((1,), float(index)), torch.zeros(1)
+        return self.pair
