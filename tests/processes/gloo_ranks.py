@@ -30,7 +30,7 @@ def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], 
     worker = open_worker(rank, plan)
     results = [run_step(worker, step) for step in range(steps)]
     worker.transport.close()
-    parameters = worker.counted()
+    parameters = {name: p for optimizer in worker.counted() for name, p in optimizer.parameters.items()}
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

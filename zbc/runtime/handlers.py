@@ -14,7 +14,7 @@ from zbc.runtime.data import Batches
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Kept, Worker, name_of, take
-from zbc.runtime.validate import flatten, peak_bytes, sum_of_squares, unflatten
+from zbc.runtime.validate import flatten, peak_bytes, unflatten
 
 __all__ = ["HANDLERS", "Worker"]
 
@@ -182,7 +182,7 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     layout = worker.layout
-    squares = {name: sum_of_squares(p.grad) for name, p in worker.counted().items() if p.grad is not None}
+    squares = {name: value for optimizer in worker.counted() for name, value in optimizer.squares().items()}
     vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
     busy, peak = worker.clock.read(), peak_bytes(worker.device)
     layout.fill(vector, squares, worker.losses, rank=worker.plan.rank, stop=worker.stop, busy=busy, peak=peak)
@@ -193,18 +193,12 @@ def validate(worker: Worker, op: Op) -> None:
 
 def optimizer_step(worker: Worker, op: Op) -> None:
     """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
-    verdict, stage, optimizer = worker.verdict, worker.stages[op.stage], worker.optimizers[op.stage]
+    verdict, optimizer = worker.verdict, worker.optimizers[op.stage]
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
-    if optimizer is not None and not verdict.skipped:
-        scale = verdict.clip(worker.clip)
-        grads = [p.grad for p in stage.parameters.values() if p.grad is not None]
-        if scale is not None and grads:
-            torch._foreach_mul_(grads, scale)
-        optimizer.step()
-    for parameter in stage.parameters.values():
-        parameter.grad = None
-    stage.forget_casts()
+    if not verdict.skipped:
+        optimizer.step(verdict.clip(worker.clip))
+    optimizer.drop()
 
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {

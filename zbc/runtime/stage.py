@@ -61,11 +61,6 @@ class Stage:
             return y.to(gives.dtype)
         raise mismatch(f"output of stage {self.index}", y, gives)
 
-    def forget_casts(self) -> None:
-        """The weights changed: drop their copies in the autocast type."""
-        for patch in self.casts:
-            patch.forget()
-
 
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:
     text = f"run: {what} is {TensorSpec.of(found)}, it must be {wanted}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbc.errors import ZbcError
@@ -24,6 +24,7 @@ from zbc.plan import RankPlan
 from zbc.runtime.clock import clock_for
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
+from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
@@ -63,7 +64,7 @@ class Worker:
     stages: dict[int, Stage]
     batches: Batches | None  # None on ranks with neither the first nor the last stage
     loss: Loss
-    optimizers: dict[int, torch.optim.Optimizer | None]
+    optimizers: dict[int, StageOptimizer]
     clip: float | None
     layout: Layout
 
@@ -111,11 +112,10 @@ class Worker:
             share = self._shares[dtype] = torch.tensor(part, dtype=dtype, device=self.device)
         return share
 
-    def counted(self) -> dict[str, nn.Parameter]:
-        """The parameters this rank reports the gradients of: of several copies of a stage the one in pipe 0 counts."""
+    def counted(self) -> list[StageOptimizer]:
+        """The stages whose gradients this rank reports: of several copies of a stage the one in pipe 0 counts."""
         rank, placement = self.plan.rank, self.placement
-        mine = [stage for stage in self.stages.values() if placement.rank_of(stage.index) == rank]
-        return {name: p for stage in mine for name, p in stage.parameters.items()}
+        return [self.optimizers[s] for s in self.stages if placement.rank_of(s) == rank]
 
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""

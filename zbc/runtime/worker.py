@@ -14,7 +14,7 @@ from zbc.plan import Manifest, RankPlan
 from zbc.runtime import model
 from zbc.runtime.data import Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
-from zbc.runtime.optimizer import build_optimizer
+from zbc.runtime.optimizer import InPlace
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.stage import Stage, build_stage
 from zbc.runtime.state import Worker
@@ -74,7 +74,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
         stages=stages,
         batches=_batches(settings, manifest, samples) if ends and samples is not None else None,
         loss=model.loss(settings.model.loss),
-        optimizers={s: build_optimizer(settings.optimizer, stages[s].parameters.values()) for s in mine},
+        optimizers={s: InPlace(settings.optimizer, stages[s].parameters, stages[s].casts) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         layout=Layout(shapes.parameters, manifest.microbatches, manifest.ranks),
     )
