@@ -43,7 +43,7 @@ RUNTIME = [
     ["zbc.runtime.optimizer"],
     ["zbc.runtime.model"],
     ["zbc.runtime.shapes"],
-    ["zbc.runtime.data", "zbc.runtime.stage"],
+    ["zbc.runtime.data", "zbc.runtime.tape", "zbc.runtime.stage"],
     ["zbc.runtime.state"],
     ["zbc.runtime.handlers"],
     ["zbc.runtime.worker", "zbc.runtime.execute"],

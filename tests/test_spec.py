@@ -58,6 +58,7 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
         ({"parallel": {"dp": 2}}, "E107", "parallel.dp"),
         ({"optimizer": {"sync": "post-validate"}}, "E107", "optimizer.sync"),
         ({"checkpoint": {"every": 5}}, "E107", "checkpoint.every"),
+        ({"memory": {"activations": {"0": "keep", "1": "offload"}}}, "E107", "memory.activations"),
         ({"costs": {"f": 1.0}}, "E141", "costs give f but not b, w"),
         ({"costs": {"per": "layer", "f": [1.0], "b": 1, "w": 1}}, "E140", "costs.f has 1 numbers, model.layers is 8"),
         ({"costs": {"head": {"f": 1.0}}}, "E141", 'costs.head goes with per = "layer"'),

@@ -19,6 +19,7 @@ from zbc.errors import ZbcError, raise_all
 from zbc.wording import convert, did_you_mean, unknown
 
 VERSION = 1
+ACTIVATIONS = ("keep", "recompute", "offload")
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -122,7 +123,16 @@ class GivenCosts(Section):
 class Memory(Section):
     """`[memory]`: what happens to activations between F and B."""
 
-    activations: str | dict[str, str] = "keep"
+    activations: str | dict[str, str] = Field(
+        "keep", description='"keep" or "recompute", for all stages or some of them: { 0 = "recompute" }'
+    )
+
+    def of(self, stage: int) -> str:
+        """What happens to the activations of one stage."""
+        return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
+
+    def chosen(self) -> set[str]:
+        return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())
 
 
 class Optimizer(Section):
@@ -437,6 +447,22 @@ def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
     return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"
 
 
+def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
+    memory: Memory | None = draft.sections.get("memory")
+    if memory is None:
+        return
+    given = memory.activations if isinstance(memory.activations, dict) else {None: memory.activations}
+    for stage, choice in given.items():
+        place = ("memory", "activations") if stage is None else ("memory", "activations", stage)
+        where = draft.document.where(place)
+        if stage is not None and not re.fullmatch(r"0|[1-9]\d*", stage):
+            text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
+            yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
+        if choice not in ACTIVATIONS:
+            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep" or "recompute"'
+            yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
+
+
 def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     """Values the format reserves for later; refused rather than ignored."""
     get, where = draft.sections.get, draft.document.where
@@ -446,7 +472,7 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
         ("schedule", "file", lambda s: s.file is not None, "use kind"),
         ("partition", "layout", lambda s: s.layout is not None, "use layers_per_stage"),
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
-        ("memory", "activations", lambda s: s.activations != "keep", 'set it to "keep"'),
+        ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
         ("optimizer", "sync", lambda s: s.sync != "before-step", 'set it to "before-step"'),
         ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
@@ -460,7 +486,7 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E107", text, where=where((name, key)), hint=hint)
 
 
-RULES = (_model_rules, _data_rules, _cost_rules, _memory_limit_rule, _unsupported)
+RULES = (_model_rules, _data_rules, _cost_rules, _memory_limit_rule, _activation_rules, _unsupported)
 
 
 def json_schema() -> dict[str, Any]:

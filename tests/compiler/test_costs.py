@@ -120,3 +120,39 @@ def test_layers_of_a_factory_are_assumed_equal_and_say_so():
     assert assumed.source == "assumed equal"
     assert assumed.bytes is None
     assert assumed.f == (2.0,) * 4
+
+
+def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inputs_only():
+    plain, every = costs(job()), costs(job(memory={"activations": "recompute"}))
+    assert every.b == pytest.approx(tuple(b + f for b, f in zip(plain.b, plain.f, strict=True)))
+    assert (every.f, every.w, every.act_w) == (plain.f, plain.w, plain.act_w)
+    inputs = 4 * 32 * 16 * 2  # of a block: float32, hidden, tokens, sequences
+    assert every.bytes[1].act_b == 2 * inputs and every.bytes[0].act_b == 8 * 16 * 2 + 2 * inputs
+    for s in range(4):
+        share = every.bytes[s].act_b / plain.bytes[s].act_b
+        assert every.act_b[s] == pytest.approx(share * plain.act_b[s])  # units stay those of all activations
+    assert every.bytes[1].act_w == plain.bytes[1].act_w > every.bytes[1].act_b
+
+
+def test_stages_recompute_one_by_one():
+    plain, some = costs(job()), costs(job(memory={"activations": {"1": "recompute", "2": "keep"}}))
+    for s in range(4):
+        assert (some.b[s] == plain.b[s]) == (s != 1) and (some.act_b[s] == plain.act_b[s]) == (s != 1)
+
+
+def test_given_times_and_activations_follow_the_same_rule():
+    given = {"costs": {"f": 3.0, "b": 2.0, "w": 1.0, "act_b": 10.0}}
+    kept, again = costs(job(**given)), costs(job(**given, memory={"activations": "recompute"}))
+    assert again.b == (5.0,) * 4 and again.f == kept.f and again.w == kept.w
+    estimated, less = costs(job()), costs(job(memory={"activations": "recompute"}))
+    for s in range(4):
+        assert again.act_b[s] / kept.act_b[s] == pytest.approx(less.bytes[s].act_b / estimated.bytes[s].act_b)
+    factory = {"model": {"family": "a:b", "layers": 8, "hidden": 1}, "data": {"kind": "c:d"}}
+    unknown = costs(job(**factory, **given, memory={"activations": "recompute"}))
+    assert unknown.act_b == (1.0,) * 4 and unknown.b == (5.0,) * 4
+
+
+def test_a_stage_that_does_not_exist_cannot_recompute():
+    with pytest.raises(ZbcError, match="names stage 4, there are 4") as caught:
+        costs(job(memory={"activations": {"4": "recompute"}}))
+    assert caught.value.code == "E110" and caught.value.where is not None

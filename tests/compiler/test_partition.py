@@ -24,14 +24,16 @@ def splits(n, parts):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_balance_finds_the_best_cut_of_all(weights, data):
-    """Smallest largest part, then the least sum of squares, against every possible split."""
+    """Smallest largest part, then the least sum of squares, against every possible split; some parts weigh more."""
+    parts = data.draw(st.integers(1, len(weights)))
+    factors = data.draw(st.lists(st.integers(1, 2), min_size=parts, max_size=parts))
+    inside = [[factor * weight for weight in weights] for factor in factors]
 
     def score(cuts):
-        sizes = [sum(weights[a:b]) for a, b in itertools.pairwise(cuts)]
+        sizes = [sum(inside[k][a:b]) for k, (a, b) in enumerate(itertools.pairwise(cuts))]
         return max(sizes), sum(x * x for x in sizes)
 
-    parts = data.draw(st.integers(1, len(weights)))
-    found = balance(weights, parts)
+    found = balance(inside)
     assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in itertools.pairwise(found))
     assert score(found) == min(score(cuts) for cuts in splits(len(weights), parts))
 
@@ -54,8 +56,8 @@ def test_with_several_stages_per_rank_the_ranks_come_out_even(weights, looped):
             loads[placement.rank_of(stage)] += sum(weights[a:b])
         return max(loads)
 
-    by_stages = balance(weights, 4)
-    found = even_ranks(weights, by_stages, placement)
+    by_stages = balance([weights] * 4)
+    found = even_ranks([weights] * 4, by_stages, placement)
     best = min(largest(cuts) for cuts in splits(len(weights), 4))
     assert largest(found) <= largest(by_stages)
     assert largest(found) <= best + max(weights)
@@ -112,3 +114,12 @@ def test_more_stages_than_layers_is_refused():
         names(job(layers=3, partition={"mode": "uniform"}), 4)
     assert caught.value.code == "E130"
     assert names(job(layers=2), 4) == [["embed"], ["layers.0"], ["layers.1"], ["head"]]
+
+
+def test_a_stage_that_recomputes_gets_fewer_layers():
+    """F = B = W: a layer costs 4 instead of 3 where it runs twice."""
+    given = {"costs": {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0}}
+    parts = names(job(layers=14, memory={"activations": {"0": "recompute"}}, **given), 4)
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [2, 4, 4, 4]
+    parts = names(job(layers=12, memory={"activations": "recompute"}, **given), 4)
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [3, 3, 3, 3]

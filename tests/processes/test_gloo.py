@@ -36,6 +36,13 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule
     same(unpack([grads for _, _, grads, _ in found]), expected.grads)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])
+def test_recompute_changes_no_bit(pool, schedule):
+    plan = make_plan(make_program(schedule, 4, 4), keep=without_step, activations="recompute")
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})

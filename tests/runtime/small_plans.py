@@ -46,6 +46,7 @@ def make_plan(
     size: int = 2,
     boundaries: Sequence[Boundary | None] | None = None,
     seed: int = 7,
+    activations: str | dict[str, str] = "keep",
     keep: Callable[[Op], bool] = lambda op: True,
 ) -> Plan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly."""
@@ -63,7 +64,7 @@ def make_plan(
         boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
         microbatch_size=size,
         predicted={},
-        planning={"model": checked.model_dump(mode="json")},
+        planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
             "train": {"seed": seed},

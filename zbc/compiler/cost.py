@@ -6,7 +6,7 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbc.compiler import estimate
@@ -98,17 +98,43 @@ def _delta(kind: Kind, act_b: float, act_w: float) -> float:
 
 
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
-    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s. Raises E140 for a wrong length."""
+    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
+
+    Where a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; of activations
+    given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
+    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
+    """
+    again = _recomputed(job, placement)
     given = job.costs.f is not None
     if given and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
     else:
         f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
+    b = tuple(ms + f[s] if s in again else ms for s, ms in enumerate(b))
     sizes = _bytes(job, stages, table)
     act_b, act_w = _activations(job, placement, stages, table, sizes, given)
+    if sizes is not None:
+        kept = tuple(_entries(stages[s], table) if s in again else size.act_b for s, size in enumerate(sizes))
+        act_b = tuple(units * keep / (size.act_b or 1.0) for units, keep, size in zip(act_b, kept, sizes, strict=True))
+        sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
     known = job.model.family == "gpt"
     source = "given" if given else "estimated" if known else "assumed equal"
     return Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+
+
+def _recomputed(job: Job, placement: Placement) -> set[int]:
+    """The stages whose F keeps only the inputs of its layers."""
+    named = job.memory.activations
+    for key in named if isinstance(named, dict) else ():
+        if int(key) >= placement.stages:
+            text = f"config: memory.activations names stage {key}, there are {placement.stages}"
+            where = job.where("memory", "activations", key)
+            raise ZbcError("E110", text, where=where, hint=f"stages are numbered from 0 to {placement.stages - 1}")
+    return {s for s in range(placement.stages) if job.memory.of(s) == "recompute"}
+
+
+def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:
+    return sum(table[i].entry for i in part)
 
 
 def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:

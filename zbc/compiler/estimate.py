@@ -14,7 +14,7 @@ These are estimates; measured times given in [costs] replace them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model
 
@@ -37,6 +37,7 @@ class Layer:
     act_b: float = 0.0
     act_w: float = 0.0
     params: int = 0
+    entry: float = 0.0  # bytes of its input, all that F keeps where it recomputes
 
     @property
     def total(self) -> float:
@@ -103,6 +104,7 @@ def _embedding(h: int, vocab: int, positions: int, tokens: int, machine: Machine
         act_b=8 * tokens,
         act_w=(8 + 4 * h) * tokens,
         params=params,
+        entry=8 * tokens,
     )
 
 
@@ -118,6 +120,7 @@ def _block(name: str, h: int, s: int, n: int, tokens: int, machine: Machine) -> 
         act_b=(8 * h + 15 * h * n) * tokens,
         act_w=16 * h * n * tokens,
         params=params,
+        entry=4 * h * tokens,
     )
 
 
@@ -132,6 +135,7 @@ def _head(h: int, vocab: int, n: int, tokens: int, machine: Machine) -> Layer:
         act_b=(4 * h + h * n + vocab * n + 4 * vocab) * tokens,
         act_w=(h + vocab) * n * tokens,
         params=params,
+        entry=4 * h * tokens,
     )
 
 
@@ -146,7 +150,7 @@ def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:
         else:
             f, b, w = (_pick(value, block) for value in (costs.f, costs.b, costs.w))
             block += 1
-        result.append(Layer(layer.name, f, b, w, layer.act_b, layer.act_w, layer.params))
+        result.append(replace(layer, f=f, b=b, w=w))
     return result
 
 

@@ -33,8 +33,10 @@ def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if even:
         return _with_ends(_counts(len(blocks), stages), table, blocks)
-    weights = [layer.total for layer in table]
-    cuts = even_ranks(weights, balance(weights, stages), placement)
+    # A stage that recomputes runs each forward once more, so where a layer lies decides what it costs.
+    plain, again = [layer.total for layer in table], [layer.total + layer.f for layer in table]
+    weights = [again if job.memory.of(s) == "recompute" else plain for s in range(stages)]
+    cuts = even_ranks(weights, balance(weights), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(cuts))
 
 
@@ -68,20 +70,21 @@ def _with_ends(counts: Sequence[int], table: Sequence[Layer], blocks: list[int])
     return tuple(map(tuple, parts))
 
 
-def balance(weights: Sequence[float], parts: int) -> list[int]:
+def balance(weights: Sequence[Sequence[float]]) -> list[int]:
     """Cut points of the contiguous split with the smallest largest part, and of those the most even one.
 
-    Returns parts + 1 indices from 0 to len(weights); no part is empty. Exact: the smallest largest part by a dynamic
-    programme over (parts, prefix), then the least sum of squares among splits that keep to it.
+    `weights[k]` is what every item weighs in part k. Returns parts + 1 indices from 0 to the number of items; no part
+    is empty. Exact: the smallest largest part by a dynamic programme over (parts, prefix), then the least sum of squares
+    among splits that keep to it.
     """
-    n = len(weights)
-    prefix = [0.0, *accumulate(weights)]
-    bound = _smallest_largest(prefix, parts) * (1 + 1e-12) + 1e-12
+    parts, n = len(weights), len(weights[0])
+    prefixes = _prefixes(weights)
+    bound = _smallest_largest(prefixes) * (1 + 1e-12) + 1e-12
     infinity = float("inf")
     best = [0.0] + [infinity] * n
     choice: list[list[int]] = []
     for part in range(parts):
-        row, pick = [infinity] * (n + 1), [0] * (n + 1)
+        row, pick, prefix = [infinity] * (n + 1), [0] * (n + 1), prefixes[part]
         for end in range(part + 1, n - (parts - part - 1) + 1):
             start = end - 1
             while start >= part and (size := prefix[end] - prefix[start]) <= bound:
@@ -97,26 +100,31 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     return cuts[::-1]
 
 
-def even_ranks(weights: Sequence[float], cuts: list[int], placement: Placement) -> list[int]:
+def _prefixes(weights: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[0.0, *accumulate(part)] for part in weights]
+
+
+def even_ranks(weights: Sequence[Sequence[float]], cuts: list[int], placement: Placement) -> list[int]:
     """Move layers between stages while that lowers the largest load of a rank, or evens out ranks, then stages.
 
-    A move takes one layer from one stage and gives one to another; the stages between shift by a layer.
+    `weights[s]` is what every layer weighs in stage s. A move takes one layer from one stage and gives one to another;
+    the stages between shift by a layer.
     """
     if placement.ranks == placement.stages:
         return cuts
-    prefix = [0.0, *accumulate(weights)]
-    best = _score(prefix, cuts, placement)
+    prefixes = _prefixes(weights)
+    best = _score(prefixes, cuts, placement)
     while True:
-        candidates = [(_score(prefix, moved, placement), moved) for moved in _moves(prefix, cuts, placement)]
+        candidates = [(_score(prefixes, moved, placement), moved) for moved in _moves(prefixes, cuts, placement)]
         score, moved = min(candidates, default=(best, cuts))
         if score >= best:
             return cuts
         best, cuts = score, moved
 
 
-def _moves(prefix: Sequence[float], cuts: list[int], placement: Placement) -> Iterator[list[int]]:
+def _moves(prefixes: Sequence[Sequence[float]], cuts: list[int], placement: Placement) -> Iterator[list[int]]:
     """Cuts with one layer fewer on a stage of a most loaded rank."""
-    loads = _loads(prefix, cuts, placement)
+    loads = _loads(prefixes, cuts, placement)
     fullest = max(range(len(loads)), key=lambda r: loads[r])
     for giver in placement.stages_of(fullest):
         for taker in range(placement.stages):
@@ -128,27 +136,28 @@ def _moves(prefix: Sequence[float], cuts: list[int], placement: Placement) -> It
                 yield moved
 
 
-def _score(prefix: Sequence[float], cuts: list[int], placement: Placement) -> tuple[float, float, float]:
-    loads = _loads(prefix, cuts, placement)
-    stages = [prefix[b] - prefix[a] for a, b in pairwise(cuts)]
+def _score(prefixes: Sequence[Sequence[float]], cuts: list[int], placement: Placement) -> tuple[float, float, float]:
+    loads = _loads(prefixes, cuts, placement)
+    stages = [prefixes[s][b] - prefixes[s][a] for s, (a, b) in enumerate(pairwise(cuts))]
     # Rounded, so that sums that differ in their last bits do not keep the search going.
     return tuple(round(x, 9) for x in (max(loads), sum(x * x for x in loads), sum(x * x for x in stages)))  # type: ignore[return-value]
 
 
-def _loads(prefix: Sequence[float], cuts: list[int], placement: Placement) -> list[float]:
+def _loads(prefixes: Sequence[Sequence[float]], cuts: list[int], placement: Placement) -> list[float]:
     """Work per rank; a stage held by several ranks counts for each."""
     loads = [0.0] * placement.ranks
     for stage, (a, b) in enumerate(pairwise(cuts)):
         for rank in placement.holders(stage):
-            loads[rank] += prefix[b] - prefix[a]
+            loads[rank] += prefixes[stage][b] - prefixes[stage][a]
     return loads
 
 
-def _smallest_largest(prefix: list[float], parts: int) -> float:
-    """The least possible largest part over contiguous splits into `parts` non-empty parts."""
-    n = len(prefix) - 1
-    row = [prefix[end] for end in range(n + 1)]
+def _smallest_largest(prefixes: Sequence[list[float]]) -> float:
+    """The least possible largest part over contiguous splits into non-empty parts."""
+    parts, n = len(prefixes), len(prefixes[0]) - 1
+    row = list(prefixes[0])
     for part in range(1, parts):
+        prefix = prefixes[part]
         fresh = [float("inf")] * (n + 1)
         start = part
         for end in range(part + 1, n + 1):

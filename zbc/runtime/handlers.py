@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime.data import Batches
-from zbc.runtime.slot import Slot, swap_slot
+from zbc.runtime.model import Loss
+from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Kept, Worker, name_of, take
 from zbc.runtime.validate import flatten, peak_bytes, unflatten
@@ -30,24 +31,14 @@ def forward(worker: Worker, op: Op) -> None:
     target = _to_device(_batches(worker).targets(worker.step, op.mb), worker.device) if end else None
     slot = Slot()
     worker.clock.start()
-    before = swap_slot(slot)
-    try:
-        with stage.autocast:
-            y = stage.forward(x, worker.step, op.mb)
-            if target is not None:
-                y = worker.loss(y, target)
-    finally:
-        swap_slot(before)
+    finish = stage.fit if target is None else functools.partial(_loss, worker.loss, target)
+    y, tape = stage.forward(x, worker.step, op.mb, finish, slot)
     if end:
-        _check_loss(y)
         worker.losses[op.mb] = y.detach()
     else:
-        y = stage.fit(y)
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y.detach()
-    # Backward starts from the edge: it keeps the graph, not the output, whose memory goes with the SEND.
-    edge = get_gradient_edge(y) if y.requires_grad else None
-    worker.kept[key] = Kept(x, edge, worker.share(y.dtype) if end else None, slot)
+    worker.kept[key] = Kept(x, tape, worker.share(y.dtype) if end else None, slot)
     worker.clock.stop()
 
 
@@ -76,10 +67,12 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _check_loss(loss: Tensor) -> None:
+def _loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
+    loss = function(output, target)
     if loss.dim() != 0:
         text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"
         raise ZbcError("E505", text, hint="return the mean over the microbatch")
+    return loss
 
 
 def backward_input(worker: Worker, op: Op) -> None:
@@ -94,17 +87,12 @@ def backward(worker: Worker, op: Op) -> None:
 
 def _backward(worker: Worker, op: Op, *, split: bool) -> Slot:
     key, stage, message, _, local, end = worker.routes[op]
-    x, edge, grad, slot = take(worker.kept, key, f"{op.kind.value} {{}}: its F has not run")
+    x, tape, grad, slot = take(worker.kept, key, f"{op.kind.value} {{}}: its F has not run")
     if not end:
         grad = _output_grad(worker, key, stage, message)
     worker.clock.start()
     slot.split = split
-    if edge is not None:
-        before = swap_slot(slot)  # for layers that run their forward again in backward (checkpointing)
-        try:
-            torch.autograd.backward((edge,), (grad,))
-        finally:
-            swap_slot(before)
+    tape.backward(grad, slot)
     if key.stage > 0:
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if x.grad is None else x.grad

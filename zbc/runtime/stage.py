@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,7 +14,9 @@ from zbc.errors import ZbcError
 from zbc.runtime.model import LayerPlan
 from zbc.runtime.seeding import drawing, draws, seed_of
 from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SplitLinear, split_backward
+from zbc.runtime.tape import Graph, Inputs, Tape
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,10 @@ class Layer:
 
 @dataclass
 class Stage:
-    """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is)."""
+    """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
+
+    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
+    """
 
     index: int
     layers: tuple[Layer, ...]
@@ -33,6 +40,7 @@ class Stage:
     seed: int
     device: torch.device
     autocast: AbstractContextManager[object]
+    recompute: bool = False
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
 
@@ -41,15 +49,51 @@ class Stage:
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
 
-    def forward(self, x: Tensor, step: int, mb: int) -> Tensor:
-        """The stage's output. Draws of dropout depend on (seed, step, microbatch, layer) alone."""
-        for layer in self.layers:
-            if layer.random:
-                with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
-                    x = layer.module(x)
-            else:
-                x = layer.module(x)
-        return x
+    def forward(
+        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], slot: Slot
+    ) -> tuple[Tensor, Tape]:
+        """What `finish` makes of the stage's output (a message, the loss), and what backward needs.
+
+        Draws of dropout depend on (seed, step, microbatch, layer) alone.
+        """
+        before = swap_slot(slot)
+        try:
+            if self.recompute and self.layers:
+                return self._keep_inputs(x, step, mb, finish)
+            with self.autocast:
+                for layer in self.layers:
+                    x = self._run(layer, x, step, mb)
+                y = finish(x)
+            return y, Graph(y)
+        finally:
+            swap_slot(before)
+
+    def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
+        layers, last = self.layers, len(self.layers) - 1
+
+        def run(index: int, x: Tensor) -> Tensor:
+            with self.autocast:
+                y = self._run(layers[index], x, step, mb)
+                return finish(y) if index == last else y
+
+        inputs: list[Tensor] = []
+        with torch.no_grad():
+            for index in range(len(layers)):
+                inputs.append(x)
+                x = run(index, x)
+        return x, Inputs(inputs, run, 0 if inputs[0].requires_grad else self._first_trained)
+
+    def _run(self, layer: Layer, x: Tensor, step: int, mb: int) -> Tensor:
+        if not layer.random:
+            return layer.module(x)  # type: ignore[no-any-return]
+        with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
+            return layer.module(x)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _first_trained(self) -> int:
+        """The first layer with a parameter that trains; the number of layers if there is none."""
+        trained = (any(p.requires_grad for p in layer.module.parameters()) for layer in self.layers)
+        return next((index for index, found in enumerate(trained) if found), len(self.layers))
 
     def fit(self, y: Tensor) -> Tensor:
         """The output as the next stage expects it. Raises E505 if it is not."""
@@ -77,6 +121,7 @@ def build_stage(
     device: torch.device,
     dtype: str,
     splits: bool,
+    recompute: bool,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
@@ -89,4 +134,4 @@ def build_stage(
     patches = [patch for layer in layers if splits for patch in split_backward(layer.module)]
     autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, casts)
+    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, casts=casts)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from zbc.errors import ZbcError
 from zbc.ir import RANK_WIDE, Key, Kind, Message, Op, message_of
@@ -28,6 +27,7 @@ from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
+from zbc.runtime.tape import Tape
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import Layout, Verdict
 
@@ -38,8 +38,8 @@ class Kept(NamedTuple):
     """What F leaves for B."""
 
     x: Tensor  # the stage input; a leaf that collects its gradient
-    edge: GradientEdge | None  # where backward starts; None if nothing requires a gradient
-    grad: Tensor | None  # what it starts with, at the loss
+    tape: Tape
+    grad: Tensor | None  # what backward starts with, at the loss
     slot: Slot
 
 

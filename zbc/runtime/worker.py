@@ -32,6 +32,7 @@ class Settings:
     data: spec.Data
     train: spec.Train
     optimizer: spec.Optimizer
+    memory: spec.Memory
 
     @classmethod
     def of(cls, manifest: Manifest) -> Settings:
@@ -41,6 +42,7 @@ class Settings:
             _section(spec.Data, training["data"]),
             _section(spec.Train, training["train"]),
             _section(spec.Optimizer, training["optimizer"]),
+            _section(spec.Memory, planning.get("memory", {})),
         )
 
 
@@ -111,5 +113,6 @@ def _build_stages(
             device=device,
             dtype=settings.model.dtype,
             splits=s in split,
+            recompute=settings.memory.of(s) == "recompute",
         )
     return stages

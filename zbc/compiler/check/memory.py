@@ -40,7 +40,7 @@ def _over_device(job: Job, program: Program, memory: list[RankMemory], costs: Co
         text,
         where=job.where("hardware", "memory_gib"),
         details=parts,
-        hint="more ranks, a smaller microbatch_size or another schedule need less",
+        hint='memory.activations = "recompute", more ranks, a smaller microbatch_size or another schedule',
     )
 
 

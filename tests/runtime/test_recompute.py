@@ -1,0 +1,139 @@
+"""Recompute changes what is kept and nothing else: the same bits, one more forward per layer, one at a time alive."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, plan_of
+from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, user, without_step
+from zbc.compiler.schedules import SCHEDULES
+from zbc.ir import Kind, Placement
+from zbc.runtime.execute import run_step
+from zbc.runtime.threads import run_threads
+
+ALL = {"activations": "recompute"}
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_keep_their_bits_in_every_schedule(schedule, p):
+    check_gradients(make_plan(make_program(schedule, p, 2 * p), keep=without_step, **ALL))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+def test_gradients_keep_the_bits_of_native_autocast(schedule):
+    model = {**GPT, "dtype": "bfloat16"}
+    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step, **ALL))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_stages_choose_for_themselves(schedule):
+    plan = make_plan(make_program(schedule, 2, 4), keep=without_step, activations={"1": "recompute"})
+    workers = check_gradients(plan)
+    chosen = {stage.index for worker in workers for stage in worker.stages.values() if stage.recompute}
+    assert chosen == {1}
+
+
+def test_training_with_rotary_positions_and_clipping():
+    plan = make_plan(
+        make_program("zb-h1", 2, 4),
+        model={**GPT, "positions": "rotary"},
+        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
+        **ALL,
+    )
+    check_training(plan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_convolutions_and_norms_over_the_batch(schedule, dtype):
+    model = {"family": "plans.convnet:layers", "layers": 8, "dtype": dtype}
+    data = {"kind": "plans.convnet:Quadrants"}
+    check_gradients(make_plan(make_program(schedule, 4, 4), model=model, data=data, keep=without_step, **ALL))
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)])
+def test_a_second_forward_draws_the_same_numbers(schedule, p):
+    model = user("residual", dropout=0.3)
+    check_gradients(make_plan(make_program(schedule, p, 4), model=model, **VECTORS, keep=without_step, **ALL))
+
+
+@pytest.mark.parametrize("factory", ["ready_made", "without_parameters", "value_dependent", "checkpointed"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_of_a_factory(schedule, factory):
+    check_gradients(make_plan(make_program(schedule, 4, 4), model=user(factory), **VECTORS, keep=without_step, **ALL))
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (3,), (0, 1, 2, 3)])
+def test_layers_that_do_not_train(which):
+    model = user("frozen", which=list(which))
+    check_gradients(make_plan(make_program("zb-h1", 2, 4), model=model, **VECTORS, keep=without_step, **ALL))
+
+
+def forwards(activations, schedule="zb-h1", frozen=0):
+    """How often each layer's forward ran in one step of two microbatches on one stage."""
+    plan = make_plan(make_program(schedule, 1, 2), model=user("residual"), **VECTORS, activations=activations)
+    worker, counts = make_worker(plan), {}
+    for layer in worker.stages[0].layers[:frozen]:
+        layer.module.requires_grad_(False)
+    for layer in worker.stages[0].layers:
+        counts[layer.name] = 0
+
+        def count(module, inputs, name=layer.name):
+            counts[name] += 1
+
+        layer.module.register_forward_pre_hook(count)
+    run_step(worker, 0)
+    return list(counts.values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_each_layer_runs_twice_per_microbatch_with_split_backward_too(schedule):
+    assert forwards("keep", schedule) == [2] * 4
+    assert forwards("recompute", schedule) == [4] * 4
+
+
+def test_layers_before_the_first_that_trains_run_once():
+    assert forwards("recompute", frozen=2) == [2, 2, 4, 4]
+
+
+def outputs(worker):
+    """Weak references to the output of every linear layer, of all forwards."""
+    found = []
+
+    def note(module, inputs, y):
+        found.append(weakref.ref(y.untyped_storage()))
+
+    modules = [m for layer in worker.stages[0].layers for m in layer.module.modules() if isinstance(m, nn.Linear)]
+    for module in modules:
+        module.register_forward_hook(note)
+    return found
+
+
+def test_f_keeps_inputs_only_and_backward_has_one_layer_alive_at_a_time():
+    plan = plan_of(["F s0 m0, BW s0 m0, VALIDATE"], Placement.linear(1), 1, model=user("residual"), **VECTORS, **ALL)
+    worker = make_worker(plan)
+    found, alive = outputs(worker), []
+    for handler, op, _ in worker.script:
+        before = len(found)
+        if op.kind is Kind.BW:
+            for layer in worker.stages[0].layers:
+                layer.module.register_forward_pre_hook(lambda *_: alive.append(sum(r() is not None for r in found)))
+        handler(worker, op)
+        if op.kind is Kind.F:
+            assert len(found) - before == 8 and not [ref for ref in found if ref() is not None]
+    assert alive == [0, 0, 0, 0]  # at the start of each second forward the graph of the layer behind is gone
+
+
+def test_ranks_as_threads_recompute_at_the_same_time():
+    model = user("residual", dropout=0.5)
+    options = {"model": model, "optimizer": {"lr": 1e-2}, **VECTORS}
+    plans = [make_plan(make_program("zb-v", 2, 6), activations=how, **options) for how in ("keep", "recompute")]
+    runs = [run_threads(plan, 3) for plan in plans]
+    assert [r.loss for r in runs[0][0].results] == [r.loss for r in runs[1][0].results]
+    for one, two in zip(*(run[0].stages[0].parameters.values() for run in runs), strict=True):
+        assert torch.equal(one, two)

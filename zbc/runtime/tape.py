@@ -1,0 +1,80 @@
+"""What F leaves for the backward of one microbatch: the graph it recorded, or only the inputs of its layers.
+
+    Graph      B and BW walk the graph of the whole stage
+    Inputs     B and BW go through the layers from the last to the first: run its forward again on the input that was
+               kept, walk the graph of this one layer, and drop both
+
+With `Inputs` each layer's forward runs twice per microbatch, in F and in its backward, whether that is split or not:
+what W needs waits in the slot as it does without recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from zbc.runtime.slot import Slot, swap_slot
+
+
+class Tape(Protocol):
+    def backward(self, grad: Tensor | None, slot: Slot) -> None:
+        """Add the gradients of the stage's input and of the weights, those that do not wait in `slot`.
+
+        `grad` is the gradient of the stage's output, of its dtype. Once only: it releases what F kept.
+        """
+
+
+class Graph:
+    """The autograd graph of the whole stage. It keeps no output: that one's memory goes with the SEND."""
+
+    __slots__ = ("_edge",)
+
+    def __init__(self, output: Tensor) -> None:
+        self._edge = get_gradient_edge(output) if output.requires_grad else None
+
+    def backward(self, grad: Tensor | None, slot: Slot) -> None:
+        if self._edge is None:
+            return
+        before = swap_slot(slot)  # for layers that run their forward again in backward (checkpointing)
+        try:
+            torch.autograd.backward((self._edge,), (grad,))
+        finally:
+            swap_slot(before)
+
+
+class Inputs:
+    """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, the loss included where it ends in one.
+
+    `first` is the first layer behind whose input something trains: there the way back ends.
+    """
+
+    __slots__ = ("_first", "_inputs", "_run")
+
+    def __init__(self, inputs: list[Tensor], run: Callable[[int, Tensor], Tensor], first: int) -> None:
+        self._inputs, self._run, self._first = inputs, run, first
+
+    def backward(self, grad: Tensor | None, slot: Slot) -> None:
+        before = swap_slot(slot)
+        try:
+            while len(self._inputs) > self._first:
+                grad = self._layer(grad)
+                if grad is None:  # a stage's first layer ends here; so does one that passes no gradient on
+                    return
+        finally:
+            self._inputs.clear()
+            swap_slot(before)
+
+    def _layer(self, grad: Tensor | None) -> Tensor | None:
+        """Backward of the last layer that is left: the gradient of its input, None if it has none."""
+        x = self._inputs.pop()
+        index = len(self._inputs)
+        if index:  # behind the first layer the kept tensor is no leaf yet; what nobody trains needs no gradient
+            x = x.detach().requires_grad_(index > self._first and x.is_floating_point())
+        y = self._run(index, x)
+        if y.requires_grad:
+            torch.autograd.backward((y,), (grad,))
+        return x.grad
