@@ -74,8 +74,8 @@ def balance(weights: Sequence[Sequence[float]]) -> list[int]:
     """Cut points of the contiguous split with the smallest largest part, and of those the most even one.
 
     `weights[k]` is what every item weighs in part k. Returns parts + 1 indices from 0 to the number of items; no part
-    is empty. Exact: the smallest largest part by a dynamic programme over (parts, prefix), then the least sum of squares
-    among splits that keep to it.
+    is empty. Exact: the smallest largest part by a dynamic programme over (parts, prefix), then the least sum of
+    squares among splits that keep to it.
     """
     parts, n = len(weights), len(weights[0])
     prefixes = _prefixes(weights)
