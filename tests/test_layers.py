@@ -38,6 +38,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.spec", "zbc.plan"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
+    ["zbc.runtime.precision"],
     ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.gpt"],
     ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.hub", "zbc.runtime.network"],
     ["zbc.runtime.optimizer"],

@@ -42,8 +42,10 @@ class Model(Section):
     vocab: Count | None = Field(None, description="size of the vocabulary (gpt)")
     seq_len: Count | None = Field(None, description="tokens per sequence")
     positions: Literal["learned", "rotary"] = Field("learned", description="position information (gpt)")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="compute type; bfloat16 runs float32 parameters under autocast"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; bfloat16 runs under autocast")
+    parameters: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
@@ -138,11 +140,11 @@ class Memory(Section):
 class Optimizer(Section):
     """`[optimizer]`."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: NotNegative = 3e-4
     betas: tuple[NotNegative, NotNegative] = Field((0.9, 0.95), strict=False)
     eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
+    weight_decay: NotNegative = Field(0.1, description="adamw: decoupled; adam and sgd: added to the gradient")
     momentum: NotNegative = Field(0.0, description="sgd")
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
     sync: Literal["before-step", "post-validate"] = "before-step"
@@ -364,6 +366,14 @@ def _model_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where(("model", "loss")), hint=hint)
 
 
+def _precision_rules(draft: Draft) -> Iterator[ZbcError]:
+    model: Model | None = draft.sections.get("model")
+    if model is not None and model.parameters == "bfloat16" and model.dtype != "bfloat16":
+        text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
+        where = draft.document.where(("model", "parameters"))
+        yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
+
+
 def _divisors_near(whole: int, number: int) -> str:
     """The divisors of `whole` next to `number`, as `4 or 8`."""
     divisors = [d for d in range(1, whole + 1) if whole % d == 0]
@@ -486,7 +496,15 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E107", text, where=where((name, key)), hint=hint)
 
 
-RULES = (_model_rules, _data_rules, _cost_rules, _memory_limit_rule, _activation_rules, _unsupported)
+RULES = (
+    _model_rules,
+    _precision_rules,
+    _data_rules,
+    _cost_rules,
+    _memory_limit_rule,
+    _activation_rules,
+    _unsupported,
+)
 
 
 def json_schema() -> dict[str, Any]:

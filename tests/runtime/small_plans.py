@@ -104,7 +104,8 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
     weights = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
     criterion = model.loss(settings.model.loss)
-    optimizer = _optimizer(settings.optimizer, [p for p in weights.values() if p.requires_grad])
+    masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
+    optimizer = _optimizer(settings.optimizer, [p for p in masters.values() if p.requires_grad])
     low = settings.model.dtype == "bfloat16"
     result = Reference([], [], {}, {})
     for step in range(steps):
@@ -123,7 +124,9 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
         norm = sum(p.grad.double().square().sum().item() for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
-        _step(optimizer, settings.optimizer.clip_grad_norm, norm, list(weights.values()))
+        _step(
+            optimizer, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)]
+        )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
 
@@ -131,6 +134,9 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
 def _optimizer(options: spec.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     if not parameters:
         return None
+    if options.kind == "adam":
+        decay = options.weight_decay
+        return torch.optim.Adam(parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay)
     if options.kind == "sgd":
         momentum, decay = options.momentum, options.weight_decay
         return torch.optim.SGD(parameters, lr=options.lr, momentum=momentum, weight_decay=decay)
@@ -140,16 +146,30 @@ def _optimizer(options: spec.Optimizer, parameters: list[torch.nn.Parameter]) ->
 
 
 def _step(
-    optimizer: torch.optim.Optimizer | None, largest: float | None, norm: float, parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer | None,
+    largest: float | None,
+    norm: float,
+    pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]],
 ) -> None:
+    """Step the second of each pair with the clipped gradient of the first, and copy it to the first."""
     scale = 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
-    for parameter in parameters:
+    for parameter, master in pairs:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale)
+            master.grad = parameter.grad.mul_(scale)
     if optimizer is not None:
         optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
+    for parameter, master in pairs:
+        parameter.grad = master.grad = None
+        parameter.data.copy_(master.data)
+
+
+def _masters(weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """float32 copies; `weights` become bfloat16 and collect their gradients in float32."""
+    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in weights.items()}
+    for parameter in weights.values():
+        parameter.data = parameter.data.bfloat16()
+        parameter.grad_dtype = torch.float32
+    return masters
 
 
 def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:

@@ -85,7 +85,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
     unit, scale = ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
     parts = [unit] if report.bytes_known else []
     if parts and verbose:
-        parts += ["weights", "gradients", "optimizer", "activations", "buffers"]
+        parts += ["weights", "gradients", "masters", "optimizer", "activations", "buffers"]
     columns = [
         [str(rank.rank) for rank in report.per_rank],
         [ranges(rank.stages) for rank in report.per_rank],
@@ -100,7 +100,15 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
 
 
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms")
-_BYTES = ("peak_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "buffer_bytes")
+_BYTES = (
+    "peak_bytes",
+    "weight_bytes",
+    "gradient_bytes",
+    "master_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "buffer_bytes",
+)
 
 
 def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:

@@ -203,7 +203,7 @@ def _boundary(job: Job) -> plans.Boundary | None:
     model = job.model
     if model.family != "gpt" or model.seq_len is None or model.hidden is None:
         return None
-    return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype="float32")
+    return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype=model.parameters)
 
 
 def schedule_of(job: Job) -> Schedule | None:

@@ -24,6 +24,7 @@ class StageBytes:
 
     weights: float
     gradients: float
+    masters: float  # float32 weights beside those that forward reads
     optimizer: float
     act_b: float
     act_w: float
@@ -179,14 +180,18 @@ def _bytes(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) ->
     if job.model.family != "gpt":
         return None
     boundary = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
-    state = {"adamw": 8, "sgd": 4 if job.optimizer.momentum else 0}[job.optimizer.kind]
+    options = job.optimizer
+    state = (4 if options.momentum else 0) if options.kind == "sgd" else 8
+    low = job.model.parameters == "bfloat16"
+    master = 4 if low or options.sync == "post-validate" else 0
     result = []
     for part in stages:
         params = sum(table[i].params for i in part)
         result.append(
             StageBytes(
-                weights=4.0 * params,
+                weights=(2.0 if low else 4.0) * params,
                 gradients=float(GRAD_BYTES * params),
+                masters=float(master * params),
                 optimizer=float(state * params),
                 act_b=sum(table[i].act_b for i in part),
                 act_w=sum(table[i].act_w for i in part),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model
 
-GRAD_BYTES = 4  # parameters, gradients and optimizer state are float32
+GRAD_BYTES = 4  # gradients, master weights and optimizer state are float32
 
 _DEFAULTS = {  # (tflops, memory GB/s, link Gbit/s, link us)
     "cuda": (312.0, 2000.0, 200.0, 10.0),
@@ -180,4 +180,5 @@ def boundary_bytes(model: Model, size: int) -> float:
     """Bytes of the tensor between two stages for one microbatch; 0 where only the runtime can know (factories)."""
     if model.family != "gpt" or model.hidden is None or model.seq_len is None:
         return 0.0
-    return 4.0 * size * model.seq_len * model.hidden  # the residual stream is float32, under autocast too
+    # The residual stream has the type of the parameters, under autocast too.
+    return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden

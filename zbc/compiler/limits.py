@@ -64,7 +64,7 @@ def _least(placement: Placement, costs: Costs) -> list[float]:
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds whatever the order."""
     stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
-    state = sum(s.weights + s.gradients + s.optimizer for s in stages)
+    state = sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
     return state + BUFFERS * max((s.boundary for s in stages), default=0.0)
 
 

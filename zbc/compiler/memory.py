@@ -25,13 +25,14 @@ class RankMemory:
     in_flight: int  # microbatches held there, over all stages of the rank
     weights: float
     gradients: float
+    masters: float
     optimizer: float
     activations: float
     buffers: float  # posted receive buffers, and one send in flight per direction
 
     @property
     def bytes(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        return self.weights + self.gradients + self.masters + self.optimizer + self.activations + self.buffers
 
 
 def peaks(program: Program, costs: Costs) -> list[RankMemory]:
@@ -67,6 +68,7 @@ def _rank(program: Program, rank: int, costs: Costs) -> RankMemory:
         in_flight=at_peak,
         weights=sum(s.weights for s in mine),
         gradients=sum(s.gradients for s in mine),
+        masters=sum(s.masters for s in mine),
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
         buffers=(most_posted + 2) * boundary if receives else 0.0,
@@ -84,29 +86,31 @@ class Held(NamedTuple):
     ms: float
     weights: float
     gradients: float
+    masters: float
     optimizer: float
     activations: float
 
     @property
     def bytes(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.masters + self.optimizer + self.activations
 
 
 def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[Held]:
     """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
 
-    Weights, optimizer state and, from the first step on, gradients stay; activations come with F and go with backward.
+    Weights, their masters, optimizer state and, from the first step on, gradients stay; activations come with F and
+    go with backward.
     """
     if costs.bytes is None:
         return
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
-    weights, gradients, optimizer = (
-        sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "optimizer")
+    weights, gradients, masters, optimizer = (
+        sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "masters", "optimizer")
     )
     held = 0.0
     for ms, op in _changes(timeline, rank):
         held += costs.held_bytes(op)
-        yield Held(ms, weights, gradients, optimizer, held)
+        yield Held(ms, weights, gradients, masters, optimizer, held)
 
 
 def _changes(timeline: Timeline, rank: int) -> Iterator[tuple[float, Op]]:

@@ -32,6 +32,7 @@ class RankReport:
     peak_bytes: int
     weight_bytes: int
     gradient_bytes: int
+    master_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
@@ -131,6 +132,7 @@ def _rank(program: Program, timeline: Timeline, rank: int, memory: RankMemory, b
         peak_bytes=round(memory.bytes),
         weight_bytes=round(memory.weights),
         gradient_bytes=round(memory.gradients),
+        master_bytes=round(memory.masters),
         optimizer_bytes=round(memory.optimizer),
         activation_bytes=round(memory.activations),
         buffer_bytes=round(memory.buffers),

@@ -6,15 +6,18 @@ a low-precision copy of it, or a part of it that other ranks complete is the bus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zbc import spec
+from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.validate import sum_of_squares
+
+_BATCH = 2**22  # elements that a tentative step copies at a time
 
 
 class StageOptimizer(Protocol):
@@ -54,12 +57,9 @@ class InPlace:
         return {name: sum_of_squares(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, scale: float | None) -> None:
-        if self.optimizer is None:
-            return
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if scale is not None and grads:
-            torch._foreach_mul_(grads, scale)
-        self.optimizer.step()
+        _scale(self.parameters.values(), scale)
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def drop(self) -> None:
         for parameter in self.parameters.values():
@@ -68,8 +68,134 @@ class InPlace:
             cast.forget()
 
 
+class Masters:
+    """Working weights that are copies: the optimizer updates master weights, which are then published.
+
+    Working weights that are `lowered` to another type have float32 masters and gradients, and so is the sum of their
+    gradients over microbatches; others have masters of their own type.
+    """
+
+    def __init__(
+        self,
+        options: spec.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        casts: Iterable[SplitLinear] = (),
+        *,
+        lowered: torch.dtype | None,
+    ) -> None:
+        self.parameters = parameters
+        trained = {name: p for name, p in parameters.items() if p.requires_grad and p.is_floating_point()}
+        wide = None if lowered is None else torch.float32
+        self.masters = {name: nn.Parameter(p.detach().to(wide or p.dtype, copy=True)) for name, p in trained.items()}
+        self.optimizer = torch_optimizer(options, self.masters.values())
+        self._casts = tuple(casts)
+        self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
+        lower_precision(parameters.values(), lowered)
+
+    def squares(self) -> dict[str, Tensor]:
+        return {name: sum_of_squares(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+
+    def step(self, scale: float | None) -> None:
+        self.commit(scale)
+        self.publish()
+
+    def drop(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def commit(self, scale: float | None) -> None:
+        """The step of the masters and the optimizer's state; the working weights stay as they are."""
+        _scale(self.parameters.values(), scale)
+        self._step(self._pairs)
+
+    def publish(self) -> None:
+        """Write the working weights anew from the masters."""
+        self._publish(self._pairs)
+
+    def tentative(self) -> None:
+        """Write the working weights as if the step were taken as it is; masters, state and gradients stay.
+
+        The update runs on copies of the masters and their state, by the very code that `commit` runs on themselves, so
+        that it has the same bits. Copies live for a few parameters at a time.
+        """
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        for pairs in _batches(self._pairs):
+            kept = [(master, master.data, optimizer.state.pop(master, None)) for _, master in pairs]
+            try:
+                for master, data, state in kept:
+                    master.data = data.clone()
+                    if state is not None:
+                        optimizer.state[master] = {key: _copy(value) for key, value in state.items()}
+                self._step(pairs)
+                self._publish(pairs)
+            finally:
+                for master, data, state in kept:
+                    master.data = data
+                    optimizer.state.pop(master, None)
+                    if state is not None:
+                        optimizer.state[master] = state
+
+    def _step(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        if self.optimizer is None:
+            return
+        for parameter, master in pairs:
+            master.grad = parameter.grad
+        self.optimizer.step()
+        for _, master in pairs:
+            master.grad = None
+
+    def _publish(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        for parameter, master in pairs:
+            parameter.data.copy_(master.data)  # leaves no version behind: graphs made before this are of no use
+        for cast in self._casts:
+            cast.forget()
+
+
+def build_optimizer(
+    options: spec.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    casts: Iterable[SplitLinear] = (),
+    *,
+    lowered: torch.dtype | None,
+) -> StageOptimizer:
+    """The optimizer that a job asks for, over the parameters of one stage.
+
+    `lowered` is the type that forward reads, if it is not the parameters' own.
+    """
+    if lowered is None:
+        return InPlace(options, parameters, casts)
+    return Masters(options, parameters, casts, lowered=lowered)
+
+
+def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
+    """Multiply the gradients by `scale`, in place."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if scale is not None and grads:
+        torch._foreach_mul_(grads, scale)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _batches(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Pairs in their order, a few at a time."""
+    batch: list[tuple[nn.Parameter, nn.Parameter]] = []
+    size = 0
+    for pair in pairs:
+        if batch and size + pair[0].numel() > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(pair)
+        size += pair[0].numel()
+    if batch:
+        yield batch
+
+
 def torch_optimizer(options: spec.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """`torch.optim` AdamW or SGD over the parameters that train; None if none does.
+    """`torch.optim` AdamW, Adam or SGD over the parameters that train; None if none does.
 
     On cuda the fused kernels: one launch for all parameters instead of several per parameter.
     """
@@ -80,5 +206,5 @@ def torch_optimizer(options: spec.Optimizer, parameters: Iterable[nn.Parameter])
     decay = options.weight_decay
     if options.kind == "sgd":
         return torch.optim.SGD(trained, lr=options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
-    betas = options.betas
-    return torch.optim.AdamW(trained, lr=options.lr, betas=betas, eps=options.eps, weight_decay=decay, fused=fused)
+    kind = torch.optim.AdamW if options.kind == "adamw" else torch.optim.Adam
+    return kind(trained, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay, fused=fused)

@@ -10,6 +10,7 @@ independent of it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
 from zbc.runtime.model import LayerPlan, hollow
+from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import seeded
 
 
@@ -51,9 +53,16 @@ class Shapes:
 
 
 def derive(
-    plans: Sequence[LayerPlan], first: TensorSpec, manifest: Manifest, *, autocast: torch.device | None
+    plans: Sequence[LayerPlan],
+    first: TensorSpec,
+    manifest: Manifest,
+    *,
+    autocast: torch.device | None,
+    lowered: torch.dtype | None = None,
 ) -> Shapes:
     """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
+
+    `lowered` is the type parameters are turned into for forward, if it is not their own.
 
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are.
     """
@@ -66,7 +75,8 @@ def derive(
         if place not in known:
             module = plan.on_meta()
             inner = [local for local, _ in module.named_parameters()]
-            known[place] = inner, _output(plan, module, behind[-1], autocast)
+            lower_precision(module.parameters(), lowered)
+            known[place] = inner, _output(plan, module, behind[-1], autocast, lowered)
         inner, output = known[place]
         names += [f"{plan.name}.{local}" for local in inner]
         behind.append(output)
@@ -89,14 +99,24 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
         raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
 
 
-def _output(plan: LayerPlan, module: nn.Module, takes: TensorSpec, autocast: torch.device | None) -> TensorSpec:
+def _output(
+    plan: LayerPlan,
+    module: nn.Module,
+    takes: TensorSpec,
+    autocast: torch.device | None,
+    lowered: torch.dtype | None,
+) -> TensorSpec:
     """What a layer makes of its input; a layer that cannot run without values is built and run once on the CPU."""
     try:
         y = _run(module, takes, "meta") if autocast is None else _run_fake(module, takes, autocast)
     except Exception:
         try:
             with seeded(0), nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                y = _run(plan.build(0), takes, "cpu")
+                built = plan.build(0)
+                if lowered is not None:
+                    built = copy.deepcopy(built)  # it may be ready-made and in use
+                    lower_precision(built.parameters(), lowered)
+                y = _run(built, takes, "cpu")
         except ZbcError:
             raise
         except Exception as error:

@@ -83,7 +83,13 @@ def swap_slot(slot: Slot | None) -> Slot | None:
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` to `parameter.grad` as autograd does: take it over the first time, add in place afterwards."""
+    """Add `grad` to `parameter.grad` as autograd does: take it over the first time, add in place afterwards.
+
+    Low-precision parameters may collect their gradients in float32: `parameter.grad_dtype` says so.
+    """
+    wanted = parameter.grad_dtype
+    if grad.dtype is not wanted and wanted is not None:
+        grad = grad.to(wanted)
     if parameter.grad is None:
         parameter.grad = grad
     else:

@@ -135,7 +135,10 @@ def reset_peak(device: torch.device) -> None:
 
 def flatten(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Gradients as one vector, zeros where there is none; behind them one entry each that says whether there is one."""
-    flat = [torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1) for g, p in zip(grads, like, strict=True)]
+    flat = [
+        torch.zeros_like(p, dtype=p.grad_dtype).reshape(-1) if g is None else g.reshape(-1)
+        for g, p in zip(grads, like, strict=True)
+    ]
     present = torch.tensor([0.0 if g is None else 1.0 for g in grads], dtype=flat[0].dtype, device=flat[0].device)
     return torch.cat([*flat, present])
 

@@ -14,12 +14,14 @@ from zbc.plan import Manifest, RankPlan
 from zbc.runtime import model
 from zbc.runtime.data import Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
-from zbc.runtime.optimizer import InPlace
+from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.stage import Stage, build_stage
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import Layout
+
+LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
 
 _Section = TypeVar("_Section", bound=spec.Section)
 
@@ -67,7 +69,8 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     samples = _samples(settings, needed=bool(ends))
     plans = model.layers(settings.model, settings.train.seed)
     first = input_spec(settings.data, settings.model, samples, size)
-    shapes = derive(plans, first, manifest, autocast=device if settings.model.dtype == "bfloat16" else None)
+    autocast = device if settings.model.dtype == "bfloat16" else None
+    shapes = derive(plans, first, manifest, autocast=autocast, lowered=LOWERED[settings.model.parameters])
     stages = _build_stages(plan, settings, plans, shapes, device)
     worker = Worker(
         plan=plan,
@@ -76,12 +79,18 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
         stages=stages,
         batches=_batches(settings, manifest, samples) if ends and samples is not None else None,
         loss=model.loss(settings.model.loss),
-        optimizers={s: InPlace(settings.optimizer, stages[s].parameters, stages[s].casts) for s in mine},
+        optimizers={s: _optimizer(settings, stages[s]) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         layout=Layout(shapes.parameters, manifest.microbatches, manifest.ranks),
     )
     worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
     return worker
+
+
+def _optimizer(settings: Settings, stage: Stage) -> StageOptimizer:
+    return build_optimizer(
+        settings.optimizer, stage.parameters, stage.casts, lowered=LOWERED[settings.model.parameters]
+    )
 
 
 def _samples(settings: Settings, *, needed: bool) -> Samples | None:

@@ -31,7 +31,9 @@ def _over_device(job: Job, program: Program, memory: list[RankMemory], costs: Co
         return
     text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}"
     parts = [
-        f"weights {size(worst.weights)} + gradients {size(worst.gradients)} + optimizer {size(worst.optimizer)}",
+        f"weights {size(worst.weights)} + gradients {size(worst.gradients)}"
+        + (f" + masters {size(worst.masters)}" if worst.masters else "")
+        + f" + optimizer {size(worst.optimizer)}",
         f"+ activations {size(worst.activations)} ({worst.in_flight} microbatches in flight, peak at {worst.peak_op})"
         f" + buffers {size(worst.buffers)}",
     ]

@@ -1,0 +1,136 @@
+"""What the optimizer of a stage does to weights, masters and state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
+from zbc import spec
+from zbc.runtime.optimizer import Masters
+from zbc.runtime.threads import run_threads
+
+KINDS = {
+    "adamw": {"kind": "adamw", "lr": 0.01},
+    "adam": {"kind": "adam", "lr": 0.01},
+    "sgd": {"kind": "sgd", "lr": 0.1},
+    "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
+}
+LOW = {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}
+kinds = pytest.mark.parametrize("kind", KINDS)
+types = pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def weights() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (37, 5), "b": (64,), "frozen": (3,), "idle": (4, 4), "transposed": (6, 9)}
+    made = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    made["transposed"].data = made["transposed"].data.t()
+    made["frozen"].requires_grad_(False)
+    return made
+
+
+def fill(parameters: dict[str, nn.Parameter], step: int) -> None:
+    """Gradients for all that train but `idle`, which gets one in every other step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for name, parameter in parameters.items():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if parameter.requires_grad and (name != "idle" or step % 2):
+            parameter.grad = drawn.as_strided(parameter.shape, parameter.stride())
+
+
+def options(kind: str) -> spec.Optimizer:
+    return spec.Optimizer.model_validate(KINDS[kind])
+
+
+def held(optimizer: Masters) -> list[torch.Tensor]:
+    """A copy of everything that makes the next step what it is."""
+    states = copy.deepcopy([optimizer.optimizer.state.get(m, {}) for m in optimizer.masters.values()])
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [*(m.detach().clone() for m in optimizer.masters.values()), *tensors]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def read(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in parameters.values()]
+
+
+@kinds
+@types
+def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_else(kind, lowered, monkeypatch):
+    monkeypatch.setattr("zbc.runtime.optimizer._BATCH", 100)  # several batches
+    sync, ahead = weights(), weights()
+    plain = Masters(options(kind), sync, lowered=lowered)
+    tentative = Masters(options(kind), ahead, lowered=lowered)
+    for step in range(5):
+        fill(sync, step)
+        fill(ahead, step)
+        plain.step(None)
+        before = held(tentative)
+        tentative.tentative()
+        assert equal(read(ahead), read(sync))
+        assert equal(held(tentative), before)
+        tentative.commit(None)
+        assert equal(read(ahead), read(sync))
+        assert equal(held(tentative), held(plain))
+        plain.drop()
+        tentative.drop()
+
+
+@kinds
+@types
+def test_a_tentative_step_that_does_not_stand_leaves_no_trace(kind, lowered):
+    sync, ahead = weights(), weights()
+    plain, tentative = Masters(options(kind), sync, lowered=lowered), Masters(options(kind), ahead, lowered=lowered)
+    for step, scale in enumerate((0.5, None, 0.25, None, None)):
+        fill(sync, step)
+        fill(ahead, step)
+        skip = step in (1, 3)
+        if skip:
+            ahead["a"].grad[0, 0] = torch.nan
+        else:
+            plain.step(scale)
+        tentative.tentative()
+        assert not skip or not equal(read(ahead), read(sync))
+        if not skip:
+            tentative.commit(scale)
+        tentative.publish()
+        plain.drop()
+        tentative.drop()
+        assert equal(read(ahead), read(sync)) and equal(held(tentative), held(plain))
+
+
+def test_low_precision_weights_sum_their_gradients_in_float32():
+    made = {"w": nn.Parameter(torch.ones(1))}
+    Masters(options("sgd"), made, lowered=torch.bfloat16)
+    for part in (1.0, 2**-10):
+        (made["w"] * torch.tensor([part], dtype=torch.bfloat16)).sum().backward()
+    assert made["w"].dtype is torch.bfloat16 and made["w"].grad.item() == 1 + 2**-10
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("zb-v", 2), ("1f1b", 3), ("gpipe", 1)])
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_bfloat16_parameters_train_as_in_one_process(schedule, p, kind):
+    plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={**KINDS[kind], "clip_grad_norm": 1.0})
+    workers = run_threads(plan, 3)
+    wanted = reference(plan, 3)
+    assert [r.loss for r in workers[0].results] == wanted.losses
+    assert [r.grad_norm for r in workers[0].results] == pytest.approx(wanted.norms, rel=1e-12)
+    for name, parameter in parameters(workers).items():
+        assert parameter.dtype is torch.bfloat16 and torch.equal(parameter, wanted.weights[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_the_cut_leaves_no_trace_in_a_bfloat16_run(schedule):
+    """The tensors between stages have the type they would have without a cut."""
+    losses = []
+    for p in (1, 2, 4):
+        plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={"lr": 0.01})
+        losses.append([result.loss for result in run_threads(plan, 2)[0].results])
+    assert losses[0] == losses[1] == losses[2]

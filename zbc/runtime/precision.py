@@ -1,0 +1,23 @@
+"""The types weights and gradients have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def lower_precision(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Turn floating-point parameters into `dtype`; those that train collect their gradients in float32.
+
+    None leaves all as it is.
+    """
+    if dtype is None:
+        return
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            continue
+        parameter.data = parameter.data.to(dtype)
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
