@@ -9,7 +9,7 @@ messages all show the same text:
     F s1 m0.2        slice 2 of a microbatch cut along its sequence
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     REDUCE s0        stage-wide: no microbatch
-    VALIDATE         rank-wide: no stage
+    TIE, VALIDATE    rank-wide: no stage
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # post the buffer for the output of the stage before; the F that needs it waits
     SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage before; does not wait
     RECV_B = "RECV_B"  # post the buffer for the gradient from the stage after; the B or BW that needs it waits
-    REDUCE = "REDUCE"  # sum a stage's gradients over all ranks that hold a copy of it
+    REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a copy of it; VALIDATE waits
+    TIE = "TIE"  # the same for the one weight that the first and the last stage share
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
     STEP = "STEP"  # optimizer step of one stage
+    GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
     __hash__ = str.__hash__
@@ -60,9 +62,10 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP})
-RANK_WIDE = frozenset({Kind.VALIDATE})
-COLLECTIVE = frozenset({Kind.REDUCE, Kind.VALIDATE})
+STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER})
+RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE})
+SUM = frozenset({Kind.REDUCE, Kind.TIE})  # of gradients
+COLLECTIVE = frozenset({Kind.REDUCE, Kind.TIE, Kind.VALIDATE, Kind.GATHER})
 
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
@@ -244,6 +247,9 @@ class Program:
     ranks: tuple[tuple[Op, ...], ...]
     history: tuple[str, ...] = ()  # the schedule, then every pass that ran
     slices: int = 1
+    copies: int = 1  # data-parallel copies of the pipeline; each runs these ops, and collectives meet over all of them
+    tied: bool = False  # the first and the last of several stages share a weight
+    sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
 
     def __iter__(self) -> Iterator[tuple[int, int, Op]]:
         """Every op as (rank, step, op)."""
@@ -255,6 +261,19 @@ class Program:
     def size(self) -> int:
         """Number of ops over all ranks."""
         return sum(len(ops) for ops in self.ranks)
+
+    def members(self, op: Op) -> tuple[int, ...]:
+        """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
+        placement = self.placement
+        if op.kind is Kind.VALIDATE:
+            return tuple(range(placement.ranks))
+        if op.kind is Kind.TIE:
+            return tuple(sorted({*placement.holders(0), *placement.holders(placement.stages - 1)}))
+        return tuple(sorted(set(placement.holders(op.stage))))
+
+    def shared(self, op: Op) -> bool:
+        """Whether a collective has anybody to meet."""
+        return self.copies * len(self.members(op)) > 1
 
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""

@@ -57,6 +57,9 @@ class Manifest(_Strict):
     microbatches: Count
     microbatch_size: Count
     slices: Count
+    copies: Count = 1  # data-parallel copies of the pipeline; `ranks` are those of one
+    tied: bool = False  # the first and the last stage share a weight
+    sharded: bool = False  # the copies of a stage share out the optimizer's work
     placement: list[list[Index]]  # stage -> rank per pipe
     layers: list[list[str]]  # stage -> layer names
     boundaries: list[Boundary | None]  # behind each stage but the last; None: the runtime derives it
@@ -105,7 +108,8 @@ class Plan:
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
     history = (manifest.schedule, *manifest.passes)
-    return Program(manifest.to_placement(), manifest.microbatches, ranks, history, manifest.slices)
+    m = manifest
+    return Program(m.to_placement(), m.microbatches, ranks, history, m.slices, m.copies, m.tied, m.sharded)
 
 
 def rank_file(rank: int) -> str:
@@ -147,6 +151,9 @@ def assemble(
         microbatches=program.microbatches,
         microbatch_size=microbatch_size,
         slices=program.slices,
+        copies=program.copies,
+        tied=program.tied,
+        sharded=program.sharded,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

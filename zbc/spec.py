@@ -115,6 +115,10 @@ class GivenCosts(Section):
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
     comm: NotNegative | None = Field(None, description="one boundary transfer between two ranks")
+    reduce: NotNegative | None = Field(
+        None,
+        description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
+    )
     act_b: PerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
@@ -148,6 +152,7 @@ class Optimizer(Section):
     momentum: NotNegative = Field(0.0, description="sgd")
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
     sync: Literal["before-step", "post-validate"] = "before-step"
+    zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
 
 
 class Train(Section):
@@ -195,8 +200,11 @@ SECTIONS: dict[str, type[Section]] = {
     "checkpoint": Checkpoint,
     "log": Log,
 }
-# What planning reads, and so what the plan id covers (of optimizer only `sync`); all else can change under one plan.
+# What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")
+
+
+PLANNED = ("sync", "zero1")
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,7 @@ class Job:
     def planning(self) -> dict[str, Any]:
         """The sections that decide the plan, as plain data."""
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
-        return {**data, "optimizer": {"sync": self.optimizer.sync}}
+        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
@@ -483,6 +491,7 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
         ("partition", "layout", lambda s: s.layout is not None, "use layers_per_stage"),
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
+        ("optimizer", "zero1", lambda s: s.zero1, "set it to false"),
         ("optimizer", "sync", lambda s: s.sync != "before-step", 'set it to "before-step"'),
         ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),

@@ -10,9 +10,10 @@ import re
 import networkx as nx
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program, message_of, parse_line
+from zbc.ir import COLLECTIVE, SUM, Kind, Op, Program, message_of, parse_line
 
-OP = re.compile(r"(?:(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?|(?:REDUCE|STEP) s\d+|VALIDATE)(?: up)?\b")
+KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
+OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE)(?: up)?\b")
 PLACE = re.compile(r"rank (\d+) step (\d+): (" + OP.pattern + r"(?: [<>]r\d+)?)")
 LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, behind step (\d+))?")
 FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
@@ -44,11 +45,15 @@ def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
         assert waits_for(parse_line(text)[0], parse_line(other_text)[0], blocking), line[0]
         assert following.group(1, 2) == (other_rank, behind or other_step)
         assert behind is None or int(behind) < int(other_step)
+        after, goal = parse_line(following.group(3))[0], parse_line(other_text)[0]
+        only_started = after.kind in COLLECTIVE and after.kind is not Kind.VALIDATE
+        if behind is not None and only_started and parse_line(following.group(6))[0] == after:
+            assert goal.kind in COLLECTIVE, "nothing else waits for one that was started and has not happened"
 
 
 def waits_for(op: Op, other: Op, blocking: bool) -> bool:
     """Whether `op` cannot end before `other` was reached (before it ended, for compute)."""
-    if op.kind in (Kind.REDUCE, Kind.VALIDATE) and op == other:
+    if op.kind in COLLECTIVE and op == other:
         return True  # a rendezvous
     if op.kind.is_transfer and other.kind.is_transfer:
         return blocking and op.kind.is_send and other.kind.is_recv and message_of(op) == message_of(other)
@@ -76,8 +81,12 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         return other.kind in made and op[1:] == other[1:]
     if op.kind is Kind.REDUCE:
         return other.kind.is_compute and op.stage == other.stage
+    if op.kind is Kind.TIE:
+        return other.kind.is_compute
     if op.kind is Kind.VALIDATE:
-        return other.kind.is_compute or other.kind is Kind.REDUCE
+        return other.kind.is_compute or other.kind in SUM
+    if op.kind is Kind.GATHER:
+        return other.kind is Kind.STEP and op.stage == other.stage
     return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
 
 
@@ -90,14 +99,15 @@ def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
         graph.add_edge(("end", r, k), ("start", r, k), weight=0)
         if k:
             graph.add_edge(("start", r, k), ("end", r, k - 1), weight=0)
-        meets = op.kind in (Kind.REDUCE, Kind.VALIDATE)
         for r2, k2, other in ops:
-            if (r == r2 and k2 <= k) or not waits_for(op, other, blocking):
+            if r == r2 and k2 <= k:
                 continue  # what stands before an op on its rank costs no wait
-            own = (meets and op == other) or (op.kind.is_send and other.kind.is_recv)
-            arrival = other.kind.is_transfer or (meets and op == other)
-            here, there = ("end" if own else "start", r, k), ("start" if arrival else "end", r2, k2)
+            if op.kind in COLLECTIVE or other.kind in COLLECTIVE or not waits_for(op, other, blocking):
+                continue
+            own = op.kind.is_send and other.kind.is_recv
+            here, there = ("end" if own else "start", r, k), ("start" if other.kind.is_transfer else "end", r2, k2)
             graph.add_edge(here, there, weight=1)
+    _add_collectives(graph, ops)
     best = None
     for component in nx.strongly_connected_components(graph):
         inside = graph.subgraph(component)
@@ -106,3 +116,25 @@ def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
                 length = 1 + nx.dijkstra_path_length(inside, there, here)
                 best = length if best is None else min(best, length)
     return best
+
+
+def _add_collectives(graph: nx.DiGraph, ops: list[tuple[int, int, Op]]) -> None:
+    """Each rank has a queue of collectives beside its ops; the nodes "next" and "over" stand for a place in it.
+
+    One is over when all who meet in it are next in their queues, and have started it. VALIDATE is the one that holds up
+    its rank, and it needs the sums of its rank to be over. For programs with each collective once and no op late.
+    """
+    collectives = [entry for entry in ops if entry[2].kind in COLLECTIVE]
+    for r, k, op in collectives:
+        before = [k2 for r2, k2, _ in collectives if r2 == r and k2 < k]
+        graph.add_edge(("over", r, k), ("next", r, k), weight=0)
+        if before:
+            graph.add_edge(("next", r, k), ("over", r, max(before)), weight=0)
+        waiting = [("over", r, k)] + [("end", r, k)] * (op.kind is Kind.VALIDATE)
+        waiting += [("start", r3, k3) for r3, k3, o in ops if o.kind is Kind.VALIDATE and r3 == r and op.kind in SUM]
+        for here in waiting:
+            for r2, k2, other in collectives:
+                if other == op and here != ("over", r2, k2):
+                    graph.add_edge(here, ("next", r2, k2), weight=1)
+                    if r2 != r:
+                        graph.add_edge(here, ("start", r2, k2), weight=1)

@@ -7,9 +7,11 @@ nothing is imported from the compiler. A run is a success if
   inputs are there, nothing runs twice, no weights change after they were summed or judged);
 - each message meets the receive that was posted for it, and every tensor that arrives is used once;
 - nothing is left over: no message on its way, no receive still open, no tensor unused;
+- every collective that was started has happened: all its ranks, in all data-parallel copies of the pipeline, have
+  started it, and none of them had another one still under way that it started before;
 - afterwards each microbatch (each slice of it) has been through all stages of exactly one pipe, forward, backward and
-  weight gradients, and, if the program steps at all, each copy of each stage was stepped once, its gradients summed
-  over all copies before.
+  weight gradients, and, if the program steps at all, each copy of each stage was stepped once, its gradients (and those
+  of a weight two stages share) summed over all copies before, its weights gathered after if it was stepped in parts.
 
 Otherwise it is *stuck* (every rank waits) or it has *failed* (an op cannot do what it says, or the step ends short).
 """
@@ -62,9 +64,12 @@ class Rank:
     gradients: set[tuple] = field(default_factory=set)  # keys whose B or BW ran here
     weights: set[tuple] = field(default_factory=set)  # keys whose W or BW ran here
     arrived: set[tuple] = field(default_factory=set)  # messages in their buffers
-    summed: set[int] = field(default_factory=set)
+    queue: deque[Op] = field(default_factory=deque)  # collectives started and not over, first in, first out
+    summed: set[object] = field(default_factory=set)  # stages, and "TIE": started to sum
+    judging: bool = False
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
     ticket: tuple[Channel, int] | None = None  # the message a blocking send waits for
 
     @property
@@ -73,10 +78,13 @@ class Rank:
 
 
 class Machine:
+    """Rank r of the d-th copy of the pipeline is `d * self.p + r`."""
+
     def __init__(self, program: Program, blocking: bool) -> None:
         self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
         self.microbatches, self.slices = program.microbatches, program.slices
-        self.ranks = [Rank(ops) for ops in program.ranks]
+        self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.copies, program.tied, program.sharded
+        self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking = blocking
         self.explicit = any(op.kind.value not in COMPUTE for ops in program.ranks for op in ops)
@@ -105,9 +113,11 @@ class Machine:
         if op is None:
             return False
         kind = op.kind.value
-        if kind in ("REDUCE", "VALIDATE"):
-            return self.meet(r, op)
-        if kind == "STEP":
+        if kind == "VALIDATE":
+            return self.validate(r, op)
+        if kind in ("REDUCE", "TIE", "GATHER"):
+            self.start(r, op)
+        elif kind == "STEP":
             self.step(r, op)
         elif kind.startswith("SEND"):
             if not self.send(r, op):
@@ -125,7 +135,7 @@ class Machine:
         """(stage, mb, pipe, slice), once it is sure that rank r may work on it."""
         fits = 0 <= op.stage < self.stages and 0 <= op.mb < self.microbatches
         require(fits and 0 <= op.pipe < len(self.pipes) and 0 <= op.slice < self.slices, f"{op} does not exist")
-        require(self.pipes[op.pipe][op.stage] == r, f"rank {r} has no weights for {op}")
+        require(self.pipes[op.pipe][op.stage] == r % self.p, f"rank {r} has no weights for {op}")
         return (op.stage, op.mb, op.pipe, op.slice)
 
     def compute(self, r: int, op: Op) -> bool:
@@ -151,6 +161,8 @@ class Machine:
         if kind in ("W", "BW"):
             require(key not in rank.weights, f"{op} would count its gradient twice")
             require(op.stage not in rank.summed, f"{op} comes after the sum over copies")
+            ends = op.stage in (0, self.stages - 1)
+            require(not ends or "TIE" not in rank.summed, f"{op} comes after the sum over both stages")
             rank.weights.add(key)
         return True
 
@@ -158,7 +170,7 @@ class Machine:
         """Get the input that stage `source` makes; False while it is not there yet."""
         if not 0 <= source < self.stages:
             return True
-        maker = self.pipes[key[2]][source]
+        maker = self.pipes[key[2]][source] + r - r % self.p
         made = "outputs" if direction == "F" else "gradients"
         if maker == r:
             require((source, *key[1:]) in getattr(self.ranks[r], made), f"rank {r} has no input for {direction} {key}")
@@ -178,7 +190,7 @@ class Machine:
         self.key(r, op)
         stage = op.stage + (1 if op.kind.value in ("SEND_F", "RECV_B") else -1)
         require(0 <= stage < self.stages, f"{op} leaves the pipeline")
-        rank = self.pipes[op.pipe][stage]
+        rank = self.pipes[op.pipe][stage] + r - r % self.p
         require(rank != r, f"{op} does not leave its rank")
         return stage, rank
 
@@ -215,34 +227,64 @@ class Machine:
 
     # ---- the end of the step ----
 
-    def meet(self, r: int, op: Op) -> bool:
-        """REDUCE and VALIDATE: go on together once all who take part stand at the same op."""
-        members = set(range(len(self.ranks)))
-        if op.kind.value == "REDUCE":
-            members = self.holders(op.stage)
-            require(r in members, f"rank {r} has no copy of {op}")
-            require(not self.ranks[r].validated, f"{op} comes after the step was judged")
-            require(op.stage not in self.ranks[r].summed, f"{op} again")
+    def start(self, r: int, op: Op) -> None:
+        """REDUCE, TIE and GATHER: start and go on."""
+        rank, kind = self.ranks[r], op.kind.value
+        require(r in self.members(op), f"rank {r} has no part in {op}")
+        if kind == "GATHER":
+            require(self.sharded and op.stage in rank.stepped, f"{op} has nothing to gather")
+            require(op.stage not in rank.gathered, f"{op} again")
+            rank.gathered.add(op.stage)
         else:
-            require(not self.ranks[r].validated, f"{op} again")
-        if any(self.ranks[other].op != op for other in members):
-            return False
-        for other in members:
-            rank = self.ranks[other]
-            rank.pc += 1
-            if op.kind.value == "REDUCE":
-                rank.summed.add(op.stage)
-            else:
-                rank.validated = True
-        return True
+            require(kind == "REDUCE" or self.tied, "no weight is shared")
+            require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
+            what = op.stage if kind == "REDUCE" else "TIE"
+            require(what not in rank.summed, f"{op} again")
+            rank.summed.add(what)
+        rank.queue.append(op)
+        self.settle()
+
+    def validate(self, r: int, op: Op) -> bool:
+        """Wait for the sums, then for everybody."""
+        rank = self.ranks[r]
+        if not rank.judging:
+            require(not rank.validated, f"{op} again")
+            if any(other.kind.value != "GATHER" for other in rank.queue):
+                return False
+            rank.judging = True
+            rank.queue.append(op)
+            self.settle()
+        if rank.validated:
+            rank.judging, rank.pc = False, rank.pc + 1
+        return rank.validated
+
+    def settle(self) -> None:
+        """Let every collective happen that is the next of all its ranks."""
+        moved = True
+        while moved:
+            moved = False
+            for op in {rank.queue[0] for rank in self.ranks if rank.queue}:
+                members = self.members(op)
+                while all(self.ranks[r].queue and self.ranks[r].queue[0] == op for r in members):
+                    moved = True
+                    for r in members:
+                        self.ranks[r].queue.popleft()
+                        self.ranks[r].validated |= op.kind.value == "VALIDATE"
+
+    def members(self, op: Op) -> set[int]:
+        if op.kind.value == "VALIDATE":
+            return set(range(len(self.ranks)))
+        stages = {0, self.stages - 1} if op.kind.value == "TIE" else {op.stage}
+        return {copy * self.p + r for stage in stages for r in self.holders(stage) for copy in range(self.copies)}
 
     def holders(self, stage: int) -> set[int]:
+        """In one copy."""
         require(0 <= stage < self.stages, f"there is no stage {stage}")
         return {pipe[stage] for pipe in self.pipes}
 
     def step(self, r: int, op: Op) -> None:
         rank = self.ranks[r]
-        require(r in self.holders(op.stage), f"rank {r} has no copy of {op}")
+        require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
         require(rank.validated, f"{op} comes before the step was judged")
         require(op.stage not in rank.stepped, f"{op} again")
         rank.stepped.add(op.stage)
@@ -252,6 +294,7 @@ class Machine:
             require(not channel.sent and not channel.posted, f"left over between {a} and {b}")
         for r, rank in enumerate(self.ranks):
             require(not rank.arrived, f"rank {r} never used {rank.arrived}")
+            require(not rank.queue, f"rank {r} never finished {rank.queue}")
         for mb in range(self.microbatches):
             homes = [pipe for pipe in range(len(self.pipes)) if self.touched(pipe, mb)]
             require(len(homes) == 1, f"microbatch {mb} was in {len(homes)} pipes")
@@ -263,9 +306,15 @@ class Machine:
         if any(rank.validated or rank.stepped for rank in self.ranks):
             for stage in range(self.stages):
                 holders = self.holders(stage)
+                alone = len(holders) * self.copies == 1
                 for r in holders:
-                    require(stage in self.ranks[r].stepped, f"stage {stage} was not stepped on rank {r}")
-                    require(len(holders) == 1 or stage in self.ranks[r].summed, f"stage {stage} was not summed")
+                    rank = self.ranks[r]
+                    require(stage in rank.stepped, f"stage {stage} was not stepped on rank {r}")
+                    require(alone or stage in rank.summed, f"stage {stage} was not summed")
+                    require(alone or not self.sharded or stage in rank.gathered, f"stage {stage} was not gathered")
+            shared = self.holders(0) | self.holders(self.stages - 1)
+            if self.tied and len(shared) * self.copies > 1:
+                require(all("TIE" in self.ranks[r].summed for r in shared), "the shared weight was not summed")
 
     def touched(self, pipe: int, mb: int) -> bool:
         return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)

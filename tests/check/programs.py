@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zbc.ir import Kind, Message, Op, Placement, Program, message_of
+from zbc.ir import RANK_WIDE, SUM, Kind, Message, Op, Placement, Program, message_of
 
 Ranks = list[list[Op]]
 
@@ -39,9 +39,16 @@ def correct(rng: random.Random) -> Program:
         ranks[rank].append(op)
     if rng.random() < 0.85:
         ranks = with_transfers(rng, place, ranks)
-        if rng.random() < 0.5:
-            ranks = with_step_ops(rng, place, ranks)
-    return Program(place, microbatches, tuple(map(tuple, ranks)), ("random",), slices)
+        if rng.random() < 0.6:
+            copies, tied, sharded = rng.choice([1, 1, 2]), place.stages > 1 and rng.random() < 0.3, rng.random() < 0.3
+            program = replace(bare(place, microbatches, slices), copies=copies, tied=tied, sharded=sharded)
+            return replace(program, ranks=tuple(map(tuple, with_step_ops(rng, program, ranks))))
+    return replace(bare(place, microbatches, slices), ranks=tuple(map(tuple, ranks)))
+
+
+def bare(place: Placement, microbatches: int, slices: int) -> Program:
+    """A program without ops."""
+    return Program(place, microbatches, ((),) * place.ranks, ("random",), slices)
 
 
 def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices: int) -> list[tuple[int, Op]]:
@@ -116,21 +123,31 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
     return [[op for *_, op in sorted(items, key=lambda item: item[:3])] for items in placed]
 
 
-def with_step_ops(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
-    """REDUCE behind a stage's last op or at the end, VALIDATE, STEP."""
-    early = rng.random() < 0.3
+def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
+    """Sums somewhere behind what they close, mostly in one order on all ranks; VALIDATE; STEP, GATHER."""
+    place, spread = program.placement, rng.choice([0, 2, 100])
+    sums = [Op(Kind.REDUCE, stage) for stage in range(place.stages)] + [Op(Kind.TIE, 0)] * program.tied
+    sums = rng.sample([op for op in sums if program.shared(op)], sum(map(program.shared, sums)))
+    disorder = rng.random() < 0.2
     closed = []
     for rank, ops in enumerate(ranks):
-        listed = list(ops)
-        for stage in place.stages_of(rank):
-            if len(set(place.holders(stage))) > 1:
-                last = max(
-                    (i for i, op in enumerate(listed) if op.kind.is_compute and op.stage == stage),
-                    default=len(listed) - 1,
-                )
-                listed.insert(last + 1 if early else len(listed), Op(Kind.REDUCE, stage))
-        steps = [Op(Kind.STEP, stage) for stage in place.stages_of(rank)]
-        closed.append([*listed, Op(Kind.VALIDATE, 0), *rng.sample(steps, len(steps))])
+        listed, floor = list(ops), 0
+        mine = [op for op in sums if rank in program.members(op)]
+        for op in rng.sample(mine, len(mine)) if disorder else mine:
+            stages = (0, place.stages - 1) if op.kind is Kind.TIE else (op.stage,)
+            ends = [i + 1 for i, other in enumerate(listed) if other.kind.is_compute and other.stage in stages]
+            floor = max(floor, max(ends, default=len(listed)))
+            floor += rng.randint(0, min(spread, len(listed) - floor))
+            listed.insert(floor, op)
+            floor += 1
+        mine = list(place.stages_of(rank))
+        steps = [Op(Kind.STEP, stage) for stage in rng.sample(mine, len(mine))]
+        if program.sharded:
+            gathers = [op for stage in mine if program.shared(op := Op(Kind.GATHER, stage))]
+            for op in rng.sample(gathers, len(gathers)) if disorder else gathers:
+                floor = max(steps.index(other) for other in steps if other.kind is Kind.GATHER or other[1] == op.stage)
+                steps.insert(rng.randint(floor + 1, len(steps)), op)
+        closed.append([*listed, Op(Kind.VALIDATE, 0), *steps])
     return closed
 
 
@@ -258,7 +275,9 @@ def legal_moves(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 def _bound(place: Placement, first: Op, second: Op) -> bool:
     """Whether `second` has to stay behind `first` on their rank, whatever the other ranks do."""
     for op, other in ((first, second), (second, first)):
-        if op.kind in (Kind.VALIDATE, Kind.STEP) or (op.kind is Kind.REDUCE and not other.kind.is_transfer):
+        if op.kind in (Kind.VALIDATE, Kind.STEP, Kind.GATHER):
+            return True
+        if op.kind in SUM and other.kind.is_compute and (op.kind is Kind.TIE or op.stage == other.stage):
             return True
     if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
         return place.peer(first) == place.peer(second)
@@ -291,7 +310,7 @@ def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 
 def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """One field of an op changes, perhaps to something that does not exist."""
-    spot = _pick(rng, ranks, lambda op: op.kind is not Kind.VALIDATE)
+    spot = _pick(rng, ranks, lambda op: op.kind not in RANK_WIDE)
     if spot is None:
         return []
     old = ranks[spot[0]][spot[1]]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.check import operational
 from tests.check.certificate import check_circle, check_places, circles
 from tests.listing import listing
 from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
@@ -177,8 +178,8 @@ def test_ranks_that_sum_in_different_orders_deadlock():
     assert error.hint.startswith("let all ranks meet in the same order")
 
 
-def test_a_sum_of_one_rank_in_the_way_of_another_ranks_input_deadlocks():
-    """Rank 0 sums stage 0 before it sends what rank 1 needs before its own sum."""
+def test_a_sum_is_started_and_does_not_hold_up_its_rank():
+    """Rank 0 starts to sum stage 0 before it sends what rank 1 needs before it does."""
     both = Placement.bidirectional([0, 1])
     program = listing(
         """
@@ -192,13 +193,22 @@ def test_a_sum_of_one_rank_in_the_way_of_another_ranks_input_deadlocks():
         """,
         both,
     )
-    check_complete(program)
-    check_pairing(program)
-    error = error_of(program)
-    assert error.details[:2] == (
-        "rank 0 step 5: REDUCE s0  waits for  rank 1 step 8: REDUCE s0, behind step 7",
-        "rank 1 step 7: BW s0 m1 up  waits for  rank 0 step 8: SEND_B s1 m1 up >r1, behind step 5",
+    check_all(program)
+    assert operational.run(program).ok
+
+
+def test_a_rank_that_judges_waits_for_the_sums_its_own_stand_behind():
+    """What rank 1 judges without stands behind what it starts only then."""
+    program = listing(
+        """
+        rank 0: F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s1, REDUCE s0, VALIDATE, STEP s0, STEP s1
+        rank 1: RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, REDUCE s0, VALIDATE, REDUCE s1, STEP s0, STEP s1
+        """,
+        Placement.bidirectional([0, 1]),
     )
+    assert not operational.run(program).ok
+    error = error_of(program)
+    assert error.details[0] == "rank 1 step 5: VALIDATE  waits for  rank 1 step 6: REDUCE s1, behind step 5"
 
 
 def test_a_message_after_the_barrier_that_is_needed_before_it_deadlocks():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.jobs import job
+from zbc.compiler import cost, estimate
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
 from zbc.compiler.memory import curve, over_time, peaks
+from zbc.compiler.partition import partition
+from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -132,3 +137,69 @@ def test_putting_off_weight_gradients_costs_what_they_hold():
     full = peaks(program, Costs.uniform(program.placement, act_w=1.0))
     assert [rank.units for rank in full] == [7.0] * 4
     assert [rank.units for rank in light] == [7.0, 5.0, 3.0, 1.0]
+
+
+# ---- sums of gradients ---------------------------------------------------------------------------------------
+
+
+def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):
+    """A lowered schedule of unit ops with sums that take as long as said."""
+    program = lower(replace(make(name, p, m), **how))
+    costs = Costs.uniform(program.placement)
+    stages = program.placement.stages
+    return simulate(program, replace(costs, reduce=(reduce,) * stages, gather=(gather,) * stages, tie=tie))
+
+
+def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
+    """1F1B on two ranks: rank 1 is done 2 (a BW of rank 0) before the step ends, and sums meanwhile."""
+    plain = timed(make("1f1b", 2, 4))
+    timeline = summed("1f1b", 2, 4, 1.5, copies=2)
+    assert timeline.makespan == plain.makespan + 1.5, "what rank 0 sums, nothing hides"
+    [last] = [one for one in timeline.sums if one.op == Op(Kind.REDUCE, 1)]
+    assert (last.ranks, last.start, last.end) == ((1,), plain.makespan - 2, plain.makespan - 0.5)
+    assert timeline.idle(1).sums == 1.5 and timeline.idle(0).sums == 1.5
+    for rank in range(2):
+        assert sum(timeline.idle(rank)) + timeline.busy(rank) == pytest.approx(timeline.makespan)
+
+
+def test_sums_of_one_rank_run_one_after_the_other():
+    timeline = summed("zb-v", 2, 4, 10.0, copies=2)
+    for rank in range(2):
+        times = sorted((one.start, one.end) for one in timeline.sums if rank in one.ranks)
+        assert len(times) == 2 and times[0][1] <= times[1][0]
+    assert timeline.makespan == max(one.end for one in timeline.sums)
+
+
+def test_a_sum_starts_when_the_last_of_its_ranks_has_come():
+    timeline = summed("1f1b", 4, 4, 0.0, tie=3.0, tied=True)
+    [tie] = timeline.sums
+    assert tie.ranks == (0, 3) and tie.start == timeline.last_end(0) > timeline.last_end(3)
+    assert timeline.closes(3) == tie.end == timeline.makespan and timeline.closes(1) == timeline.last_end(1)
+
+
+def test_weights_are_gathered_behind_the_sums_of_all_ranks():
+    timeline = summed("1f1b", 2, 4, 1.0, gather=2.0, copies=2, sharded=True)
+    ends = [one.end for one in timeline.sums if one.op.kind is Kind.REDUCE]
+    gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
+    assert [one.start for one in gathers] == [max(ends)] * 2
+    assert timeline.makespan == max(ends) + 2.0
+
+
+def test_sums_over_copies_cost_what_a_ring_moves():
+    """Latency and 2(n-1)/n of the bytes of float32 gradients at the speed of the link."""
+    hardware = {"link_gbps": 8.0, "link_us": 500.0}
+    three = {"pp": 2, "dp": 3}
+    ring = cost_of(parallel=three, hardware=hardware)
+    params = [ring.bytes[s].gradients for s in range(2)]
+    assert ring.reduce == pytest.approx([0.5 + 4 / 3 * size / 1e6 for size in params])
+    assert cost_of(parallel={"pp": 2}, hardware=hardware).reduce == (0.0, 0.0)
+    given = cost_of(parallel=three, costs={"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 7.0})
+    assert given.reduce == (7.0, 7.0)
+
+
+def cost_of(**changes):
+    text = job(**{**changes, "parallel": {"pp": 2}})
+    text = replace(text, parallel=text.parallel.model_copy(update=changes["parallel"]))
+    placement = Placement.linear(2)
+    table = estimate.layers(text)
+    return cost.build(text, placement, partition(text, placement, table), table)

@@ -81,7 +81,7 @@ def _ranks_note(report: Report) -> list[str]:
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
     """One row per rank; with `verbose` idle time by cause and memory by what fills it."""
-    idle = ["warm-up", "message", "drain"] if verbose else ["idle ms"]
+    idle = ["warm-up", "message", "drain", "sums"] if verbose else ["idle ms"]
     unit, scale = ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
     parts = [unit] if report.bytes_known else []
     if parts and verbose:
@@ -99,7 +99,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
     return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
 
 
-_IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms")
+_IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
 _BYTES = (
     "peak_bytes",
     "weight_bytes",

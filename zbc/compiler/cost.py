@@ -47,6 +47,9 @@ class Costs:
     comm: tuple[PerStage, ...]
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
+    reduce: PerStage = ()  # ms of one sum of a stage's gradients over its copies; () for none
+    gather: PerStage = ()  # ms of collecting a stage's weights from the ranks that stepped parts of them
+    tie: float = 0.0  # ms of the sum of the gradients of a weight that two stages share
 
     @classmethod
     def uniform(
@@ -62,7 +65,7 @@ class Costs:
         return len(self.f)
 
     def duration(self, op: Op) -> float:
-        """ms of a compute op; 0 for all others."""
+        """ms of a compute op or a collective; 0 for all others."""
         kind, stage = op.kind, op.stage
         if kind is Kind.F:
             return self.f[stage]
@@ -70,7 +73,12 @@ class Costs:
             return self.b[stage]
         if kind is Kind.W:
             return self.w[stage]
-        return self.b[stage] + self.w[stage] if kind is Kind.BW else 0.0
+        if kind is Kind.BW:
+            return self.b[stage] + self.w[stage]
+        if kind is Kind.REDUCE or kind is Kind.GATHER:
+            table = self.reduce if kind is Kind.REDUCE else self.gather
+            return table[stage] if table else 0.0
+        return self.tie if kind is Kind.TIE else 0.0
 
     def transfer(self, stage: int, pipe: int = 0) -> float:
         """ms from `stage` to the next one, or back."""
@@ -112,7 +120,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     else:
         f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
     b = tuple(ms + f[s] if s in again else ms for s, ms in enumerate(b))
-    sizes = _bytes(job, stages, table)
+    sizes = _bytes(job, placement, stages, table)
     act_b, act_w = _activations(job, placement, stages, table, sizes, given)
     if sizes is not None:
         kept = tuple(_entries(stages[s], table) if s in again else size.act_b for s, size in enumerate(sizes))
@@ -120,7 +128,33 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
     known = job.model.family == "gpt"
     source = "given" if given else "estimated" if known else "assumed equal"
-    return Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+    costs = Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+    return _with_sums(costs, job, placement, stages, table)
+
+
+def _with_sums(
+    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> Costs:
+    """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
+    halves = 1 if job.optimizer.zero1 else 2
+    reduce, gather = [], []
+    for s, part in enumerate(stages):
+        holders = job.parallel.dp * len(set(placement.holders(s)))
+        count = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
+        reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
+        weight = 2 if job.model.parameters == "bfloat16" else 4
+        gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
+    ends = {*placement.holders(0), *placement.holders(len(stages) - 1)}
+    tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
+    tie = _sum(job, tied, job.parallel.dp * len(ends), 2) if tied else 0.0
+    return replace(costs, reduce=tuple(reduce), gather=tuple(gather), tie=tie)
+
+
+def _sum(job: Job, size: float, ranks: int, halves: int) -> float:
+    """ms of a sum over `ranks`, or of half of one."""
+    if job.costs.reduce is not None:
+        return job.costs.reduce * halves / 2 if ranks > 1 else 0.0
+    return Machine.of(job.hardware).sum_ms(size, ranks, halves=halves) if size else 0.0
 
 
 def _recomputed(job: Job, placement: Placement) -> set[int]:
@@ -176,7 +210,9 @@ def _activations(
     return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
 
 
-def _bytes(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[StageBytes, ...] | None:
+def _bytes(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[StageBytes, ...] | None:
     if job.model.family != "gpt":
         return None
     boundary = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
@@ -185,14 +221,19 @@ def _bytes(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) ->
     low = job.model.parameters == "bfloat16"
     master = 4 if low or options.sync == "post-validate" else 0
     result = []
-    for part in stages:
+    for s, part in enumerate(stages):
         params = sum(table[i].params for i in part)
+        tied = sum(table[i].tied for i in part)
+        if s == len(stages) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+            params, tied = params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
+        holders = job.parallel.dp * len(set(placement.holders(s))) if job.optimizer.zero1 else 1
+        whole = tied if len(stages) > 1 else 0  # each of its holders steps all of a weight that two stages share
         result.append(
             StageBytes(
                 weights=(2.0 if low else 4.0) * params,
                 gradients=float(GRAD_BYTES * params),
-                masters=float(master * params),
-                optimizer=float(state * params),
+                masters=master * ((params - whole) / holders + whole),
+                optimizer=state * ((params - whole) / holders + whole),
                 act_b=sum(table[i].act_b for i in part),
                 act_w=sum(table[i].act_w for i in part),
                 boundary=boundary,

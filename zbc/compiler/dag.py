@@ -8,10 +8,19 @@ program that passed check/, so the rank's order already covers it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, Kind, Op, Program
+from zbc.ir import COLLECTIVE, COMPUTE, Kind, Op, Program
+
+
+class Meeting(NamedTuple):
+    """A collective that takes time: `behind` is, per rank that meets, the last op before it, -1 if there is none."""
+
+    op: Op
+    behind: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,7 @@ class Dag:
     rank: list[int]
     source: list[int]
     target: list[int]  # the op on another rank that op i feeds, -1 for none
+    meetings: tuple[Meeting, ...] = ()  # in an order in which they can happen
 
 
 def build(program: Program) -> Dag:
@@ -57,4 +67,32 @@ def build(program: Program) -> Dag:
         source[i] = j
         if rank[j] != rank[i]:
             target[j] = i
-    return Dag(ops, first, rank, source, target)
+    return Dag(ops, first, rank, source, target, tuple(_meetings(program, first)))
+
+
+def _meetings(program: Program, first: Sequence[int]) -> list[Meeting]:
+    """Every REDUCE, TIE and GATHER, those before that a rank starts earlier.
+
+    Raises E201 if ranks start theirs in different orders.
+    """
+    queues: list[list[tuple[Op, int]]] = []
+    for rank, ops in enumerate(program.ranks):
+        queue, i = [], first[rank]
+        for op in ops:
+            if op.kind in COMPUTE:
+                i += 1
+            elif op.kind in COLLECTIVE and op.kind is not Kind.VALIDATE:
+                queue.append((op, i - 1 if i > first[rank] else -1))
+        queues.append(queue[::-1])
+    found: list[Meeting] = []
+    while any(queues):
+        heads = dict.fromkeys(queue[-1][0] for queue in queues if queue)
+        ready = next((op for op in heads if all(_next(queues[r]) == op for r in program.members(op))), None)
+        if ready is None:
+            raise ZbcError("E201", "deadlock: ranks start their collectives in different orders")
+        found.append(Meeting(ready, tuple((r, queues[r].pop()[1]) for r in program.members(ready))))
+    return found
+
+
+def _next(queue: Sequence[tuple[Op, int]]) -> Op | None:
+    return queue[-1][0] if queue else None

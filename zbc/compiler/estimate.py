@@ -38,6 +38,7 @@ class Layer:
     act_w: float = 0.0
     params: int = 0
     entry: float = 0.0  # bytes of its input, all that F keeps where it recomputes
+    tied: int = 0  # of them, those of the weight that embedding and head share
 
     @property
     def total(self) -> float:
@@ -69,6 +70,13 @@ class Machine:
     def transfer_ms(self, size: float) -> float:
         return self.link_ms + size / self.link_bytes_per_ms
 
+    def sum_ms(self, size: float, ranks: int, *, halves: int = 2) -> float:
+        """ms of a sum of `size` bytes over a ring of ranks; 0 for one rank.
+
+        One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each.
+        """
+        return self.link_ms + halves * (ranks - 1) / ranks * size / self.link_bytes_per_ms if ranks > 1 else 0.0
+
 
 def layers(job: Job) -> list[Layer]:
     """Every layer in order, with given per-layer costs where the job has them."""
@@ -88,9 +96,11 @@ def _gpt(model: Model, size: int, machine: Machine) -> list[Layer] | None:
     h, s, vocab = model.hidden, model.seq_len, model.vocab
     n = 2 if model.dtype == "bfloat16" else 4
     tokens = size * s
-    table = [_embedding(h, vocab, s if model.positions == "learned" else 0, tokens, machine)]
-    table += [_block(f"layers.{i}", h, s, n, tokens, machine) for i in range(model.layers)]
-    return [*table, _head(h, vocab, n, tokens, machine)]
+    embedding = _embedding(h, vocab, s if model.positions == "learned" else 0, tokens, machine)
+    blocks = [_block(f"layers.{i}", h, s, n, tokens, machine) for i in range(model.layers)]
+    head = _head(h, vocab, n, tokens, machine)
+    tied = vocab * h if model.tie_embeddings else 0
+    return [replace(embedding, tied=tied), *blocks, replace(head, tied=tied)]
 
 
 def _embedding(h: int, vocab: int, positions: int, tokens: int, machine: Machine) -> Layer:

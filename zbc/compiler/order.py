@@ -38,10 +38,18 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
     if job.schedule.plugin is not None:
-        return _plugin(job, table)
-    if (job.schedule.kind or "").lower() == AUTO:
-        return _best(job, table, budget)
-    return _one(job, table, find(job.schedule.kind or ""), job.schedule.chunks, budget)
+        found = _plugin(job, table)
+    elif (job.schedule.kind or "").lower() == AUTO:
+        found = _best(job, table, budget)
+    else:
+        found = _one(job, table, find(job.schedule.kind or ""), job.schedule.chunks, budget)
+    program = replace(
+        found.program,
+        copies=job.parallel.dp,
+        tied=job.model.tie_embeddings and found.program.placement.stages > 1,
+        sharded=job.optimizer.zero1,
+    )
+    return replace(found, program=program)
 
 
 def _one(

@@ -28,6 +28,7 @@ class RankReport:
     idle_warm_up_ms: float
     idle_message_ms: float
     idle_drain_ms: float
+    idle_sums_ms: float
     peak_activation_units: float
     peak_bytes: int
     weight_bytes: int
@@ -128,6 +129,7 @@ def _rank(program: Program, timeline: Timeline, rank: int, memory: RankMemory, b
         idle_warm_up_ms=idle.warm_up,
         idle_message_ms=idle.message,
         idle_drain_ms=idle.drain,
+        idle_sums_ms=idle.sums,
         peak_activation_units=memory.units,
         peak_bytes=round(memory.bytes),
         weight_bytes=round(memory.weights),

@@ -3,6 +3,9 @@
 A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
 `comm` after the op that made it ended. One pass, O(ops): run each rank until it must wait, go on where the result is
 needed.
+
+Sums of gradients run beside compute too, on a channel of their own per rank, one after the other: a sum begins when all
+its ranks have come to it and are done with the one before. What of them is not over with the last op adds to the step.
 """
 
 from __future__ import annotations
@@ -26,21 +29,32 @@ class Span(NamedTuple):
     end: float
 
 
+class Sum(NamedTuple):
+    """One collective of a timeline, on all of `ranks` at once; times in ms."""
+
+    op: Op
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
 class Idle(NamedTuple):
     """Idle ms of one rank within the makespan, by cause. They and the busy time add up to the makespan."""
 
     warm_up: float  # before its first op
     message: float  # between ops, waiting for a tensor of another rank
-    drain: float  # after its last op
+    drain: float  # after its last op and its last sum
+    sums: float = 0.0  # after its last op, until its last sum of gradients (or gather of weights) is over
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Start and end of every compute op, in ms."""
+    """Start and end of every compute op, in ms, and of the sums that run beside them."""
 
     dag: Dag
     start: list[float]
     end: list[float]
+    sums: tuple[Sum, ...] = ()
 
     def __iter__(self) -> Iterator[Span]:
         for i, op in enumerate(self.dag.ops):
@@ -58,6 +72,10 @@ class Timeline:
         i = self.dag.first[rank + 1]
         return self.end[i - 1] if i > self.dag.first[rank] else 0.0
 
+    def closes(self, rank: int) -> float:
+        """When its last op and the last sum it takes part in are over."""
+        return max([self.last_end(rank), *(one.end for one in self.sums if rank in one.ranks)])
+
     def busy(self, rank: int) -> float:
         ops = range(self.dag.first[rank], self.dag.first[rank + 1])
         return sum(self.end[i] - self.start[i] for i in ops)
@@ -65,12 +83,12 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """First start to last end over all ranks: a step whose optimizer is a barrier."""
-        return max(self.last_end(r) for r in range(self.ranks)) - min(self.first_start(r) for r in range(self.ranks))
+        return max(self.closes(r) for r in range(self.ranks)) - min(self.first_start(r) for r in range(self.ranks))
 
     @property
     def span(self) -> float:
         """The longest own time of a rank: a step in steady state without the barrier."""
-        return max(self.last_end(r) - self.first_start(r) for r in range(self.ranks))
+        return max(self.closes(r) - self.first_start(r) for r in range(self.ranks))
 
     @property
     def bubble_rate_makespan(self) -> float:
@@ -86,8 +104,9 @@ class Timeline:
 
     def idle(self, rank: int) -> Idle:
         begin = min(self.first_start(r) for r in range(self.ranks))
-        first, last = self.first_start(rank), self.last_end(rank)
-        return Idle(first - begin, last - first - self.busy(rank), begin + self.makespan - last)
+        first, last, closes = self.first_start(rank), self.last_end(rank), self.closes(rank)
+        message = last - first - self.busy(rank)
+        return Idle(first - begin, message, begin + self.makespan - closes, closes - last)
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -105,7 +124,7 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
     ends, period = [0.0] * ranks, 0.0
     for _ in range(steps):
         timeline = run(dag, program, costs, ends)
-        fresh = [max(timeline.last_end(r), ends[r]) for r in range(ranks)]
+        fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
         period = max(b - a for a, b in zip(ends, fresh, strict=True))
         ends = fresh
     return period
@@ -144,7 +163,24 @@ def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | N
     if stuck:
         details = [f"rank {r}: {ops[at[r]]} waits for {ops[source[at[r]]]}" for r in stuck[:8]]
         raise ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
-    return Timeline(dag, start, end)
+    return Timeline(dag, start, end, _sums(dag, costs, end, free))
+
+
+def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -> tuple[Sum, ...]:
+    """When the collectives run; `free` is when each rank has ended its last op. Weights are gathered after all sums."""
+    found: list[Sum] = []
+    over = [0.0] * len(free)  # per rank, the end of its last collective
+    for op, behind in dag.meetings:
+        if op.kind is Kind.GATHER:
+            begin = max(*free, *(one.end for one in found if one.op.kind is not Kind.GATHER), 0.0)
+        else:
+            begin = max(end[i] if i >= 0 else 0.0 for _, i in behind)
+        begin = max(begin, *(over[rank] for rank, _ in behind))
+        close = begin + costs.duration(op)
+        for rank, _ in behind:
+            over[rank] = close
+        found.append(Sum(op, tuple(rank for rank, _ in behind), begin, close))
+    return tuple(found)
 
 
 def _durations(dag: Dag, costs: Costs) -> list[float]:

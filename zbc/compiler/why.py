@@ -10,6 +10,7 @@ from zbc.compiler.compile import Compiled
 from zbc.compiler.order import Ordered, order
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.spec import Job, parse_limit
 
 SAME = 1e-9
@@ -47,7 +48,9 @@ def critical_path(compiled: Compiled) -> Path:
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     transfers, changes = 0.0, 0
-    i = dag.first[rank + 1] - 1
+    i, exposed = _before_sums(timeline, rank)
+    if exposed > SAME:
+        by_kind[Kind.REDUCE.value] = exposed
     while i >= 0 and timeline.start[i] >= begin - SAME:
         op, r = dag.ops[i], dag.rank[i]
         length = timeline.end[i] - timeline.start[i]
@@ -64,13 +67,26 @@ def critical_path(compiled: Compiled) -> Path:
     return Path(by_kind, by_rank, transfers, changes)
 
 
+def _before_sums(timeline: Timeline, rank: int) -> tuple[int, float]:
+    """The last op on the critical path of `rank`, and the ms of sums behind it that nothing hides."""
+    last, closes = timeline.dag.first[rank + 1] - 1, timeline.closes(rank)
+    if closes <= timeline.last_end(rank) + SAME:
+        return last, 0.0
+    chain = [one for one in timeline.sums if one.end > one.start]
+    begin, ranks = closes, {rank}
+    while found := next((one for one in chain if abs(one.end - begin) <= SAME and ranks & {*one.ranks}), None):
+        begin, ranks = found.start, {*found.ranks}
+    ends = [i for i, end in enumerate(timeline.end) if abs(end - begin) <= SAME]
+    return max((i for i in ends if timeline.dag.rank[i] in ranks), default=max(ends, default=last)), closes - begin
+
+
 def _longest(compiled: Compiled) -> int:
     """The rank that ends the step, or for the span the one with the longest own time."""
     timeline = compiled.timeline
     ranks = range(timeline.ranks)
     if compiled.job.objective == "span":
-        return max(ranks, key=lambda r: timeline.last_end(r) - timeline.first_start(r))
-    return max(ranks, key=timeline.last_end)
+        return max(ranks, key=lambda r: timeline.closes(r) - timeline.first_start(r))
+    return max(ranks, key=timeline.closes)
 
 
 def binds(compiled: Compiled) -> str:

@@ -189,6 +189,11 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     optimizer.drop()
 
 
+def refuse(worker: Worker, op: Op) -> None:
+    """TIE, GATHER: of plans this runtime does not execute."""
+    raise ZbcError("E406", f"run: this runtime cannot execute {op}", hint="plan again with this version")
+
+
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.F: forward,
     Kind.B: backward_input,
@@ -201,4 +206,6 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.REDUCE: reduce,
     Kind.VALIDATE: validate,
     Kind.STEP: optimizer_step,
+    Kind.TIE: refuse,
+    Kind.GATHER: refuse,
 }

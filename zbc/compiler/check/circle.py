@@ -4,6 +4,9 @@ What counts is which rank waits for which. A *wait* leads from a place on one ra
 a place on a rank, one can go on by any wait that stands there or before, so of all places reached on a rank only the
 farthest matters. That makes the search a breadth-first walk over ranks, each step one look-up in running maxima, and a
 shortest circle passes each rank at most once.
+
+The collectives of a rank, which it starts and does not wait for, queue on a *line* of their own beside it: op `i` in
+the queue is place `size + i`, and only what stands before it in the queue holds it up.
 """
 
 from __future__ import annotations
@@ -44,11 +47,14 @@ def shortest_circle(waits: Waits, done: bytearray) -> list[Line]:
 
     Among hundreds of thousands of stuck ops a circle of more than a few waits may not be the shortest.
     """
-    rank_of = [rank for rank, ops in enumerate(waits.n.program.ranks) for _ in ops]
+    size, ranks = waits.n.size, waits.n.program.ranks
+    rank_of = [rank for rank, ops in enumerate(ranks) for _ in ops]
+    rank_of += [len(ranks) + rank for rank in rank_of]
     found = Roads(rank_of, list(_waits(waits, done))).shortest()
     lines = []
     for wait, following in zip(found, [*found[1:], *found[:1]], strict=True):
-        lines.append(Line(wait.op, wait.target, following.op if following.op != wait.target else None))
+        op, target, behind = wait.op % size, wait.target % size, following.op % size
+        lines.append(Line(op, target, behind if behind != target else None))
     return lines
 
 
@@ -60,21 +66,30 @@ def _waits(waits: Waits, done: bytearray) -> Iterator[Wait]:
 
     An op that blocks waits for its event at its end; that it has started is all the others of that event wait for.
     """
-    size = waits.n.size
+    size, met = waits.n.size, waits.met
     ends: dict[int, list[int]] = {}  # event -> the ops of it that have not run
     for i, event in enumerate(waits.event):
         if event >= 0 and not done[i]:
             ends.setdefault(event, []).append(i)
     for i in range(size):
-        if done[i]:
-            continue
-        for node in waits.needs(i):
-            if node < size and not done[node]:
-                yield Wait(i, 2 * i, node, 2 * node + 1)
-            elif size <= node < 2 * size:
-                yield from (Wait(i, 2 * i, j, 2 * j) for j in ends.get(node - size, ()))
-        if waits.blocks[i]:
-            yield from (Wait(i, 2 * i + 1, j, 2 * j) for j in ends.get(waits.event[i], ()) if j != i)
+        if not done[i]:
+            for node in waits.needs(i):
+                if node < size and not done[node]:
+                    yield Wait(i, 2 * i, node, 2 * node + 1)
+                elif size <= node < 2 * size:
+                    yield from _for_event(i, 2 * i, node - size, ends, met, size)
+            if waits.blocks[i]:
+                yield from _for_event(i, 2 * i + 1, waits.event[i], ends, met, size)
+        if waits.event[i] in met and not done[size + waits.event[i]]:
+            yield from _for_event(size + i, 2 * i + 1, waits.event[i], ends, met, size)
+
+
+def _for_event(
+    op: int, place: int, event: int, ends: dict[int, list[int]], met: dict[int, list[int]], size: int
+) -> Iterator[Wait]:
+    """`op` waits for all that take part in an event: to come to it, and as a collective to be the next in the queue."""
+    yield from (Wait(op, place, j, 2 * j) for j in ends.get(event, ()) if j != op % size)
+    yield from (Wait(op, place, size + j, 2 * j) for j in met.get(event, ()) if size + j != op)
 
 
 # ---- searching -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.numbered import Numbered, number
 from zbc.compiler.check.order import Late, late_ops, late_step_ops
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, STAGE_WIDE, Kind, Op, Program
+from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, SUM, Kind, Op, Program
 
 
 def check_complete(program: Program) -> None:
@@ -41,11 +41,18 @@ def complete_problems(n: Numbered) -> Iterator[ZbcError]:
 def _outside(n: Numbered) -> Iterator[ZbcError]:
     placement, program = n.program.placement, n.program
     for i in n.outside:
+        if n.op(i).kind in (Kind.TIE, Kind.GATHER):
+            text = f"program: {n.op(i)} has nothing to work on: {_NOTHING[n.op(i).kind]}"
+            yield ZbcError("E202", text, where=n.where(i), hint="drop it")
+            continue
         size = f"{placement.stages} stages, {program.microbatches} microbatches"
         size += f", {len(placement.pipes)} pipes" if n.op(i).pipe else ""
         size += f", {program.slices} slices" if n.op(i).slice else ""
         text = f"program: {n.op(i)} is outside the program, which has {size}"
         yield ZbcError("E202", text, where=n.where(i), hint="drop it")
+
+
+_NOTHING = {Kind.TIE: "no weight is shared by two stages", Kind.GATHER: "no stage is stepped in parts"}
 
 
 def _repeated(n: Numbered) -> Iterator[ZbcError]:
@@ -135,31 +142,41 @@ def _missing_at(n: Numbered, row: int, index: int) -> Iterator[ZbcError]:
 
 
 def _missing_step_ops(n: Numbered) -> Iterator[ZbcError]:
-    """VALIDATE and STEP come together and everywhere; REDUCE on all holders of a stage or on none."""
+    """VALIDATE and STEP come together and everywhere; sums and gathers on all ranks that share something or on none."""
     seen: dict[tuple[int, Kind, int], int] = {}
     for i in n.step_ops:
         rank, op = n.place(i)[0], n.op(i)
         first = seen.setdefault((rank, op.kind, op.stage if op.kind in STAGE_WIDE else 0), i)
         if first != i:
             yield _twice(n, i, first)
-    placement = n.program.placement
-    stepping = any(kind is not Kind.REDUCE for _, kind, _ in seen)
-    wanted = [(rank, Kind.VALIDATE, 0) for rank in range(max(placement.ranks, len(n.program.ranks))) if stepping]
-    for stage in range(placement.stages):
-        holders = sorted(set(placement.holders(stage)))
-        if stepping:
-            wanted += [(rank, Kind.STEP, stage) for rank in holders]
-        reduced = any((rank, Kind.REDUCE, stage) in seen for rank in holders)
-        if reduced or (stepping and len(holders) > 1):
-            wanted += [(rank, Kind.REDUCE, stage) for rank in holders]
-    for rank, kind, stage in wanted:
-        if (rank, kind, stage) not in seen:
-            text = f"program: rank {rank} never runs {Op(kind, stage)}"
-            yield ZbcError("E202", text, hint=_STEP_HINTS[kind])
+    stepping = any(kind not in SUM for _, kind, _ in seen)
+    for op in _step_ops(n.program):
+        ranks = n.program.members(op)
+        if op.kind is Kind.VALIDATE:
+            ranks = tuple(range(max(len(ranks), len(n.program.ranks))))
+        always = stepping and (op.kind in (Kind.VALIDATE, Kind.STEP) or n.program.shared(op))
+        missing = [rank for rank in ranks if (rank, op.kind, op.stage) not in seen]
+        if always or len(missing) < len(ranks):
+            for rank in missing:
+                yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
+
+
+def _step_ops(program: Program) -> Iterator[Op]:
+    """The step-level ops a program may have."""
+    yield Op(Kind.VALIDATE, 0)
+    if program.tied:
+        yield Op(Kind.TIE, 0)
+    for stage in range(program.placement.stages):
+        yield Op(Kind.STEP, stage)
+        yield Op(Kind.REDUCE, stage)
+        if program.sharded:
+            yield Op(Kind.GATHER, stage)
 
 
 _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a copy of the stage sums its gradients, behind the last W or BW of the stage",
+    Kind.TIE: "every rank with the first or the last stage sums the shared weight's gradients, behind both",
+    Kind.GATHER: "one GATHER for each stage a rank holds, behind its STEP",
     Kind.VALIDATE: "one VALIDATE on each rank, behind its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, behind VALIDATE",
 }
@@ -172,7 +189,8 @@ def _misplaced(n: Numbered) -> Iterator[ZbcError]:
     placement = n.program.placement
     for i in n.misplaced:
         op = n.op(i)
-        owners = placement.holders(op.stage) if op.kind in STAGE_WIDE else (placement.rank_of(op.stage, op.pipe),)
+        step_level = op.kind in STAGE_WIDE or op.kind in RANK_WIDE
+        owners = n.program.members(op) if step_level else (placement.rank_of(op.stage, op.pipe),)
         ranks = " and ".join(str(rank) for rank in sorted(set(owners)))
         text = f"program: {op} is on rank {n.place(i)[0]}, its stage is on rank {ranks}"
         yield ZbcError("E205", text, where=n.where(i), hint=f"move it to rank {ranks}")

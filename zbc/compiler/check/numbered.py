@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, TRANSFER, Kind, Op, Program
+from zbc.ir import COMPUTE, RANK_WIDE, TRANSFER, Kind, Op, Program
 
 TRANSFERS = tuple(kind for kind in Kind if kind in TRANSFER)  # sets of strings have another order in every process
 KEYED = (*(kind for kind in Kind if kind in COMPUTE), *TRANSFERS)
@@ -29,7 +29,7 @@ class Numbered:
     owners: list[int]
     width: int
     at: dict[Kind, list[int]]
-    step_ops: list[int] = field(default_factory=list)  # REDUCE, VALIDATE and STEP of existing stages
+    step_ops: list[int] = field(default_factory=list)  # stage-wide and rank-wide ops of existing stages
     outside: list[int] = field(default_factory=list)  # no such stage, microbatch, pipe or slice
     repeated: list[int] = field(default_factory=list)  # ran before, on any rank; `at` has the first
     misplaced: list[int] = field(default_factory=list)  # on a rank that does not hold the stage
@@ -123,11 +123,20 @@ def _enter(numbered: Numbered, rank: int, ops: Sequence[Op]) -> None:
 
 
 def _enter_step_op(numbered: Numbered, rank: int, i: int) -> None:
-    op = numbered.program.ranks[rank][i - numbered.starts[rank]]
-    placement = numbered.program.placement
-    if op.kind is not Kind.VALIDATE and not 0 <= op.stage < placement.stages:
+    program = numbered.program
+    op = program.ranks[rank][i - numbered.starts[rank]]
+    if not _exists(program, op):
         numbered.outside.append(i)
         return
     numbered.step_ops.append(i)
-    if op.kind is not Kind.VALIDATE and rank not in placement.holders(op.stage):
+    if op.kind is not Kind.VALIDATE and rank not in program.members(op):
         numbered.misplaced.append(i)
+
+
+def _exists(program: Program, op: Op) -> bool:
+    """Whether a step-level op has something to work on in this program."""
+    if op.kind is Kind.TIE:
+        return program.tied
+    if op.kind is Kind.GATHER and not program.sharded:
+        return False
+    return op.kind in RANK_WIDE or 0 <= op.stage < program.placement.stages

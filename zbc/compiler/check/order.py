@@ -4,7 +4,9 @@
     B, BW s after  F s; RECV_B s if the stage after is elsewhere, else B or BW s+1; with slices, the slice after
     W s     after  B s
     SEND_F s, SEND_B s  after F s, after B or BW s
-    REDUCE s, VALIDATE, STEP s  after the last W or BW of s, after all backward work and every REDUCE, after VALIDATE
+    REDUCE s, TIE  after the last W or BW of s, of the first and the last stage
+    VALIDATE  after all backward work, every REDUCE and TIE
+    STEP s, GATHER s  after VALIDATE, after STEP s
 
 Op ids grow along a rank, so an order is kept where the needed op's id is smaller and on the same rank.
 """
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zbc.compiler.check.numbered import Numbered
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import COMPUTE, SUM, Kind, Op
 
 
 class Late(NamedTuple):
@@ -76,28 +78,28 @@ def _rules(n: Numbered, row: int, explicit: bool) -> Iterator[_Rule]:
 
 
 def late_step_ops(n: Numbered) -> Iterator[Late]:
-    """Every REDUCE, VALIDATE and STEP that comes before work it closes."""
+    """Every step-level op that comes before what it closes."""
     work = last_work(n) if n.step_ops else {}
-    validates: dict[int, int] = {}
+    first: dict[tuple[int, Kind, int], int] = {}  # rank, kind, stage (of STEP) -> op
     for i in n.step_ops:
-        if n.op(i).kind is Kind.VALIDATE:
-            validates.setdefault(n.place(i)[0], i)
+        op = n.op(i)
+        first.setdefault((n.place(i)[0], op.kind, op.stage if op.kind is Kind.STEP else 0), i)
+    ends = {0, n.program.placement.stages - 1}
     for i in n.step_ops:
-        kind, (rank, _) = n.op(i).kind, n.place(i)
-        validate = validates.get(rank)
-        if kind is Kind.REDUCE:
-            last = work.get((rank, n.op(i).stage), -1)
-            if last > i:
-                yield Late(i, last, n.op(last))
-            if validate is not None and validate < i:
-                yield Late(validate, i, n.op(i))
-        elif kind is Kind.STEP:
-            if validate is not None and validate > i:
-                yield Late(i, validate, n.op(validate))
+        op, (rank, _) = n.op(i), n.place(i)
+        validate = first.get((rank, Kind.VALIDATE, 0), -1)
+        if op.kind is Kind.STEP:
+            needs = [validate]
+        elif op.kind is Kind.GATHER:
+            needs = [first.get((rank, Kind.STEP, op.stage), -1)]
+        elif op.kind is Kind.REDUCE:
+            needs = [work.get((rank, op.stage), -1)]
         else:
-            last = max((last for (r, _), last in work.items() if r == rank), default=-1)
-            if last > i:
-                yield Late(i, last, n.op(last))
+            mine = [last for (r, s), last in work.items() if r == rank and (op.kind is Kind.VALIDATE or s in ends)]
+            needs = [max(mine, default=-1)]
+        yield from (Late(i, last, n.op(last)) for last in needs if last > i)
+        if op.kind in SUM and 0 <= validate < i:
+            yield Late(validate, i, op)
 
 
 def last_work(n: Numbered) -> dict[tuple[int, int], int]:

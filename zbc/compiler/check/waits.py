@@ -3,20 +3,24 @@
 Nodes: op i is node i; an *event* (a message between two ranks, a rendezvous of several) is node `size + e`, where e is
 the id of one of the ops that take part in it; a *ghost*, behind those, is something that never comes.
 An op runs when the op before it on its rank has run and what it needs has happened; an op that blocks ends with its
-event. An event happens when all its parties have come. A message also waits for the one before it in its channel, but
-that takes no edge: both ends of the one before stand before its own ends, or else the two ends of the channel disagree
-and from there on nothing in it ever moves.
+event. An event happens when all its parties have come.
+
+The collectives of a rank happen one after the other in the order in which it starts them, as on one queue of a device,
+whether it waits for them (VALIDATE) or goes on (all others): a collective's event also has the events right before it
+for parties. A message also waits for the one before it in its channel, but that takes no edge: both ends of the one
+before stand before its own ends, or else the two ends of the channel disagree and from there on nothing in it moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from zbc.compiler.check.channels import channels, crossings, disorder
 from zbc.compiler.check.numbered import TRANSFERS, Numbered
 from zbc.compiler.check.order import late_ops, late_step_ops
-from zbc.ir import STAGE_WIDE, TRANSFER, Kind, Op, message_of
+from zbc.ir import COLLECTIVE, SUM, TRANSFER, Kind, Op, message_of
 
 NONE = -1
 SEVERAL = -2
@@ -34,6 +38,8 @@ class Waits:
     more: dict[int, list[int]] = field(default_factory=dict)
     lacks: dict[int, int] = field(default_factory=dict)  # event -> the ghost that keeps it from happening
     ghosts: dict[str, int] = field(default_factory=dict)  # what never comes, as a sentence -> its node
+    behind: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> the events right behind it
+    met: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> the ops that meet in it
 
     @property
     def nodes(self) -> int:
@@ -157,27 +163,47 @@ def _fifo(waits: Waits) -> None:
 
 
 def _rendezvous(waits: Waits) -> None:
-    """The k-th REDUCE of a stage on each of its holders, and the k-th VALIDATE of all ranks, happen together."""
-    n, placement = waits.n, waits.n.program.placement
-    met: dict[tuple[Kind, int, int], dict[int, int]] = {}  # kind, stage, k -> rank -> op
-    count: dict[tuple[Kind, int, int], int] = {}
+    """The k-th collective of one kind and stage on each of its ranks happens at once, behind those started before."""
+    n = waits.n
+    met: dict[tuple[Op, int], dict[int, int]] = {}  # collective, k -> rank -> op
+    count: dict[tuple[Op, int], int] = {}
+    queues: dict[int, list[int]] = {}
     for i in n.step_ops:
         op, (rank, _) = n.op(i), n.place(i)
-        if op.kind is not Kind.STEP:
-            stage = op.stage if op.kind in STAGE_WIDE else 0
-            k = count.get((op.kind, stage, rank), 0)
-            count[op.kind, stage, rank] = k + 1
-            met.setdefault((op.kind, stage, k), {})[rank] = i
-    for (kind, stage, k), ops in met.items():
-        ranks = placement.holders(stage) if kind is Kind.REDUCE else range(len(n.program.ranks))
+        if op.kind in COLLECTIVE:
+            k = count.get((op, rank), 0)
+            count[op, rank] = k + 1
+            met.setdefault((op, k), {})[rank] = i
+            queues.setdefault(rank, []).append(i)
+    for (op, k), ops in met.items():
         first = min(ops.values())
-        for i in ops.values():
-            waits.event[i], waits.blocks[i] = first, 1
+        waits.met[first] = list(ops.values())
         waits.parties[first] = len(ops)
-        absent = sorted(set(ranks) - set(ops))
+        for i in ops.values():
+            waits.event[i], waits.blocks[i] = first, op.kind is Kind.VALIDATE
+        wanted = range(len(n.program.ranks)) if op.kind is Kind.VALIDATE else n.program.members(op)
+        absent = sorted(set(wanted) - set(ops))
         if absent:
             which = "a second " if k else ""
-            waits.never(first, waits.ghost(f"{which}{Op(kind, stage)} never comes on rank {absent[0]}"))
+            waits.never(first, waits.ghost(f"{which}{op} never comes on rank {absent[0]}"))
+    for queue in queues.values():
+        _queue(waits, queue)
+
+
+def _queue(waits: Waits, queue: list[int]) -> None:
+    """The collectives of one rank, in its order."""
+    n = waits.n
+    for before, i in pairwise(queue):
+        waits.behind.setdefault(waits.event[before], []).append(waits.event[i])
+        waits.parties[waits.event[i]] += 1
+    sums: list[int] = []
+    for i in queue:
+        kind = n.op(i).kind
+        if kind in SUM:
+            sums.append(i)
+        elif kind is Kind.VALIDATE:
+            for j in sums:
+                waits.add_need(i, n.size + waits.event[j])
 
 
 # ---- running -------------------------------------------------------------------------------------------------
@@ -193,6 +219,18 @@ def run(waits: Waits) -> bytearray:
     need, event, blocks, left = waits.need, waits.event, waits.blocks, waits.parties[:]
     done = bytearray(waits.nodes)
     sleeping: dict[int, list[int]] = {}  # node -> ranks that wait for it
+
+    def come(event: int) -> None:
+        """One more party of an event is there; perhaps it happens, and with it those that only waited for it."""
+        coming = [event]
+        while coming:
+            event = coming.pop()
+            left[event] -= 1  # once more, and to no effect, when an op that blocks wakes up behind its event
+            if not left[event]:
+                done[size + event] = 1
+                ready.extend(sleeping.pop(size + event, ()))
+                coming += waits.behind.get(event, ())
+
     at = n.starts[:-1]
     ready = list(range(len(at)))
     while ready:
@@ -207,10 +245,7 @@ def run(waits: Waits) -> bytearray:
                 break
             e = event[i]
             if e >= 0:
-                left[e] -= 1  # once more, and to no effect, when an op that blocks wakes up behind its event
-                if not left[e]:
-                    done[size + e] = 1
-                    ready += sleeping.pop(size + e, ())
+                come(e)
                 if blocks[i] and not done[size + e]:
                     sleeping.setdefault(size + e, []).append(rank)
                     break

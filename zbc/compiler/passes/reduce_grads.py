@@ -1,28 +1,76 @@
-"""Sum the gradients of stages that several ranks hold a copy of."""
+"""Sum the gradients of what several ranks hold a copy of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.simulate import simulate
 from zbc.ir import COMPUTE, Kind, Op, Program
 
 
-def reduce_grads(program: Program) -> Program:
-    """Put `REDUCE s` behind the last op of each replicated stage; stages with one holder need none.
+def reduce_grads(program: Program, costs: Costs | None = None) -> Program:
+    """Put `REDUCE s` behind the last op of each stage that pipes or data-parallel copies replicate, on each holder.
 
-    Where a rank finishes two replicated stages, its peers must meet it in the same order: all REDUCEs of a program
-    follow one order, that of the stages' numbers, at the end of each rank's compute.
+    A weight that two stages share is summed by `TIE`, behind both. Stages with one holder need nothing. A sum is only
+    started: it goes on beside the ops that follow, up to VALIDATE.
 
-        BW s0 m3          BW s0 m3
-        BW s1 m3    ->    BW s1 m3
+        BW s1 m3          BW s1 m3
+        SEND_B s1 m3      SEND_B s1 m3
+        BW s0 m2    ->    REDUCE s1
+        BW s0 m3          BW s0 m2
+                          BW s0 m3
                           REDUCE s0
-                          REDUCE s1
+
+    Ranks that meet in more than one sum must start them in one order, so all of a program follow one: that in which
+    their gradients are complete on all holders, by `costs` (by default all ops take equally long). Where a rank is done
+    with a stage before its turn in that order, its REDUCE stands behind the one before it.
     """
-    placement = program.placement
-    replicated = [s for s in range(placement.stages) if len(set(placement.holders(s))) > 1]
-    if not replicated:
+    stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
+    sums = [op for op in [*stages, *([Op(Kind.TIE, 0)] if program.tied else [])] if program.shared(op)]
+    if not sums:
         return program
-    ranks = []
-    for rank, ops in enumerate(program.ranks):
-        mine = [Op(Kind.REDUCE, s) for s in replicated if rank in placement.holders(s)]
-        end = 1 + max((i for i, op in enumerate(ops) if op.kind in COMPUTE or op.kind.is_transfer), default=-1)
-        ranks.append([*ops[:end], *mine, *ops[end:]])
+    rank_of = _turns(program, sums, costs)
+    ranks = [
+        _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
+        for rank, ops in enumerate(program.ranks)
+    ]
     return program.with_ranks(ranks, by="reduce-grads")
+
+
+def _turns(program: Program, sums: Sequence[Op], costs: Costs | None) -> Callable[[int], Callable[[Op], float]]:
+    """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
+    if all(len(program.members(op)) == 1 for op in sums):  # every rank meets its own copies only
+        return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
+    timeline = simulate(program, costs or Costs.uniform(program.placement))
+    done: dict[int, float] = {}
+    for span in timeline:
+        done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
+    ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
+    return lambda rank: ready.__getitem__
+
+
+def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]:
+    """The ops of a rank with `sums` in that order, each as early as it can stand."""
+    behind: dict[int, list[Op]] = {}
+    position = -1
+    for op in sums:
+        position = max(position, _ends(program, ops, op))
+        behind.setdefault(position, []).append(op)
+    listed = behind.get(-1, [])
+    for step, op in enumerate(ops):
+        listed += [op, *behind.get(step, ())]
+    return listed
+
+
+def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
+    """The step behind which a sum can start: the last compute op of what it closes, or the SEND of its result."""
+    stages = _closes(program, op)
+    last = max((i for i, other in enumerate(ops) if other.kind in COMPUTE and other.stage in stages), default=-1)
+    while last + 1 < len(ops) and ops[last + 1].kind.is_send:
+        last += 1
+    return last
+
+
+def _closes(program: Program, op: Op) -> tuple[int, ...]:
+    return (op.stage,) if op.kind is Kind.REDUCE else (0, program.placement.stages - 1)
