@@ -16,7 +16,8 @@ MODULES = {
 # A module may import what stands on its own line or above it; the longest matching prefix decides.
 LAYERS = [
     ["zbc.errors", "zbc.explain"],
-    ["zbc.ir", "zbc.toml"],
+    ["zbc.ir", "zbc.toml", "zbc.section"],
+    ["zbc.model_section"],
     ["zbc.spec"],
     ["zbc.plan"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
@@ -36,10 +37,12 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.spec", "zbc.plan"],
+    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.section", "zbc.model_section", "zbc.spec", "zbc.plan"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
-    ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.gpt"],
+    ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.rotary"],
+    ["zbc.runtime.gpt"],
+    ["zbc.runtime.llama"],
     ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.hub", "zbc.runtime.network"],
     ["zbc.runtime.optimizer"],
     ["zbc.runtime.model"],

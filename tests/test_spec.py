@@ -74,6 +74,38 @@ def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
     assert text in found[0][2]
 
 
+LLAMA = {"family": "llama", "kv_heads": 2}
+SCALED = {"kind": "llama3", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "text"),
+    [
+        ({"kv_heads": 2}, "E110", "model.kv_heads is not for family gpt"),
+        ({"family": "llama", "positions": "learned"}, "E110", "model.positions is not for family llama"),
+        ({"family": "a:b", "rope_theta": 1.0}, "E110", "model.rope_theta is not for family a:b"),
+        ({**LLAMA, "kv_heads": 3}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),
+        ({**LLAMA, "head_size": 7}, "E110", "rotary positions need an even head size, it is 7"),
+        ({"rope_scaling": SCALED}, "E110", "model.rope_scaling needs rotary positions"),
+        ({**LLAMA, "rope_scaling": {**SCALED, "high_freq_factor": 1.0}}, "E110", "is not above low_freq_factor"),
+        ({**LLAMA, "rope_scaling": {**SCALED, "kind": "yarn"}}, "E103", "model.rope_scaling.kind"),
+        ({**LLAMA, "rope_scaling": {**SCALED, "factors": 2}}, "E102", "model.rope_scaling.factors"),
+        ({"family": "lama"}, "E103", "unknown model.family 'lama'"),
+        ({**LLAMA, "args": {"x": 1}}, "E110", "model.args belongs to a factory, family is llama"),
+    ],
+)
+def test_what_a_family_does_not_have_is_an_error_with_its_place(tmp_path, model, code, text):
+    found = problems(tmp_path, toml_text(model=model))
+    assert [found_code for found_code, _, _ in found] == [code]
+    assert text in found[0][2] and found[0][1].startswith("zbc.toml:")
+
+
+def test_sizes_that_are_not_given_follow_from_others():
+    gpt, llama = job().model, job(model={"family": "llama", "hidden": 4096, "heads": 32}).model
+    assert (gpt.head_width, gpt.kv_width, gpt.mlp_width, gpt.rotary) == (8, 32, 128, False)
+    assert (llama.head_width, llama.kv_width, llama.mlp_width, llama.rotary) == (128, 4096, 11008, True)
+
+
 def test_overrides_win_and_are_named_as_the_place_of_their_problems(tmp_path):
     path = tmp_path / "zbc.toml"
     path.write_text(toml_text())

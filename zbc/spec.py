@@ -12,44 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from zbc import toml
+from zbc import model_section, toml
 from zbc.errors import ZbcError, raise_all
+from zbc.model_section import Model as Model
+from zbc.section import FACTORY, Count, NotNegative, Positive
+from zbc.section import Section as Section
 from zbc.wording import convert, did_you_mean, unknown
 
 VERSION = 1
 ACTIVATIONS = ("keep", "recompute", "offload")
 
-Count = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PerPart = NotNegative | list[NotNegative]  # one number for all ranks, stages or layers, or one each
-FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Model(Section):
-    """`[model]`: what is split into stages."""
-
-    family: str = Field("gpt", description='"gpt", or "package.module:factory", a callable that returns the layers')
-    layers: Count = Field(description="blocks of a gpt (embedding and head are extra), or layers of the factory")
-    hidden: Count | None = Field(None, description="width of the residual stream (gpt)")
-    heads: Count | None = Field(None, description="attention heads (gpt)")
-    vocab: Count | None = Field(None, description="size of the vocabulary (gpt)")
-    seq_len: Count | None = Field(None, description="tokens per sequence")
-    positions: Literal["learned", "rotary"] = Field("learned", description="position information (gpt)")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; bfloat16 runs under autocast")
-    parameters: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
-    )
-    tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
-    loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
-    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 
 
 class Parallel(Section):
@@ -342,51 +317,8 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
 
 def _model_rules(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = draft.sections.get("model")
-    if model is None:
-        return
-    where = draft.document.where
-    if model.family == "gpt":
-        missing = [key for key in ("hidden", "heads", "vocab", "seq_len") if getattr(model, key) is None]
-        for key in missing:
-            text = f"config: model.{key} is missing (family gpt needs it)"
-            hint = f"add {key} = ... ({Model.model_fields[key].description})"
-            yield ZbcError("E105", text, where=where(("model",), key=True), hint=hint)
-        if model.hidden and model.heads:
-            if model.hidden % model.heads:
-                text = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
-                hint = f"use heads = {_divisors_near(model.hidden, model.heads)}"
-                yield ZbcError("E110", f"config: {text}", where=where(("model", "heads")), hint=hint)
-            elif model.positions == "rotary" and model.hidden // model.heads % 2:
-                text = f"rotary positions need an even head size, hidden/heads is {model.hidden // model.heads}"
-                hint = 'use positions = "learned", or other heads'
-                yield ZbcError("E110", f"config: {text}", where=where(("model", "positions")), hint=hint)
-        if model.args:
-            text = "config: model.args belongs to a factory, family is gpt"
-            hint = 'drop it, or set family = "package.module:factory"'
-            yield ZbcError("E110", text, where=where(("model", "args")), hint=hint)
-    elif not FACTORY.fullmatch(model.family):
-        hint = did_you_mean(model.family, ["gpt"]) or 'use "gpt" or "package.module:factory"'
-        yield ZbcError(
-            "E103", f"config: unknown model.family {model.family!r}", where=where(("model", "family")), hint=hint
-        )
-    if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
-        hint = 'use "cross_entropy", "mse" or "package.module:function"'
-        yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where(("model", "loss")), hint=hint)
-
-
-def _precision_rules(draft: Draft) -> Iterator[ZbcError]:
-    model: Model | None = draft.sections.get("model")
-    if model is not None and model.parameters == "bfloat16" and model.dtype != "bfloat16":
-        text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
-        where = draft.document.where(("model", "parameters"))
-        yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
-
-
-def _divisors_near(whole: int, number: int) -> str:
-    """The divisors of `whole` next to `number`, as `4 or 8`."""
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    below, above = max(d for d in divisors if d <= number), min((d for d in divisors if d > number), default=whole)
-    return f"{below} or {above}"
+    if model is not None:
+        yield from model_section.problems(model, draft.document)
 
 
 def _data_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -400,13 +332,13 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
     if model is None:
         return
-    if data.kind == "text" and model.family == "gpt" and model.vocab and model.vocab < 256:
+    if data.kind == "text" and model.builtin and model.vocab and model.vocab < 256:
         text = f"config: text data has 256 byte values, model.vocab is {model.vocab}"
         yield ZbcError("E150", text, where=where(("model", "vocab")), hint="use vocab = 256 or more")
-    if data.kind == "synthetic" and model.family != "gpt" and (model.vocab is None or model.seq_len is None):
+    if data.kind == "synthetic" and not model.builtin and (model.vocab is None or model.seq_len is None):
         text = "config: synthetic data are tokens and need model.vocab and model.seq_len"
         yield ZbcError("E150", text, where=where(("data", "kind")), hint='or give data.kind = "package.module:factory"')
-    if data.kind == "text" and model.family != "gpt" and model.seq_len is None:
+    if data.kind == "text" and not model.builtin and model.seq_len is None:
         text = "config: text data need model.seq_len"
         yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
 
@@ -507,7 +439,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
 
 RULES = (
     _model_rules,
-    _precision_rules,
     _data_rules,
     _cost_rules,
     _memory_limit_rule,

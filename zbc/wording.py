@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -31,10 +31,16 @@ def convert(
             key,
         )
     if kind == "extra_forbidden":
-        inner = section if len(path) == 2 else section.model_fields[str(path[1])].annotation
+        inner = section if len(path) == 2 else _table(section.model_fields[str(path[1])].annotation)
         return unknown(path, document, list(inner.model_fields if inner else ())), path
     text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(found)}"
     return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
+
+
+def _table(annotation: Any) -> type[BaseModel] | None:
+    """The model a field holds, also where it may hold none."""
+    options = [annotation, *get_args(annotation)]
+    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _short(value: Any) -> str:

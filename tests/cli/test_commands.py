@@ -14,6 +14,7 @@ from tests.compiler.grid import FIXED
 from tests.jobs import toml_text
 from zbc.cli.jobs import Template, template_text
 from zbc.cli.summary import layer_ranges, ranges
+from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recall import timeline_of
 from zbc.compiler.schedules import SCHEDULES
@@ -366,9 +367,10 @@ def test_a_template_is_written_and_plans_without_an_error(template, zbc, folder)
     )
 
 
-def test_the_stand_in_for_llama_says_that_it_is_one():
-    first = template_text(Template.LLAMA).split("\n")[0]
-    assert first.startswith("# Not Llama itself")
+def test_the_llama_template_has_the_parameters_of_llama_3_8b(tmp_path):
+    """8,030,261,248 in its model card's safetensors index."""
+    (tmp_path / "zbc.toml").write_text(template_text(Template.LLAMA))
+    assert sum(layer.params for layer in estimate.layers(load_job(tmp_path / "zbc.toml"))) == 8_030_261_248
 
 
 def test_init_writes_into_the_current_directory(zbc):

@@ -25,6 +25,7 @@ from zbc.runtime.worker import Settings, build_worker
 
 CPU = torch.device("cpu")
 GPT = {"family": "gpt", "layers": 6, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16}
+LLAMA = {**GPT, "family": "llama", "kv_heads": 2, "ffn_hidden": 48, "vocab": 67}
 NOISE = {"kind": "synthetic"}
 
 
@@ -54,7 +55,7 @@ def make_plan(
     program = program.with_ranks(ranks, by="test")
     checked = spec.Model.model_validate(model)
     names = [f"layers.{i}" for i in range(checked.layers)]
-    names = ["embed", *names, "head"] if checked.family == "gpt" else names
+    names = ["embed", *names, "head"] if checked.builtin else names
     stages = program.placement.stages
     cuts = [round(s * len(names) / stages) for s in range(stages + 1)]
     manifest, _ = assemble(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, plan_of, reference
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, plan_of, reference
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Op, Placement
 from zbc.runtime.threads import run_threads
@@ -78,11 +78,23 @@ def test_rotary_positions(schedule):
     check_gradients(make_plan(make_program(schedule, 4, 4), model={**GPT, "positions": "rotary"}, keep=without_step))
 
 
+@pytest.mark.parametrize(("schedule", "p"), [*((name, 4) for name in SCHEDULES), ("1f1b", 1), ("zb-v", 2)])
+def test_the_llama_family(schedule, p):
+    check_gradients(make_plan(make_program(schedule, p, 4), model=LLAMA, keep=without_step, size=1))
+
+
+def test_llama_with_stretched_positions_wide_heads_and_one_key_for_all():
+    scaling = {"kind": "llama3", "factor": 8.0, "original_seq_len": 64}
+    model = {**LLAMA, "kv_heads": 1, "head_size": 12, "rope_scaling": scaling, "rope_theta": 500.0}
+    check_training(make_plan(make_program("zb-v", 2, 4), model=model, optimizer={"lr": 1e-2}))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule):
-    model = {**GPT, "dtype": "bfloat16"}
-    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step))
-    check_training(make_plan(make_program(schedule, 2, 4), model=model, optimizer={"lr": 1e-2}))
+    for family in (GPT, LLAMA):
+        model = {**family, "dtype": "bfloat16"}
+        check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step))
+        check_training(make_plan(make_program(schedule, 2, 4), model=model, optimizer={"lr": 1e-2}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

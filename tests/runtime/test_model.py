@@ -9,7 +9,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker,
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime import model, userobject
-from zbc.runtime.gpt import Rotary
+from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import draws, seed_of, seeded
 from zbc.runtime.threads import run_threads
 

@@ -201,7 +201,7 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
 def _boundary(job: Job) -> plans.Boundary | None:
     """The tensor between stages, where it is known before the model is built."""
     model = job.model
-    if model.family != "gpt" or model.seq_len is None or model.hidden is None:
+    if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
     return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype=model.parameters)
 

@@ -126,7 +126,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         kept = tuple(_entries(stages[s], table) if s in again else size.act_b for s, size in enumerate(sizes))
         act_b = tuple(units * keep / (size.act_b or 1.0) for units, keep, size in zip(act_b, kept, sizes, strict=True))
         sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
-    known = job.model.family == "gpt"
+    known = job.model.builtin
     source = "given" if given else "estimated" if known else "assumed equal"
     costs = Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
     return _with_sums(costs, job, placement, stages, table)
@@ -213,7 +213,7 @@ def _activations(
 def _bytes(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...] | None:
-    if job.model.family != "gpt":
+    if not job.model.builtin:
         return None
     boundary = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
     options = job.optimizer

@@ -1,12 +1,19 @@
 """What each layer costs, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
 
 Times are the larger of arithmetic at `hardware.tflops` and memory traffic at `hardware.memory_gbps`, in ms, for one
-microbatch. Per token of a block of width h, sequence length s, with n-byte activations:
+microbatch. Per token of a block of width h, with queries of width q (all heads), keys and values of width k each, an
+MLP of width f, sequence length s, n-byte activations and P weights in its linear layers:
 
-    F   24 h^2 + 2 s h (causal attention, half of the square)        W   24 h^2
-    B   24 h^2 + 5 s h (attention backward computes the scores anew)
-    kept F -> B   two residual inputs in float32 (8h) and 15 h n: norm outputs, q k v, attention and MLP in and out
-    kept B -> W   16 h n: input and output gradient of the four linear layers (what runtime/split.py stores)
+    F   2 P + 2 s q (causal attention, half of the square)        W   2 P
+    B   2 P + 5 s q (attention backward computes the scores anew)
+    kept F -> B   two residual inputs in float32 (8h) and, n bytes each: norm outputs 2h, q k v, attention out twice (as
+                  it is and with heads joined), MLP in and out: gpt 2f, llama 4f (gate, up, silu of gate, product);
+                  with rotary positions q and k once more, since v keeps alive what they were turned from
+    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
+
+    family   P                                B -> W                     gpt with q = k = h and f = 4h
+    gpt      h (2q + 2k) + 2 h f              4h + 2q + 2k + 2f          24 h^2, 15 h n, 16 h n
+    llama    h (2q + 2k) + 3 h f              4h + 2q + 2k + 3f
 
 The head adds 2 h V per token to each of F, B and W, and keeps the logits and their float32 log-probabilities.
 These are estimates; measured times given in [costs] replace them.
@@ -80,7 +87,7 @@ class Machine:
 
 def layers(job: Job) -> list[Layer]:
     """Every layer in order, with given per-layer costs where the job has them."""
-    table = _gpt(job.model, job.schedule.microbatch_size, Machine.of(job.hardware))
+    table = _family(job.model, job.schedule.microbatch_size, Machine.of(job.hardware))
     if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
         table = [Layer(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(job.model.layers)]
     if job.costs.per == "layer" and job.costs.f is not None:
@@ -88,17 +95,17 @@ def layers(job: Job) -> list[Layer]:
     return table
 
 
-def _gpt(model: Model, size: int, machine: Machine) -> list[Layer] | None:
-    if model.family != "gpt":
-        return None
-    if model.hidden is None or model.vocab is None or model.seq_len is None:
+def _family(model: Model, size: int, machine: Machine) -> list[Layer] | None:
+    if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
     h, s, vocab = model.hidden, model.seq_len, model.vocab
     n = 2 if model.dtype == "bfloat16" else 4
     tokens = size * s
-    embedding = _embedding(h, vocab, s if model.positions == "learned" else 0, tokens, machine)
-    blocks = [_block(f"layers.{i}", h, s, n, tokens, machine) for i in range(model.layers)]
-    head = _head(h, vocab, n, tokens, machine)
+    norm = h if model.family == "llama" else 2 * h
+    embedding = _embedding(h, vocab, 0 if model.rotary else s, tokens, machine)
+    block = _block(model, h, s, n, tokens, machine)
+    blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
+    head = _head(h, vocab, norm, n, tokens, machine)
     tied = vocab * h if model.tie_embeddings else 0
     return [replace(embedding, tied=tied), *blocks, replace(head, tied=tied)]
 
@@ -118,24 +125,30 @@ def _embedding(h: int, vocab: int, positions: int, tokens: int, machine: Machine
     )
 
 
-def _block(name: str, h: int, s: int, n: int, tokens: int, machine: Machine) -> Layer:
-    params = 12 * h * h + 13 * h
-    linear = 24 * h * h * tokens
-    moved = 18 * h * n * tokens  # norms, GELU and residual sums read and write what no matrix product does
+def _block(model: Model, h: int, s: int, n: int, tokens: int, machine: Machine) -> Layer:
+    heads = model.heads or 1
+    q, k, f = heads * model.head_width, model.kv_width, model.mlp_width
+    gated = model.family == "llama"
+    matrices = h * (2 * q + 2 * k) + (3 if gated else 2) * h * f
+    others = 2 * h if gated else (q + 2 * k) + h + f + h + 4 * h  # norms; of gpt also biases
+    # Norms, residual sums, rotary positions and the MLP's activation read and write what no matrix product does.
+    turned = q + k if model.rotary else 0
+    moved = (10 * h + (5 if gated else 2) * f + 2 * turned) * n * tokens
+    linear = 2 * matrices * tokens
     return Layer(
-        name,
-        f=machine.ms(linear + 2 * s * h * tokens, moved),
-        b=machine.ms(linear + 5 * s * h * tokens, 2 * moved),
-        w=machine.ms(linear, 3 * GRAD_BYTES * params),
-        act_b=(8 * h + 15 * h * n) * tokens,
-        act_w=16 * h * n * tokens,
-        params=params,
+        "block",
+        f=machine.ms(linear + 2 * s * q * tokens, moved),
+        b=machine.ms(linear + 5 * s * q * tokens, 2 * moved),
+        w=machine.ms(linear, 3 * GRAD_BYTES * (matrices + others)),
+        act_b=(8 * h + (2 * h + 3 * q + 2 * k + turned + (4 if gated else 2) * f) * n) * tokens,
+        act_w=(4 * h + 2 * q + 2 * k + (3 if gated else 2) * f) * n * tokens,
+        params=matrices + others,
         entry=4 * h * tokens,
     )
 
 
-def _head(h: int, vocab: int, n: int, tokens: int, machine: Machine) -> Layer:
-    params = h * vocab + 2 * h
+def _head(h: int, vocab: int, norm: int, n: int, tokens: int, machine: Machine) -> Layer:
+    params = h * vocab + norm
     flops = 2 * h * vocab * tokens
     return Layer(
         "head",
@@ -188,7 +201,7 @@ def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]]
 
 def boundary_bytes(model: Model, size: int) -> float:
     """Bytes of the tensor between two stages for one microbatch; 0 where only the runtime can know (factories)."""
-    if model.family != "gpt" or model.hidden is None or model.seq_len is None:
+    if not model.builtin or model.hidden is None or model.seq_len is None:
         return 0.0
     # The residual stream has the type of the parameters, under autocast too.
     return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden

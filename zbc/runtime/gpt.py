@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbc.runtime.rotary import Rotary
+
 STD = 0.02
 
 
@@ -36,20 +38,24 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, layers: int, seq_len: int, *, rotary: bool) -> None:
+    def __init__(
+        self, hidden: int, heads: int, *, ffn: int, layers: int, eps: float, tanh: bool, rotary: Rotary | None
+    ) -> None:
+        """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2."""
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(hidden)
-        self.qkv = _linear(hidden, 3 * hidden)
-        self.proj = _linear(hidden, hidden, layers)
-        self.norm2 = nn.LayerNorm(hidden)
-        self.up = _linear(hidden, 4 * hidden)
-        self.down = _linear(4 * hidden, hidden, layers)
-        self.rotary = Rotary(seq_len, hidden // heads) if rotary else None
+        self.norm1 = nn.LayerNorm(hidden, eps=eps)
+        self.qkv = linear(hidden, 3 * hidden)
+        self.proj = linear(hidden, hidden, layers)
+        self.norm2 = nn.LayerNorm(hidden, eps=eps)
+        self.up = linear(hidden, ffn)
+        self.down = linear(ffn, hidden, layers)
+        self.rotary = rotary
+        self.gelu = nn.GELU("tanh" if tanh else "none")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.proj(self._attend(self.norm1(x)))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        return x + self.down(self.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
@@ -60,29 +66,10 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, hidden)
 
 
-class Rotary(nn.Module):
-    """Rotates pairs of features by position (arXiv 2104.09864); input (B, heads, T, head size)."""
-
-    def __init__(self, seq_len: int, size: int, base: float = 10000.0) -> None:
-        super().__init__()
-        rates = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[-2]
-        cos, sin = self.cos[:length], self.sin[:length]
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
-
-
 class Head(nn.Module):
-    def __init__(self, hidden: int, vocab: int) -> None:
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden)
+        self.norm = norm
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
 
@@ -90,8 +77,10 @@ class Head(nn.Module):
         return self.logits(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _linear(inputs: int, outputs: int, residual_layers: int | None = None) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs)
-    nn.init.normal_(linear.weight, std=STD if residual_layers is None else STD / math.sqrt(2 * residual_layers))
-    nn.init.zeros_(linear.bias)
-    return linear
+def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:
+    """A linear layer with initial weights; `residual_layers`: it leads back into the residual stream of so many."""
+    made = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.normal_(made.weight, std=STD if residual_layers is None else STD / math.sqrt(2 * residual_layers))
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made

@@ -1,7 +1,8 @@
 """From `[model]` to named layers, each with a way to build it, and to a loss function.
 
-Layers are named "embed", "layers.0", ..., "head" for the built-in GPT and "layers.0", ... for a factory's; parameters
-`{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number of ranks.
+Layers are named "embed", "layers.0", ..., "head" for the built-in families and "layers.0", ... for a factory's;
+parameters `{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.nn import functional
 
 from zbc import spec
 from zbc.errors import ZbcError
-from zbc.runtime import gpt, userobject
+from zbc.runtime import gpt, llama, userobject
+from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
 
@@ -64,20 +66,53 @@ class LayerPlan:
 
 def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
     """All layers in order. Raises E502 (factory) or E506 (another number of layers than the job says)."""
-    return _gpt(model) if model.family == "gpt" else _factory(model, seed)
+    return _family(model) if model.builtin else _factory(model, seed)
 
 
-def _gpt(model: spec.Model) -> list[LayerPlan]:
+def _family(model: spec.Model) -> list[LayerPlan]:
+    """The layers of a built-in family: embed, the blocks, head."""
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
-        raise ZbcError("E105", "config: model.hidden, heads, vocab and seq_len are needed for family gpt")
-    hidden, heads, vocab, seq_len = model.hidden, model.heads, model.vocab, model.seq_len
-    rotary = model.positions == "rotary"
-    block = functools.partial(gpt.Block, hidden, heads, model.layers, seq_len, rotary=rotary)
+        text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
+        raise ZbcError("E105", text)
+    embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=not model.rotary)
+    block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
     return [
-        LayerPlan("embed", functools.partial(gpt.Embed, vocab, hidden, seq_len, learned=not rotary)),
+        LayerPlan("embed", embed),
         *(LayerPlan(f"layers.{i}", block, like="block") for i in range(model.layers)),
-        LayerPlan("head", functools.partial(gpt.Head, hidden, vocab)),
+        LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab)),
     ]
+
+
+def _gpt_block(model: spec.Model) -> nn.Module:
+    hidden, heads = model.hidden or 0, model.heads or 0
+    rotary = _rotary(model) if model.rotary else None
+    tanh = model.activation == "gelu_tanh"
+    return gpt.Block(
+        hidden, heads, ffn=model.mlp_width, layers=model.layers, eps=model.norm_eps, tanh=tanh, rotary=rotary
+    )
+
+
+def _llama_block(model: spec.Model) -> nn.Module:
+    heads = model.heads or 0
+    return llama.Block(
+        model.hidden or 0,
+        heads=heads,
+        kv_heads=model.kv_heads or heads,
+        size=model.head_width,
+        ffn=model.mlp_width,
+        layers=model.layers,
+        eps=model.norm_eps,
+        rotary=_rotary(model),
+    )
+
+
+def _rotary(model: spec.Model) -> Rotary:
+    return Rotary(model.seq_len or 0, model.head_width, model.rope_theta, model.rope_scaling)
+
+
+def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
+    norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
+    return gpt.Head(hidden, vocab, norm(hidden, eps=model.norm_eps))
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

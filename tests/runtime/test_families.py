@@ -1,0 +1,104 @@
+"""The built-in families: what the compiler counts of them is what is there, and they compute what they should."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.runtime.small_plans import LLAMA
+from zbc.compiler import estimate
+from zbc.model_section import RopeScaling
+from zbc.runtime import model
+from zbc.runtime.rotary import rotation_rates
+
+SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 300, "seq_len": 32}
+FAMILIES = [
+    {},
+    {"positions": "rotary", "ffn_hidden": 80},
+    {"family": "llama"},
+    {"family": "llama", "kv_heads": 2, "ffn_hidden": 96},
+    {"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72},
+]
+
+
+def layers(description):
+    return model.layers(description.model, 7)
+
+
+@pytest.mark.parametrize("changes", FAMILIES)
+def test_parameters_are_counted_as_they_are(changes):
+    described = job(model={**SIZES, **changes})
+    counted = {layer.name: layer.params for layer in estimate.layers(described)}
+    assert counted == {plan.name: sum(p.numel() for p in plan.on_meta().parameters()) for plan in layers(described)}
+
+
+@pytest.mark.parametrize("changes", FAMILIES)
+def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
+    """Plain autograd keeps what F keeps; only storage that is not a parameter or a buffer counts, once.
+
+    RMSNorm on the CPU, where it is no single kernel, also keeps its output before the scale: 4 bytes a feature.
+    """
+    size, described = 2, job(model={**SIZES, **changes})
+    block = layers(described)[1].build(0)
+    x = torch.randn(size, 32, 64, requires_grad=True)
+    kept, own = {}, {t.untyped_storage().data_ptr() for t in [*block.parameters(), *block.buffers()]}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.is_floating_point():
+            kept[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = block(x)
+    assert y.shape == x.shape
+    counted = estimate.layers(described)[1].act_b + (2 * 4 * 64 * 64 if described.model.family == "llama" else 0)
+    assert sum(nbytes for nbytes, _ in kept.values()) == pytest.approx(counted, rel=0.06)
+
+
+def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for changes in FAMILIES:
+        described = job(model={**SIZES, **changes}, hardware={"tflops": 1e-3, "memory_gbps": 1e9})
+        block, x = layers(described)[1].on_meta(), torch.zeros(2, 32, 64, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            block(x)
+        q = 4 * described.model.head_width
+        attention = 2 * 32 * q * 2 * 32  # ours: half of the square; torch counts all of it
+        assert 1e6 * estimate.layers(described)[1].f == pytest.approx(counter.get_total_flops() - attention)
+
+
+def test_a_llama_cannot_see_the_future():
+    chain = torch.nn.Sequential(*(plan.build(0) for plan in layers(job(model={**SIZES, "family": "llama"}))))
+    tokens = torch.randint(300, (1, 32), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 300
+    a, b = chain(tokens), chain(changed)
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_queries_of_one_group_share_keys_and_values():
+    """With the queries of two heads alike, heads of one group agree and heads of different groups do not."""
+    block = model.layers(job(model={**LLAMA, "vocab": 256, "heads": 4}).model, 7)[1].build(0)
+    torch.nn.init.normal_(block.qkv.weight)
+    q = block.qkv.weight.data[: 4 * 8].view(4, 8, 32)
+    q[:] = q[:1]
+    heads = block._attend(torch.randn(1, 16, 32)).view(16, 4, 8)
+    assert torch.equal(heads[:, 0], heads[:, 1]) and torch.equal(heads[:, 2], heads[:, 3])
+    assert not torch.allclose(heads[1:, 1], heads[1:, 2])
+
+
+def test_stretched_rotations_follow_the_formulas():
+    plain = rotation_rates(16, 500.0, None)
+    assert torch.allclose(plain, torch.tensor([500.0 ** (-i / 8) for i in range(8)]))
+    assert torch.equal(rotation_rates(16, 500.0, RopeScaling(kind="linear", factor=4.0)), plain / 4)
+    rope = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=64)
+    turns = 64 * plain / (2 * math.pi)
+    found = rotation_rates(16, 500.0, rope)
+    assert torch.equal(found[turns > 4], plain[turns > 4]) and torch.equal(found[turns < 1], plain[turns < 1] / 8)
+    middle = (turns > 1) & (turns < 4)
+    assert bool(middle.any()) and bool(((found < plain) & (found > plain / 8))[middle].all())
