@@ -11,7 +11,7 @@ from tests.search.instances import Instance, Recorder, instance
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
-from zbc.compiler.search import patterns, portfolio
+from zbc.compiler.search import anneal, patterns, portfolio, timing
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
@@ -119,3 +119,33 @@ def test_an_order_that_can_never_finish_is_refused(compiled, plain):
     both_first = [f[1][0], f[1][1], b[1][0], w[1][0], b[1][1], w[1][1]]  # waits for m1, which waits for B of m0
     for engine in (compiled, plain):
         assert Recorder(given.problem, engine, "span").order(one_at_a_time + both_first, "circular") is None
+
+
+def test_after_a_move_only_times_behind_it_need_to_be_computed_again():
+    """`cut` says from where on; the rest of what a full run gives is what was there before."""
+    moved = 0
+    for seed in range(60):
+        given, rng = instance(seed), Random(seed)
+        problem = given.problem
+        columns, size, p = timing.wires(problem), problem.size, problem.p
+        order = list(given.simplest[0][1])
+        position, end, first = [0] * size, [0.0] * size, [0] * p
+        starts = list(range(0, size, size // p))
+        timing.locate(order, position)
+        assert timing.run(p, order, position, *columns, starts, end) == size
+        for _ in range(40):
+            i = rng.randrange(size)
+            j, _ = anneal._aim(i, problem.m, size // 3, size // p, order, position, rng.randrange(2**31))
+            anneal._shift(order, position, i, j)
+            anneal._cut(p, i // (size // p), min(i, j), end, first)
+            whole, part = [0.0] * size, list(end)
+            timed = timing.run(p, order, position, *columns, first, part)
+            if timing.run(p, order, position, *columns, starts, whole) < 0:
+                assert timed < 0
+                anneal._shift(order, position, j, i)
+                continue
+            assert part == whole
+            assert timed == size - sum(a - b for a, b in zip(first, starts, strict=True))
+            moved += i != j
+            end = whole
+    assert moved > 500

@@ -1,219 +1,114 @@
-"""Timing an order, and improving it by annealing; kernels like listing.py, whose numbering of ops they share.
+"""Improving an order by annealing; a kernel like listing.py, whose numbering of ops it shares.
+
+What makes a step long is a chain of ops, each of which starts when the one before it ends or its result arrives. Moving
+an op that is on no such chain changes nothing, so most moves are drawn from the chain that ends at the last op of some
+rank. A move changes nothing before the first place it touches: times are computed anew from there on only.
 
 Random numbers come from `_next`, so that compiled and plain runs draw the same.
 """
 
 from __future__ import annotations
 
-from zbc.compiler.search.listing import EPS, ROOM, Numbers
+from zbc.compiler.search.listing import EPS, ROOM
+from zbc.compiler.search.timing import Numbers, locate, run, steps
 
-
-def _next(state: int) -> int:
-    """The next state of a linear congruential generator modulo 2^31; its high bits are the random number."""
-    return (state * 1103515245 + 12345) & 0x7FFFFFFF
-
-
-def evaluate(
-    p: int,
-    m: int,
-    v: int,
-    rank: Numbers,
-    f_ms: Numbers,
-    b_ms: Numbers,
-    w_ms: Numbers,
-    lag: Numbers,
-    order: Numbers,
-    end: Numbers,
-) -> tuple[int, float, float]:
-    """Time a rank-major order: (0, longest span, makespan), or (1, 0, 0) if it can never finish. Fills `end`.
-
-    O(ops): run each rank until its next op waits for one that has not run, then go where a result is awaited.
-    """
-    n_stages = p * v
-    per_kind = n_stages * m
-    per_rank = 3 * v * m
-    for i in range(3 * per_kind):
-        end[i] = -1.0
-    at = [0] * p
-    free = [0.0] * p
-    began = [-1.0] * p
-    stack = [0] * (4 * p + 4)
-    waiting = [True] * p
-    top = 0
-    for r in range(p):
-        stack[top] = p - 1 - r
-        top += 1
-    done = 0
-    while top > 0:
-        top -= 1
-        r = stack[top]
-        waiting[r] = False
-        k = at[r]
-        time = free[r]
-        base = r * per_rank
-        while k < per_rank:
-            op = order[base + k]
-            start = time
-            s = op // m
-            there = -1
-            if s < n_stages:
-                if s > 0:
-                    before = end[op - m]
-                    if before < 0.0:
-                        break
-                    if before + lag[s] > start:
-                        start = before + lag[s]
-                length = f_ms[s]
-                if s < n_stages - 1:
-                    there = rank[s + 1]
-                    awaited = op + m
-            elif s < 2 * n_stages:
-                s -= n_stages
-                if s < n_stages - 1:
-                    before = end[op + m]
-                    if before < 0.0:
-                        break
-                    if before + lag[s + 1] > start:
-                        start = before + lag[s + 1]
-                else:
-                    before = end[op - per_kind]
-                    if before < 0.0:
-                        break
-                    if before > start:
-                        start = before
-                length = b_ms[s]
-                if s > 0:
-                    there = rank[s - 1]
-                    awaited = op - m
-            else:
-                length = w_ms[s - 2 * n_stages]
-            if began[r] < 0.0:
-                began[r] = start
-            time = start + length
-            end[op] = time
-            k += 1
-            if (
-                there >= 0
-                and there != r
-                and not waiting[there]
-                and at[there] < per_rank
-                and order[there * per_rank + at[there]] == awaited
-            ):
-                stack[top] = there
-                top += 1
-                waiting[there] = True
-        done += k - at[r]
-        at[r] = k
-        free[r] = time
-    if done < 3 * per_kind:
-        return 1, 0.0, 0.0
-    span = 0.0
-    makespan = 0.0
-    for r in range(p):
-        if free[r] - began[r] > span:
-            span = free[r] - began[r]
-        if free[r] > makespan:
-            makespan = free[r]
-    return 0, span, makespan
+EVEN = 0.05  # weight of the mean span beside the objective; it tells plateaus apart
+CHAINED = 60  # percent of the moves that are drawn from a chain
+REACH = 12  # places a move spans at most
+MOVE_VISITS = 4  # what drawing a move costs, in op visits
 
 
 def anneal(
     p: int,
     m: int,
-    v: int,
-    rank: Numbers,
-    f_ms: Numbers,
-    b_ms: Numbers,
-    w_ms: Numbers,
+    per_kind: int,
+    length: Numbers,
+    source: Numbers,
     lag: Numbers,
-    keep_b: Numbers,
-    keep_w: Numbers,
+    where: Numbers,
+    change: Numbers,
     limit: Numbers,
     order: Numbers,
     best: Numbers,
     moves: int,
     hot: float,
     cold: float,
-    reach: int,
     seed: int,
     by_makespan: bool,
     target: float,
-) -> tuple[float, int]:
+) -> int:
     """Improve a feasible rank-major `order` by simulated annealing; `best` receives the best order found.
 
-    A move shifts one op within its rank by up to `reach` places, keeping microbatch order per stage, F before B before
-    W of a microbatch, and the memory limit. The temperature falls geometrically from `hot` to `cold` ms over `moves`
-    tried moves; the value is the objective plus a twentieth of the mean span, which tells plateaus apart. Stops early
-    at `target`. Returns the best objective and the moves used.
+    A move shifts one op within its rank by up to REACH places, keeping microbatch order per stage, F before B before W
+    of a microbatch, and the memory limit (`change` is what each op adds to it). The temperature falls geometrically
+    from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus EVEN of the mean span. Stops early
+    at `target`. Returns what it cost in op visits: ops timed, and a little for each move.
     """
-    n_stages = p * v
-    per_kind = n_stages * m
-    per_rank = 3 * v * m
-    size = 3 * per_kind
+    size = len(order)
+    per_rank = size // p
     end = [0.0] * size
+    trial = [0.0] * size
     position = [0] * size
-    for k in range(size):
-        position[order[k]] = k
-        best[k] = order[k]
-    status, span, makespan = evaluate(p, m, v, rank, f_ms, b_ms, w_ms, lag, order, end)
+    chain = [0] * size
+    first = [0] * p
+    locate(order, position)
+    for r in range(p):
+        first[r] = r * per_rank
+    work = run(p, order, position, length, source, lag, where, first, end)
+    span, makespan, mean = steps(p, order, length, end)
     goal = makespan if by_makespan else span
-    current = goal + _mean_span(p, v, m, order, end, f_ms) * 0.05
+    current = goal + EVEN * mean
     best_goal = goal
     best_value = current
+    for k in range(size):
+        best[k] = order[k]
+        trial[k] = end[k]
     state = seed
     for _ in range(8):
         state = _next(state)
     cooling = (cold / hot) ** (1.0 / max(1, moves - 1))
     heat = hot
-    used = 0
-    while used < moves:
-        used += 1
+    links = 0  # of the chain; 0: to be traced
+    for _ in range(moves):
+        work += MOVE_VISITS
         heat *= cooling
         state = _next(state)
-        i = (state >> 8) % size
-        r = i // per_rank
+        if (state >> 8) % 100 < CHAINED:
+            if links == 0:
+                links, state = _trace(p, order, position, length, source, lag, by_makespan, end, chain, state)
+            state = _next(state)
+            i = chain[(state >> 8) % links]
+        else:
+            state = _next(state)
+            i = (state >> 8) % size
         state = _next(state)
-        shift = 1
-        draw = state >> 8
-        while shift < reach and draw & 3 != 0:
-            shift += 1
-            draw >>= 2
-            if draw == 0:
-                break
-        state = _next(state)
-        j = i - shift if (state >> 16) & 1 else i + shift
-        op = order[i]
-        s = op // m
-        mb = op - s * m
-        low = r * per_rank
-        high = low + per_rank - 1
-        if mb > 0 and position[op - 1] + 1 > low:
-            low = position[op - 1] + 1
-        if mb < m - 1 and position[op + 1] - 1 < high:
-            high = position[op + 1] - 1
-        if s >= n_stages and position[op - per_kind] + 1 > low:
-            low = position[op - per_kind] + 1
-        if s < 2 * n_stages and position[op + per_kind] - 1 < high:
-            high = position[op + per_kind] - 1
-        if j < low:
-            j = low
-        if j > high:
-            j = high
+        j, state = _aim(i, m, per_kind, per_rank, order, position, state)
         if i == j:
             continue
+        r = i // per_rank
         _shift(order, position, i, j)
         accepted = False
-        if _fits(r, r * per_rank, max(i, j), m, n_stages, order, keep_b, keep_w, limit):
-            status, span, makespan = evaluate(p, m, v, rank, f_ms, b_ms, w_ms, lag, order, end)
-            if status == 0:
+        if _fits(r * per_rank, max(i, j), limit[r], order, change):
+            _cut(p, r, min(i, j), end, first)
+            timed = run(p, order, position, length, source, lag, where, first, trial)
+            work += timed if timed >= 0 else size
+            if timed >= 0:
+                span, makespan, mean = steps(p, order, length, trial)
                 goal = makespan if by_makespan else span
-                value = goal + _mean_span(p, v, m, order, end, f_ms) * 0.05
+                value = goal + EVEN * mean
                 state = _next(state)
                 accepted = value <= current or (state >> 8) / 8388608.0 < _exp(-(value - current) / heat)
+            for q in range(p):
+                stop = (q + 1) * per_rank
+                if accepted:
+                    end[first[q] : stop] = trial[first[q] : stop]
+                else:
+                    trial[first[q] : stop] = end[first[q] : stop]
         if not accepted:
             _shift(order, position, j, i)
             continue
         current = value
+        links = 0
         if goal < best_goal - EPS or (goal < best_goal + EPS and value < best_value - EPS):
             best_goal = goal
             best_value = value
@@ -221,7 +116,106 @@ def anneal(
                 best[k] = order[k]
             if best_goal <= target + EPS:
                 break
-    return best_goal, used
+    return work
+
+
+def _aim(
+    i: int, m: int, per_kind: int, per_rank: int, order: Numbers, position: Numbers, state: int
+) -> tuple[int, int]:
+    """Where to move the op at place i: near places are likelier; `i` itself when it is hemmed in."""
+    state = _next(state)
+    shift = 1
+    draw = state >> 8
+    while shift < REACH and draw & 3 != 0:
+        shift += 1
+        draw >>= 2
+    state = _next(state)
+    j = i - shift if (state >> 16) & 1 else i + shift
+    op = order[i]
+    mb = op % m
+    low = i // per_rank * per_rank
+    high = low + per_rank - 1
+    if mb > 0 and position[op - 1] >= low:
+        low = position[op - 1] + 1
+    if mb < m - 1 and position[op + 1] <= high:
+        high = position[op + 1] - 1
+    if op >= per_kind and position[op - per_kind] >= low:
+        low = position[op - per_kind] + 1
+    if op < 2 * per_kind and position[op + per_kind] <= high:
+        high = position[op + per_kind] - 1
+    return max(low, min(high, j)), state
+
+
+def _trace(
+    p: int,
+    order: Numbers,
+    position: Numbers,
+    length: Numbers,
+    source: Numbers,
+    lag: Numbers,
+    by_makespan: bool,
+    end: Numbers,
+    chain: Numbers,
+    state: int,
+) -> tuple[int, int]:
+    """Fill `chain` with the places of a chain without gaps back from the last op of a rank; returns its length.
+
+    Half the time the rank is the one that makes the objective, else any.
+    """
+    per_rank = len(order) // p
+    state = _next(state)
+    r = (state >> 8) % p
+    state = _next(state)
+    if (state >> 16) & 1:
+        longest = -1.0
+        for q in range(p):
+            own = end[(q + 1) * per_rank - 1]
+            if not by_makespan:
+                own -= end[q * per_rank] - length[order[q * per_rank]]
+            if own > longest + EPS:
+                longest = own
+                r = q
+    k = (r + 1) * per_rank - 1
+    links = 0
+    while k >= 0:
+        chain[links] = k
+        links += 1
+        op = order[k]
+        soon = end[k] - length[op] - 1e-7
+        behind = -1  # the place whose end this op waited for
+        if k % per_rank > 0 and end[k - 1] >= soon:
+            behind = k - 1
+        if source[op] >= 0 and end[position[source[op]]] + lag[op] >= soon:
+            state = _next(state)
+            if behind < 0 or (state >> 16) & 1:
+                behind = position[source[op]]
+        k = behind
+    return links, state
+
+
+def _cut(p: int, r: int, place: int, end: Numbers, first: Numbers) -> None:
+    """Fill `first`: per rank, from where on times may change when rank r changes from `place` on.
+
+    What ends before the time at which that place can start cannot depend on it.
+    """
+    per_rank = len(end) // p
+    since = end[place - 1] if place > r * per_rank else 0.0
+    for q in range(p):
+        low = q * per_rank
+        high = low + per_rank
+        while low < high:
+            middle = (low + high) // 2
+            if end[middle] >= since:
+                high = middle
+            else:
+                low = middle + 1
+        first[q] = low
+    first[r] = place
+
+
+def _next(state: int) -> int:
+    """The next state of a linear congruential generator modulo 2^31; its high bits are the random number."""
+    return (state * 1103515245 + 12345) & 0x7FFFFFFF
 
 
 def _exp(x: float) -> float:
@@ -232,15 +226,6 @@ def _exp(x: float) -> float:
     for _ in range(10):
         y *= y
     return y
-
-
-def _mean_span(p: int, v: int, m: int, order: Numbers, end: Numbers, f_ms: Numbers) -> float:
-    per_rank = 3 * v * m
-    total = 0.0
-    for r in range(p):
-        first = order[r * per_rank]
-        total += end[order[r * per_rank + per_rank - 1]] - (end[first] - f_ms[first // m])
-    return total / p
 
 
 def _shift(order: Numbers, position: Numbers, i: int, j: int) -> None:
@@ -256,29 +241,11 @@ def _shift(order: Numbers, position: Numbers, i: int, j: int) -> None:
     position[op] = j
 
 
-def _fits(
-    r: int,
-    start: int,
-    last: int,
-    m: int,
-    n_stages: int,
-    order: Numbers,
-    keep_b: Numbers,
-    keep_w: Numbers,
-    limit: Numbers,
-) -> bool:
-    """Whether rank r keeps to its limit up to place `last`."""
+def _fits(start: int, last: int, limit: float, order: Numbers, change: Numbers) -> bool:
+    """Whether a rank whose places begin at `start` keeps to its limit up to place `last`."""
     held = 0.0
     for k in range(start, last + 1):
-        s = order[k] // m
-        if s < n_stages:
-            held += keep_b[s]
-            if held > limit[r] + ROOM:
-                return False
-        elif s < 2 * n_stages:
-            held += keep_w[s - n_stages] - keep_b[s - n_stages]
-            if held > limit[r] + ROOM:
-                return False
-        else:
-            held -= keep_w[s - 2 * n_stages]
+        held += change[order[k]]
+        if held > limit + ROOM:
+            return False
     return True

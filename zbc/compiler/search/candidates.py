@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
+from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.timing import wires
 
 TINY = 1e-9
 # What a step costs in op visits, so that one budget counts them all alike.
 LIST_VISITS = 10
-MOVE_VISITS = 1
+TIME_VISITS = 1
 
 
 Recipe = Genes | tuple[float, ...]  # genes, or the knobs of a policy
@@ -52,13 +55,18 @@ class Bench:
         self.spent = 0
         n = engine.numbers
         self._times = (n(problem.f), n(problem.b), n(problem.w), n(problem.lag))
-        self._memory = (n(problem.keep_b), n(problem.keep_w), n(problem.limit))
+        self._limit = n(problem.limit)
+        self._memory = (n(problem.keep_b), n(problem.keep_w), self._limit)
         self._rank, self._stages = n(problem.rank), n(problem.stages)
         # The list scheduler admits by what F needs; where B leaves more than it frees, its result has to be checked.
         self._grows = any(w > b for b, w in zip(problem.keep_b, problem.keep_w, strict=True))
         self._first_b, self._reserves = n(problem.first_b()), n(problem.reserves())
-        self._order = n([0] * problem.size)
+        self._order, self._position = n([0] * problem.size), n([0] * problem.size)
         self._end = n([0.0] * problem.size)
+        self._wires = tuple(n(column) for column in wires(problem))
+        self._changes = _changes(problem)
+        self._change = n(self._changes)
+        self._starts = n(list(range(0, problem.size, 3 * problem.v * problem.m)))
         self._plain = (n([0.0] * problem.n_stages), n([0.0] * problem.n_stages), n([problem.m] * problem.n_stages))
 
     @property
@@ -95,17 +103,23 @@ class Bench:
         if status or (self._grows and not self.fits(self._order)):
             return None
         # The scheduler may have waited for an op that did not come; a rank that runs the order does not.
-        _, span, makespan = self.engine.evaluate(*self._shape, self._rank, *self._times, self._order, self._end)
-        return self._keep(span, makespan, self._order, origin, recipe)
+        return self._timed(self._order, origin, recipe)
 
     def order(self, order: Sequence[int], origin: str) -> Candidate | None:
         """An order made elsewhere; None if it cannot finish or needs more memory than allowed."""
         if not self.fits(order):
             return None
-        self.spent += MOVE_VISITS * self.problem.size
-        given = self.engine.numbers(list(order))
-        status, span, makespan = self.engine.evaluate(*self._shape, self._rank, *self._times, given, self._end)
-        return None if status else self._keep(span, makespan, given, origin, None)
+        self.spent += TIME_VISITS * self.problem.size
+        return self._timed(self.engine.numbers(list(order)), origin, None)
+
+    def _timed(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
+        """None if the order blocks."""
+        p, engine = self.problem.p, self.engine
+        engine.locate(order, self._position)
+        if engine.run(p, order, self._position, *self._wires, self._starts, self._end) < 0:
+            return None
+        span, makespan, _ = engine.steps(p, order, self._wires[0], self._end)
+        return self._keep(span, makespan, order, origin, recipe)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
         """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""
@@ -113,36 +127,31 @@ class Bench:
         n = self.engine.numbers
         order, best = n(list(start.order)), n([0] * problem.size)
         unit = sum(problem.f + problem.b + problem.w) / 3 / problem.n_stages or 1.0
-        _, used = self.engine.anneal(
-            *self._shape,
-            self._rank,
-            *self._times,
-            *self._memory,
+        self.spent += self.engine.anneal(
+            problem.p,
+            problem.m,
+            problem.n_stages * problem.m,
+            *self._wires,
+            self._change,
+            self._limit,
             order,
             best,
             moves,
             hot * unit,
             hot * unit / 10,
-            12,
             seed,
             self.objective == "makespan",
             target,
         )
-        self.spent += MOVE_VISITS * problem.size * int(used)
         return self.order([int(op) for op in best], f"{start.origin}, annealed")
 
     def fits(self, order: Sequence[int]) -> bool:
         """Whether every rank keeps to its limit."""
-        problem = self.problem
-        n, per_rank = problem.n_stages, 3 * problem.v * problem.m
-        for r in range(problem.p):
-            held = 0.0
-            for op in order[r * per_rank : (r + 1) * per_rank]:
-                kind, s = divmod(int(op) // problem.m, n)
-                change = (problem.keep_b[s], problem.keep_w[s] - problem.keep_b[s], -problem.keep_w[s])[kind]
-                held += change
-                if held > problem.limit[r] + 1e-6:
-                    return False
+        per_rank = 3 * self.problem.v * self.problem.m
+        for r, limit in enumerate(self.problem.limit):
+            changes = (self._changes[op] for op in order[r * per_rank : (r + 1) * per_rank])
+            if max(accumulate(changes)) > limit + ROOM:
+                return False
         return True
 
     def _keep(self, span: float, makespan: float, order: Any, origin: str, recipe: Recipe | None) -> Candidate:
@@ -160,3 +169,10 @@ class Bench:
         self.found.sort(key=lambda c: c.rank(self.objective))
         del self.found[self.KEEP :]
         return candidate
+
+
+def _changes(problem: Problem) -> list[float]:
+    """What each op adds to the memory in use."""
+    backward = [w - b for b, w in zip(problem.keep_b, problem.keep_w, strict=True)]
+    weights = [-w for w in problem.keep_w]
+    return [x for row in (problem.keep_b, backward, weights) for x in row for _ in range(problem.m)]

@@ -7,10 +7,11 @@ before it took and gave back. (As a cumulative resource over time the same cases
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.timing import locate, run, steps, wires
 
 F, B, W = range(3)
 
@@ -57,11 +58,14 @@ class Model:
 
     def _timed(self, order: Sequence[int]) -> tuple[list[int], int]:
         """Start of every op under `order`, and its cost."""
-        problem, whole = self.problem, self.whole
-        end: list[float] = [0.0] * problem.size
-        shape = (problem.p, self.m, problem.v)
-        _, span, makespan = Engine(compiled=False).evaluate(*shape, problem.rank, *whole.times, whole.lag, order, end)
-        starts = [round(end[op]) - self._length(op) for op in range(problem.size)]
+        f, b, w = ([float(x) for x in times] for times in self.whole.times)
+        problem = replace(self.problem, f=f, b=b, w=w, lag=[float(x) for x in self.whole.lag])
+        columns = wires(problem)
+        position, end = [0] * problem.size, [0.0] * problem.size
+        locate(order, position)
+        run(problem.p, order, position, *columns, range(0, problem.size, problem.size // problem.p), end)
+        span, makespan, _ = steps(problem.p, order, columns[0], end)
+        starts = [round(end[position[op]]) - self._length(op) for op in range(problem.size)]
         return starts, round(makespan if self.by_makespan else span)
 
     def _length(self, op: int) -> int:

@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zbc.compiler.search import anneal, listing
+from zbc.compiler.search import anneal, listing, timing
 
-_HELPERS = ("_next", "_exp", "_mean_span", "_shift", "_fits", "evaluate", "list_schedule", "anneal")
+_MODULES = (listing, timing, anneal)
+_SMALL = ("locate", "run", "steps", "_next", "_exp", "_aim", "_trace", "_cut", "_shift", "_fits")
+_KERNELS = (*_SMALL, "list_schedule", "anneal")  # each after those it calls
 
 
 class Engine:
@@ -16,7 +18,7 @@ class Engine:
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
-        names: dict[str, Any] = {**vars(listing), **vars(anneal)}
+        names = _names()
         if compiled:
             import numba
             import numpy
@@ -24,8 +26,10 @@ class Engine:
             self._numpy = numpy
             names = _compile(numba)
         self.list_schedule: Callable[..., tuple[int, float, float]] = names["list_schedule"]
-        self.evaluate: Callable[..., tuple[int, float, float]] = names["evaluate"]
-        self.anneal: Callable[..., tuple[float, int]] = names["anneal"]
+        self.locate: Callable[..., None] = names["locate"]
+        self.run: Callable[..., int] = names["run"]
+        self.steps: Callable[..., tuple[float, float, float]] = names["steps"]
+        self.anneal: Callable[..., int] = names["anneal"]
 
     def numbers(self, values: Sequence[int] | Sequence[float]) -> Any:
         if not self.compiled:
@@ -34,10 +38,14 @@ class Engine:
         return self._numpy.array(values, dtype=kind)
 
 
+def _names() -> dict[str, Any]:
+    return {name: value for module in _MODULES for name, value in vars(module).items()}
+
+
 def _compile(numba: Any) -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled."""
-    names: dict[str, Any] = {**vars(listing), **vars(anneal)}
-    for name in _HELPERS:
+    names = _names()
+    for name in _KERNELS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
         names[name] = numba.njit(copy, cache=True)

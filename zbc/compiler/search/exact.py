@@ -1,7 +1,7 @@
 """Small problems solved to the end by CP-SAT (`pip install 'zbc[solve]'`): the best that any search could find.
 
 Two restrictions are those of the search: each stage runs its F, its B and its W in the order of microbatches, and a
-rank begins as early as it can, so that the span is that of `anneal.evaluate`, which starts every op at once. The
+rank begins as early as it can, so that the span is that of `timing.run`, which starts every op at once. The
 optimum is the least over all such orders that fit; memory counts as in `Bench.fits`, after every op of a rank.
 
 The solver works on integers. Times and memory become integers exactly if all are fractions with a common denominator
