@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+import zbc.plan as plans
 from tests.compiler.grid import make
-from zbc import plan as plans
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError

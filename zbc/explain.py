@@ -20,7 +20,7 @@ FAMILIES = {
     "1": "A problem in the job file or on the command line (exit code 3).",
     "2": "The order of operations is wrong (exit code 4).",
     "3": "The plan is right but does not fit (exit code 5).",
-    "4": "A problem with a plan directory (exit code 4).",
+    "4": "A problem with a plan directory or a file of another tool (exit code 4).",
     "5": "A problem in the data or in the user's own code (exit code 6).",
     "6": "The environment is not what the command needs (exit code 6).",
     "7": "A run failed (exit code 7).",
@@ -173,6 +173,13 @@ a zbc.ir.Program for just these. It is looked up on the import path and in the
 current directory.
 """,
     ),
+    "E122": _entry(
+        "schedule.file is an order for another job",
+        """
+A torch CSV file fixes the number of ranks (its rows) and of microbatches. Both
+have to be those of the job: parallel.pp and schedule.microbatches.
+""",
+    ),
     "E130": _entry(
         "fewer layers than stages",
         """
@@ -189,6 +196,17 @@ model.layers. Embedding and head are not counted: they belong to the first and
 last stage, the only ones that may have 0.
 
     layers = 30, 4 stages:   layers_per_stage = [7, 8, 8, 7]
+""",
+    ),
+    "E132": _entry(
+        "partition.layout cannot be read",
+        """
+partition.layout takes the pipeline layout string of Megatron-LM: one letter
+per layer, a bar between stages, x*3 and (..)*29 for repeats.
+
+    layout = "Et*3|t*4|t*4|t*3L"     E embedding, t layer, L head and loss
+
+E comes first and L last; stages come in order, one per stage of the schedule.
 """,
     ),
     "E140": _entry(
@@ -356,6 +374,55 @@ The plan was written by a newer zbc. Use that one, or plan again.
         """
 The system refused: no permission, no space, or a file where a folder has to
 be. Nothing was changed.
+""",
+    ),
+    "E410": _entry(
+        "a CSV file cannot be read",
+        """
+An order in torch's form is a text file of comma-separated values, one row per
+rank and one action per cell, as `0F0,0F1,0B0,0B1`. The file does not exist,
+is not text, or is not made of such rows.
+""",
+    ),
+    "E411": _entry(
+        "a cell of a CSV file is not an action",
+        """
+An action is a stage, a letter and a microbatch: 2F0 is the forward of stage 2
+for microbatch 0; I is the input gradient, W the weight gradient and B both in
+one. torch reads a cell as far as it makes sense and drops the rest, so that
+2F0garbage is 2F0 to it; zbc does not guess. Cells like 0SEND_F1 or 1UNSHARD
+belong to torch's lowered form: dump the schedule with format="compute_only".
+""",
+    ),
+    "E412": _entry(
+        "the rows of a CSV file make no pipeline",
+        """
+Each row is a rank with work, each stage stands in one row only, and stages and
+microbatches are numbered 0, 1, 2, ... without gaps.
+""",
+    ),
+    "E413": _entry(
+        "another tool cannot express the plan",
+        """
+`zbc export` writes a file only if it says the same as the plan. What the other
+tool has no words for (a second pipe, slices, an order that is not one of its
+own) is named; `zbc export PLAN --to json` keeps all of it.
+""",
+    ),
+    "E414": _entry(
+        "an order cannot be repaired by moving its ops",
+        """
+`zbc check FILE.csv --suggest` changes the order of actions and drops repeated
+ones. It does not invent actions that are missing: add them first.
+""",
+    ),
+    "E415": _entry(
+        "there is no job to write a plan of",
+        """
+A plan directory holds the model, the training section and the costs of a job
+beside the order of ops. A plan that was read, from a directory or from a CSV
+file, is not written again. Plan a job; `schedule.file` takes an order in
+torch's CSV form.
 """,
     ),
     "E501": _entry(

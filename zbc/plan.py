@@ -11,13 +11,16 @@ Bytes are deterministic: no timestamps, no host names. A directory appears compl
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -354,3 +357,16 @@ def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
 
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+# ---- zbc.plan(job) -------------------------------------------------------------------------------------------
+
+
+class _Callable(ModuleType):
+    """`zbc.plan(job)` is part of the Python API and `zbc.plan` is this module, so the module can be called."""
+
+    def __call__(self, job: Any, **options: Any) -> Any:
+        return importlib.import_module("zbc.api").plan(job, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -275,10 +275,12 @@ def _override(text: str, source: str) -> toml.Document:
 
 
 def _choose(document: toml.Document, schedule: str) -> toml.Document:
-    """The document with `schedule` in place of the kind, file or plugin it names."""
-    place: dict[toml.KeyPath, str] = {("schedule", "kind"): f"--schedule {schedule}"}
-    chosen = toml.merge(document, toml.Document(document.source, {"schedule": {"kind": schedule}}, place, {**place}))
-    section = {key: value for key, value in chosen.values["schedule"].items() if key not in ("file", "plugin")}
+    """The document with `schedule` (a name, or a CSV file) in place of the kind, file or plugin it names."""
+    chooser = "file" if schedule.lower().endswith(".csv") else "kind"
+    place: dict[toml.KeyPath, str] = {("schedule", chooser): f"--schedule {schedule}"}
+    chosen = toml.merge(document, toml.Document(document.source, {"schedule": {chooser: schedule}}, place, {**place}))
+    others = {"kind", "file", "plugin"} - {chooser}
+    section = {key: value for key, value in chosen.values["schedule"].items() if key not in others}
     return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
 
 
@@ -387,6 +389,20 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 
+def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
+    partition: Partition | None = draft.sections.get("partition")
+    model: Model | None = draft.sections.get("model")
+    if partition is None or partition.layout is None:
+        return
+    where = draft.document.where(("partition", "layout"))
+    if partition.layers_per_stage is not None:
+        text = "config: [partition] has both layers_per_stage and layout"
+        yield ZbcError("E110", text, where=where, hint="keep one of them")
+    if model is not None and not model.is_builtin:
+        text = "config: a layout names the parts of a built-in model, model.family is another"
+        yield ZbcError("E110", text, where=where, hint="use layers_per_stage")
+
+
 def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
     """`1.5x` -> (1.5, "x"); `40 GiB` -> (bytes, "bytes"); None if it is neither."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(x|KiB|MiB|GiB|TiB)\s*", text)
@@ -419,8 +435,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
         ("model", "tie_embeddings", lambda s: s.tie_embeddings, "set it to false"),
         ("parallel", "dp", lambda s: s.dp > 1, "set it to 1"),
-        ("schedule", "file", lambda s: s.file is not None, "use kind"),
-        ("partition", "layout", lambda s: s.layout is not None, "use layers_per_stage"),
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
         ("optimizer", "zero1", lambda s: s.zero1, "set it to false"),
@@ -442,6 +456,7 @@ RULES = (
     _data_rules,
     _cost_rules,
     _memory_limit_rule,
+    _partition_rules,
     _activation_rules,
     _unsupported,
 )

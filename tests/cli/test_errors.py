@@ -406,9 +406,9 @@ def test_running_without_torchrun_is_refused(zbc, plan, monkeypatch):
     fails(zbc("run", "plan"), 6, "E604", hint="torchrun", text="torchrun")
 
 
-def test_a_csv_is_refused_in_words(zbc, folder):
+def test_a_csv_that_lacks_its_backwards_is_refused_in_words(zbc, folder):
     (folder / "mine.csv").write_text("0F0,1F0\n")
-    fails(zbc("check", "mine.csv"), 3, "E107", text="CSV")
+    fails(zbc("check", "mine.csv"), 4, "E202", "mine.csv: row 1", text="no rank runs 0B0")
 
 
 # ---- the process ---------------------------------------------------------------------------------------------

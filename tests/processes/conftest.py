@@ -96,3 +96,11 @@ def pool():
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="package")
+def pair():
+    """Two ranks."""
+    pair = Pool(2)
+    yield pair
+    pair.close()

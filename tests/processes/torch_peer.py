@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from tests.processes.gloo_ranks import pack
-from zbc.ir import COMPUTE, Kind
 from zbc.plan import Plan
 from zbc.runtime import model
 from zbc.runtime.data import Batches, build_samples
 from zbc.runtime.worker import Settings
-
-LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}  # ours -> torch's
 
 
 def train(rank: int, plan: Plan, path: str) -> tuple[list[float], bytes]:
@@ -51,11 +45,3 @@ def train(rank: int, plan: Plan, path: str) -> tuple[list[float], bytes]:
         for local, parameter in module.named_parameters()
     }
     return [loss.item() for loss in losses], pack(grads)
-
-
-def write_order(plan: Plan, path: Path) -> None:
-    """The compute ops of every rank as torch's CSV: `1F0` is F of stage 1, microbatch 0."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        for ops in plan.program.ranks:
-            writer.writerow(f"{op.stage}{LETTERS[op.kind]}{op.mb}" for op in ops if op.kind in COMPUTE)

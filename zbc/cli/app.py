@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import drawing, jobs, planning, running
+from zbc.cli import drawing, exchanging, jobs, planning, running
 
 app = typer.Typer(
     name="zbc",
@@ -39,6 +39,8 @@ app.command()(planning.plan)
 app.command()(planning.check)
 app.command()(planning.compare)
 app.command()(drawing.visualize)
+app.command()(exchanging.export)
+app.command("import")(exchanging.import_order)
 app.command()(running.run)
 app.add_typer(jobs.config, name="config")
 app.command()(jobs.explain)

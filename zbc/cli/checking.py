@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbc.cli.console import labelled
+from zbc.cli.console import labelled, show, tell, write_text
 from zbc.cli.summary import PROVEN
 from zbc.errors import ZbcError, raise_all
+from zbc.text import short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,12 +28,14 @@ class Checked:
     program: Program
     survives_blocking_sends: bool
     as_json: dict[str, Any]
-    files: int = 0  # verified; 0 for a job
+    files: int = 0  # verified; 0 for a job and a CSV
+    step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
 
 
 def is_plan(target: Path) -> bool:
-    """Whether `target` is meant as a plan directory rather than as a job file."""
-    return target.is_dir() or target.name == "plan.json" or (not target.exists() and target.suffix != ".toml")
+    """Whether `target` is meant as a plan directory rather than as a job file or a CSV file."""
+    named = target.suffix in (".toml", ".csv")
+    return target.is_dir() or target.name == "plan.json" or (not target.exists() and not named)
 
 
 def folder_of(target: Path) -> Path:
@@ -43,16 +46,57 @@ def check_job(target: Path) -> Checked:
     """Compile and check a job. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
 
-    if target.suffix == ".csv":
-        text = f"check: {target}: torch pipelining CSV files are not read by this version of zbc"
-        raise ZbcError("E107", text, hint="check a plan directory or a job file")
     compiled = compile_job(load_job(target))
     return Checked(compiled.program, compiled.report.survives_blocking_sends, compiled.report.as_json())
 
 
+def check_csv(target: Path) -> Checked:
+    """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
+    from zbc.api import Plan
+    from zbc.compiler.check import survives_blocking_sends
+    from zbc.viz.terminal import verdict as step_costs
+
+    plan = Plan.read_csv(target)
+    plan.check()
+    program = plan.complete
+    survives = survives_blocking_sends(program)
+    placement, timeline = program.placement, plan.timeline
+    report = {
+        **_head(target.name, placement.ranks, placement.stages, program.microbatches),
+        "ops": plan.program.size,
+        "costs": "F = B = W = 1 per rank",
+        "makespan_ms": round(timeline.makespan, 9),
+        "span_ms": round(timeline.span, 9),
+        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
+        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
+        **_proven(survives),
+    }
+    return Checked(program, survives, report, step=tuple(step_costs(timeline).split("; ")))
+
+
+def suggest(target: Path, output: Path | None) -> None:
+    """Write, or print, an order of the same actions that works, and say on stderr what it changes."""
+    from zbc.api import Plan
+    from zbc.interop import torch_csv
+    from zbc.interop.repair import repair
+
+    plan = Plan.read_csv(target)
+    found = repair(plan.program, plan.costs)
+    text = torch_csv.dumps(found.program)
+    if output is None:
+        show(text.rstrip("\n"))
+    else:
+        write_text(output, text)
+    dropped = f", {len(found.dropped)} repeated ones dropped" if found.dropped else ""
+    tell(
+        f"suggested: {output or 'the order above'}, {found.moved} of {plan.program.size} actions moved{dropped}; "
+        f"makespan {short(found.makespan)} at F = B = W = 1 per rank"
+    )
+
+
 def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
-    from zbc import plan
+    import zbc.plan as plan
     from zbc.compiler.check import check_all, survives_blocking_sends
 
     folder = folder_of(target)
@@ -81,7 +125,7 @@ def check_plan(target: Path) -> Checked:
 
 
 def _edited_manifest(folder: Path) -> Iterator[ZbcError]:
-    from zbc import plan
+    import zbc.plan as plan
 
     try:
         plan.read_manifest(folder)
@@ -91,11 +135,19 @@ def _edited_manifest(folder: Path) -> Iterator[ZbcError]:
 
 def _report(manifest: Manifest, survives: bool) -> dict[str, Any]:
     """The report of a plan on disk: what was predicted when it was made, and what was proven now."""
+    head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
+    return {**head, **manifest.predicted, **_proven(survives)}
+
+
+def _head(schedule: str, ranks: int, stages: int, microbatches: int) -> dict[str, Any]:
     from zbc.compiler.report import FORMAT, VERSION
 
-    counts = {key: getattr(manifest, key) for key in ("schedule", "ranks", "stages", "microbatches")}
-    proven = {"deadlock_free": True, "survives_blocking_sends": survives, "compile_seconds": None}
-    return {"format": FORMAT, "version": VERSION, **counts, **manifest.predicted, **proven}
+    counts = {"schedule": schedule, "ranks": ranks, "stages": stages, "microbatches": microbatches}
+    return {"format": FORMAT, "version": VERSION, **counts}
+
+
+def _proven(survives: bool) -> dict[str, Any]:
+    return {"deadlock_free": True, "survives_blocking_sends": survives, "compile_seconds": None}
 
 
 def not_strict(program: Program) -> ZbcError:
@@ -121,5 +173,7 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
     yield labelled("blocking", f"survives blocking sends: {'yes' if checked.survives_blocking_sends else 'no'}")
     if checked.files:
         yield labelled("files", f"all {checked.files} of {folder_of(target)} are as they were written")
+    elif checked.step:
+        yield labelled("step", *checked.step, "at F = B = W = 1 ms per rank and microbatch")
     else:
         yield labelled("memory", "fits what [hardware] and [schedule] allow")

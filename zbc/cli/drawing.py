@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.cli.console import labelled, show, table, tell, write_text
-from zbc.cli.options import PlanOrJob, complete_schedule
+from zbc.cli.options import PlanJobOrCsv, complete_schedule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zbc.compiler.cost import Costs
     from zbc.compiler.schedules import Schedule
-    from zbc.compiler.simulate import Timeline
-    from zbc.ir import Program
 
 _WIDTH = 100  # of pictures that do not go to a terminal
 _NARROWEST = 60
@@ -42,7 +39,7 @@ class By(StrEnum):
 
 
 def visualize(
-    target: PlanOrJob,
+    target: PlanJobOrCsv,
     form: Annotated[Form, typer.Option("--as", help="The form of the picture: text.")] = Form.TERM,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
@@ -53,38 +50,24 @@ def visualize(
     width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
 ) -> None:
     """Draw when each rank does what."""
+    from zbc.api import open_plan
     from zbc.viz.terminal import View, draw
 
-    program, timeline, costs = _drawable(target)
+    plan = open_plan(target)
     columns = width or (_columns() if output is None else _WIDTH)
     view = View(
         width=columns,
         by=by.value,
-        ranks=None if ranks is None else _parse_ranks(ranks, timeline.ranks),
-        zoom=None if zoom is None else _parse_zoom(zoom, timeline.makespan),
+        ranks=None if ranks is None else _parse_ranks(ranks, plan.timeline.ranks),
+        zoom=None if zoom is None else _parse_zoom(zoom, plan.timeline.makespan),
         unicode=output is not None or "utf" in (sys.stdout.encoding or "").lower(),
     )
-    picture = draw(program, timeline, costs, view)
+    picture = draw(plan.program, plan.timeline, plan.costs, view)
     if output is None:
         show(picture)
     else:
         write_text(output, picture.plain + "\n")
         tell(f"wrote {output}")
-
-
-def _drawable(target: Path) -> tuple[Program, Timeline, Costs]:
-    from zbc.cli.checking import folder_of, is_plan
-
-    if is_plan(target):
-        from zbc.compiler.recall import timeline_of
-        from zbc.plan import Plan
-
-        plan = Plan.read(folder_of(target))
-        return (plan.program, *timeline_of(plan))
-    from zbc.compiler.compile import compile_job, load_job
-
-    compiled = compile_job(load_job(target))
-    return compiled.program, compiled.timeline, compiled.costs
 
 
 def _columns() -> int:

@@ -52,10 +52,10 @@ def config_show(job: JobFile, schedule: ScheduleName = None, settings: Settings 
     """Print every value of a job with its origin, as a job file."""
     from zbc.compiler.compile import load_job
 
-    show("\n".join(_listing(load_job(job, settings or (), schedule))))
+    show("\n".join(listing(load_job(job, settings or (), schedule))))
 
 
-def _listing(job: Job) -> Iterator[str]:
+def listing(job: Job) -> Iterator[str]:
     """Lines of TOML; what is not set stands in comments, since TOML has no word for nothing."""
     from zbc.spec import SECTIONS, VERSION
 

@@ -28,10 +28,18 @@ def seconds(text: str) -> float:
 
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job description.")]
-PlanOrJob = Annotated[Path, typer.Argument(metavar="PLAN|JOB.toml", help="A plan directory or a job description.")]
+PlanJobOrCsv = Annotated[
+    Path,
+    typer.Argument(metavar="PLAN|JOB.toml|FILE.csv", help="A plan directory, a job, or a torch pipelining CSV."),
+]
 ScheduleName = Annotated[
     str | None,
-    typer.Option("--schedule", metavar="NAME", help="Use this schedule.", autocompletion=complete_schedule),
+    typer.Option(
+        "--schedule",
+        metavar="NAME",
+        help="Use this schedule, or this torch CSV file.",
+        autocompletion=complete_schedule,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,

@@ -12,7 +12,7 @@ from zbc.cli.options import (
     AsJson,
     Budget,
     JobFile,
-    PlanOrJob,
+    PlanJobOrCsv,
     Quiet,
     ScheduleName,
     Settings,
@@ -23,6 +23,7 @@ from zbc.errors import ZbcError
 from zbc.text import short
 
 if TYPE_CHECKING:
+    from zbc.cli.checking import Checked
     from zbc.compiler.compile import Compiled
     from zbc.spec import Job
 
@@ -82,22 +83,46 @@ def _dump(compiled: Compiled, folder: Path) -> None:
 
 
 def check(
-    target: PlanOrJob,
+    target: PlanJobOrCsv,
     strict: Annotated[bool, typer.Option("--strict", help="Also fail if the plan needs sends that return.")] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="For a CSV that fails: print an order of its actions that works.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write what --suggest finds to a file.")
+    ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prove a plan directory, or a job without writing its plan: complete, paired, ordered, free of deadlock."""
+    """Prove a plan directory, a torch CSV, or a job without writing its plan: complete, paired, free of deadlock.
+
+    With --suggest the exit code is still that of the check: it is the suggestion that works, not the file.
+    """
     from zbc.cli import checking
 
-    checked = checking.check_plan(target) if checking.is_plan(target) else checking.check_job(target)
+    if (suggest or output is not None) and target.suffix != ".csv":
+        raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
+    checked = _checked(target, suggest=suggest or output is not None, output=output)
     if strict and not checked.survives_blocking_sends:
         raise checking.not_strict(checked.program)
     if json:
         show_json(checked.as_json)
     elif not quiet:
         show(*checking.verdict(checked, target, verbose=verbose))
+
+
+def _checked(target: Path, *, suggest: bool, output: Path | None) -> Checked:
+    from zbc.cli import checking
+
+    if target.suffix == ".csv":
+        try:
+            return checking.check_csv(target)
+        except ZbcError as error:
+            if suggest and error.code.startswith("E2"):
+                checking.suggest(target, output)
+            raise
+    return checking.check_plan(target) if checking.is_plan(target) else checking.check_job(target)
 
 
 def compare(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zbc import plan as plans
+import zbc.plan as plans
 from zbc import spec
 from zbc.compiler import estimate, report
 from zbc.compiler.check import check_all, check_complete
@@ -43,10 +43,10 @@ class Compiled:
         """The makespan or the span, as the job's objective says."""
         return self.report.makespan_ms if self.job.objective == "makespan" else self.report.span_ms
 
-    def write(self, folder: Path) -> plans.Manifest:
-        """Write the plan directory; it appears complete or not at all."""
+    def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
+        """The manifest and the text of every rank file."""
         boundary = _boundary(self.job)
-        manifest, files = plans.assemble(
+        return plans.assemble(
             self.program,
             parameters={"chunks": self.program.placement.stages // self.program.placement.ranks},
             layers=self.layers,
@@ -56,6 +56,10 @@ class Compiled:
             planning=self.job.planning(),
             training=self.job.training(),
         )
+
+    def write(self, folder: Path) -> plans.Manifest:
+        """Write the plan directory; it appears complete or not at all."""
+        manifest, files = self.assemble()
         plans.write(folder, manifest, files)
         return manifest
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from zbc.compiler import cost, estimate
 from zbc.compiler.bounds import Bounds, bounds
@@ -15,6 +16,8 @@ from zbc.compiler.partition import Stages, partition
 from zbc.compiler.schedules import AUTO, BUDGET, SCHEDULES, Request, Schedule, find
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
+from zbc.interop.sheet_check import check_sheet
+from zbc.interop.torch_csv import read
 from zbc.ir import Placement, Program
 from zbc.spec import Job
 
@@ -39,6 +42,8 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
     """
     if job.schedule.plugin is not None:
         found = _plugin(job, table)
+    elif job.schedule.file is not None:
+        found = _file(job, table)
     elif (job.schedule.kind or "").lower() == AUTO:
         found = _best(job, table, budget)
     else:
@@ -133,7 +138,27 @@ def _step(job: Job, ordered: Ordered) -> float:
     return timeline.makespan if job.objective == "makespan" else timeline.span
 
 
-# ---- plugins -------------------------------------------------------------------------------------------------
+# ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------
+
+
+def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+    """The order of a torch CSV file; a relative path starts at the folder of the job file that names it."""
+    where = job.where("schedule", "file")
+    path = Path(job.schedule.file or "")
+    if not where.startswith("--"):  # written in a file, not on the command line
+        path = Path(where.rsplit(":", 2)[0]).parent / path
+    sheet = read(path)
+    check_sheet(sheet)
+    program = sheet.program
+    for key, found, asked in (
+        ("parallel.pp", program.placement.ranks, job.parallel.pp),
+        ("schedule.microbatches", program.microbatches, job.schedule.microbatches),
+    ):
+        if found != asked:
+            text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
+            raise ZbcError("E122", text, where=where, hint=f"set {key} = {found}")
+    stages, costs = _costs(job, program.placement, table)
+    return Ordered(path.name, program, stages, costs, _bounds(job, program.placement, costs))
 
 
 def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from zbc.compiler.estimate import Layer
 from zbc.errors import ZbcError
+from zbc.interop import megatron_layout
 from zbc.ir import Placement
 from zbc.spec import Job
 
@@ -24,6 +26,9 @@ def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
     given = job.partition.layers_per_stage
     if given is not None:
         return _listed(job, stages, table, blocks, given)
+    if job.partition.layout is not None:
+        counts = megatron_layout.loads(job.partition.layout, job.where("partition", "layout"))
+        return _listed(job, stages, table, blocks, list(counts), key="layout")
     # Costs given per rank or stage say what a stage costs whatever it holds, so layers only have to be spread.
     even = job.partition.mode == "uniform" or (job.costs.f is not None and job.costs.per != "layer")
     available = len(blocks) if even else len(table)
@@ -40,20 +45,28 @@ def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
     return tuple(tuple(range(a, b)) for a, b in pairwise(cuts))
 
 
-def _listed(job: Job, stages: int, table: Sequence[Layer], blocks: list[int], given: list[int]) -> Stages:
-    where = job.where("partition", "layers_per_stage")
+def _listed(
+    job: Job,
+    stages: int,
+    table: Sequence[Layer],
+    blocks: list[int],
+    given: list[int],
+    key: Literal["layers_per_stage", "layout"] = "layers_per_stage",
+) -> Stages:
+    where = job.where("partition", key)
     if len(given) != stages:
-        text = f"partition: layers_per_stage has {len(given)} entries, the schedule has {stages} stages"
-        raise ZbcError("E131", text, where=where, hint=f"give {stages} numbers")
+        text = f"partition: {key} has {len(given)} {'entries' if key != 'layout' else 'stages'}"
+        hint = f"give {stages} numbers" if key != "layout" else f"it needs {stages - 1} bars"
+        raise ZbcError("E131", f"{text}, the schedule has {stages} stages", where=where, hint=hint)
     if sum(given) != len(blocks):
         text = "partition: layers do not add up"
-        hint = f"layers_per_stage = {given} sums to {sum(given)}, model.layers is {len(blocks)}"
+        hint = f"{key} = {given} sums to {sum(given)}, model.layers is {len(blocks)}"
         raise ZbcError("E131", text, where=where, hint=f"{hint} ({job.where('model', 'layers')})")
     parts = _with_ends(given, table, blocks)
     for stage, part in enumerate(parts):
         if not part:
             text = f"partition: stage {stage} has no layers"
-            raise ZbcError("E131", text, where=job.where("partition", "layers_per_stage", stage))
+            raise ZbcError("E131", text, where=job.where("partition", key, stage))
     return parts
 
 

@@ -1,0 +1,122 @@
+"""Plans in the forms of other tools: what they say is what the plan does, and what they cannot say is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import tomli
+
+import zbc
+from tests.jobs import job
+from zbc.api import EXPORTS
+from zbc.errors import ZbcError
+from zbc.interop import megatron_layout, torch_csv
+from zbc.ir import COMPUTE, Op
+
+
+@pytest.fixture(scope="module")
+def plans():
+    kinds = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "gpipe"]
+    return {kind: zbc.plan(job(kind=kind, pp=2, layers=8, m=4)) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
+def test_json_holds_every_op_with_its_times(plans, kind):
+    plan = plans[kind]
+    document = json.loads(plan.export("json")[".json"])
+    assert (document["format"], document["version"]) == ("zbc-timeline", 1)
+    for rank, entry in enumerate(document["ranks"]):
+        assert tuple(Op.parse(text) for text in entry["ops"]) == plan.program.ranks[rank]
+        spans = [span for span in plan.timeline if span.rank == rank]
+        assert [row["op"] for row in entry["compute"]] == [str(span.op) for span in spans]
+        assert [row["start_ms"] for row in entry["compute"]] == pytest.approx([span.start for span in spans])
+        assert [row["end_ms"] for row in entry["compute"]] == pytest.approx([span.end for span in spans])
+    needs = {row["op"]: row["needs"] for entry in document["ranks"] for row in entry["compute"]}
+    assert needs["F s0 m0"] is None
+    assert needs["F s1 m2"] == "F s0 m2"
+    assert document["makespan_ms"] == pytest.approx(plan.timeline.makespan)
+
+
+def test_dot_has_a_node_for_each_op_and_an_arrow_for_each_dependency(plans):
+    plan = plans["zb-v"]
+    text = plan.export("dot")[".dot"]
+    dag = plan.timeline.dag
+    labels = dict(re.findall(r'^ *(o\d+) \[label="([^"]+)"', text, re.M))
+    assert list(labels.values()) == [str(op) for op in dag.ops]
+    arrows = set(re.findall(r"(o\d+) -> (o\d+)(?!.*dotted)", text))
+    assert arrows == {(f"o{j}", f"o{i}") for i, j in enumerate(dag.source) if j >= 0}
+    assert text.count("{") == text.count("}")
+    assert text.count("subgraph") == 2
+
+
+@pytest.mark.parametrize(("kind", "virtual"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_megatron_gets_layout_and_sizes(plans, kind, virtual):
+    plan = plans[kind]
+    text = plan.export("megatron")[".args"]
+    found = dict(re.findall(r"^(--\S+)(?: (.+))?$", text, re.M))
+    assert found["--pipeline-model-parallel-size"] == "2"
+    layout = megatron_layout.loads(found["--pipeline-model-parallel-layout"].strip('"'))
+    assert len(layout) == 2 * virtual
+    assert f"virtual pipeline size {virtual};" in text
+    assert layout == tuple(sum(name.startswith("layers") for name in part) for part in plan.compiled.layers)
+    assert (found["--micro-batch-size"], found["--global-batch-size"]) == ("2", "8")
+    assert ("--microbatch-group-size-per-virtual-pipeline-stage" in found) == (virtual > 1)
+
+
+def test_torchtitan_gets_its_settings_and_the_order(plans):
+    plan = plans["interleaved-1f1b"]
+    files = plan.export("torchtitan", csv_name="my.csv")
+    settings = tomli.loads(files[".toml"])
+    parallelism = settings["parallelism"]
+    assert parallelism["pipeline_parallel_degree"] == 2
+    assert parallelism["pipeline_parallel_schedule_csv"] == "my.csv"
+    assert parallelism["pipeline_parallel_schedule"] == "_PipelineScheduleRuntime"
+    assert settings["training"]["local_batch_size"] == 4 * parallelism["pipeline_parallel_microbatch_size"]
+    parts = parallelism["module_fqns_per_model_part"]
+    assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "output"])
+    assert [name for part in parts for name in part if "layers" in name] == [f"layers.{i}" for i in range(8)]
+    order = torch_csv.loads(files[".csv"]).program
+    assert [list(ops) for ops in order.ranks] == [
+        [op for op in ops if op.kind in COMPUTE] for ops in plan.program.ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "reason"),
+    [
+        ("zb-v", "megatron", "deals stages round and round"),
+        ("zb-v", "torchtitan", "deals stages round and round"),
+        ("zb-h1", "megatron", "runs 1F1B here"),
+        ("gpipe", "megatron", "runs 1F1B here"),
+    ],
+)
+def test_what_a_tool_would_run_otherwise_is_refused(plans, kind, target, reason):
+    with pytest.raises(ZbcError) as caught:
+        plans[kind].export(target)
+    assert caught.value.code == "E413"
+    assert reason in "\n".join(caught.value.details)
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+def test_a_model_of_the_users_own_has_no_words_elsewhere(target):
+    own = job(kind="1f1b", pp=2, model={"family": "my.module:layers"}, data={"kind": "my.module:data"})
+    with pytest.raises(ZbcError) as caught:
+        zbc.plan(own).export(target)
+    assert "my.module:layers" in "\n".join(caught.value.details)
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+def test_an_order_alone_is_no_model(tmp_path, target):
+    (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ZbcError) as caught:
+        zbc.load(tmp_path / "x.csv").export(target)
+    assert caught.value.code == "E413"
+    assert "order alone" in caught.value.message
+
+
+def test_every_target_of_the_command_line_has_a_writer():
+    from zbc.cli.exchanging import Target
+
+    assert [target.value for target in Target] == list(EXPORTS)

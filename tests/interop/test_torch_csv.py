@@ -1,0 +1,190 @@
+"""Torch's CSV files: what is written reads back the same, and what is wrong is named by row and column."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _validate_schedule
+
+from tests.compiler.grid import FIXED, chunk_counts, make
+from zbc.compiler.check import check_all
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.interop import torch_csv
+from zbc.interop.sheet_check import check_sheet
+from zbc.ir import COMPUTE, Kind, Op, Placement, Program
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+# Each: the file, the code, the place, and a piece of the error. The first group is what torch's own reader takes.
+BROKEN = {
+    "garbage behind an action": (GOOD.replace("1F1", "1F1garbage"), "E411", "row 2, column 3", "write 1F1"),
+    "two actions in one cell": (GOOD.replace("0B0", "0B0 0F1"), "E411", "row 1, column 3", "write 0B0"),
+    "a repeated F": (GOOD.replace("1B0", "1F0,1B0"), "E202", "row 2, column 2", "1F0 runs a second time"),
+    "a repeated B": (GOOD.replace("0B1", "0B1,0B1"), "E202", "row 1, column 5", "0B1 runs a second time"),
+    "a circle of two": ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "E201", "row 1, column 2", "bring column 3"),
+    "one rank's stages the wrong way round": ("0F0,0B0,1F0,1B0\n", "E206", "row 1, column 2", "before 1B0"),
+    "numbers with zeros in front": (GOOD.replace("0F1", "0F01"), "E411", "row 1, column 2", "write 0F1"),
+    "a trailing comma is an idle slot, not an error": (GOOD.replace("0B1", "0B1,,X"), "E411", "row 1, column 6", "1F0"),
+    # What torch refuses as well, mostly with an assertion.
+    "lower case": (GOOD.replace("1B1", "1b1"), "E411", "row 2, column 4", "write 1B1"),
+    "no microbatch": (GOOD.replace("1F0", "1F"), "E411", "row 2, column 1", "actions are stage, letter and microbatch"),
+    "no stage": (GOOD.replace("1F0", "F0"), "E411", "row 2, column 1", "actions are"),
+    "a negative stage": (GOOD.replace("1F0", "-1F0"), "E411", "row 2, column 1", "actions are"),
+    "an unknown letter": (GOOD.replace("0B0", "0R0"), "E411", "row 1, column 3", "letters are F, I, W and B"),
+    "the lowered form": (GOOD.replace("0B0", "0SEND_F0"), "E411", "row 1, column 3", 'format="compute_only"'),
+    "a collective": (GOOD.replace("0B0", "0UNSHARD"), "E411", "row 1, column 3", "lowered form"),
+    "half a pair": (GOOD.replace("0B0", "(0F1)OVERLAP_F_B"), "E411", "row 1, column 3", "pairs look like"),
+    "a header line": ("rank,ops\n" + GOOD, "E411", "row 1, column 1", "not an action: 'rank'"),
+    "another separator": (GOOD.replace(",", ";"), "E411", "row 1, column 1", "write 0F0"),
+    "an absurd number": (GOOD.replace("0F1", "0F99999999999"), "E411", "row 1, column 2", "end at"),
+    "an empty line in the middle": (GOOD.replace("\n", "\n\n", 1), "E412", "row 2, column 1", "delete the row"),
+    "an empty line at the end": (GOOD + "\n", "E412", "row 3, column 1", "delete the row"),
+    "a row of idle slots": (GOOD + ",,,\n", "E412", "row 3, column 1", "needs work"),
+    "a stage on two ranks": (GOOD.replace("1F1", "0F1"), "E412", "row 2, column 3", "first at row 1, column 1"),
+    "a stage left out": (
+        GOOD.replace("1F", "2F").replace("1B", "2B"),
+        "E412",
+        "row 2, column 1",
+        "no action of stage 1",
+    ),
+    "a microbatch left out": (
+        GOOD.replace("F1", "F2").replace("B1", "B2"),
+        "E412",
+        "row 1, column 2",
+        "no action of microbatch 1",
+    ),
+    "a missing F": (GOOD.replace("1F1,", ""), "E202", "row 2", "no rank runs 1F1"),
+    "a missing backward": (GOOD.replace(",0B1", ""), "E202", "row 1", "no rank runs 0B1 (or its B and W)"),
+    "a W without its I": (GOOD.replace("0B0", "0W0"), "E202", "row 1", "no rank runs 0I0"),
+    "a B beside its halves": (GOOD.replace("0B0", "0B0,0I0,0W0"), "E202", "row 1, column 4", "repeats a part"),
+    "W before I": (GOOD.replace("0B0", "0W0,0I0"), "E206", "row 1, column 3", "0W0 comes before 0I0"),
+    "B before F": (GOOD.replace("1F0,1B0", "1B0,1F0"), "E206", "row 2, column 1", "move column 2 before column 1"),
+    "an open quote": ('"0F0,0B0\n', "E410", "line 1", "not a CSV file"),
+    "nothing": ("", "E410", None, "is empty"),
+    "NUL bytes": (GOOD.replace("0F1", "0F\0"), "E410", None, "NUL"),
+}
+
+
+def problems(text):
+    with pytest.raises(ZbcError) as caught:
+        check_sheet(torch_csv.loads(text, "x.csv"))
+    return caught.value.errors
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_with_row_column_and_reason(name):
+    text, code, place, piece = BROKEN[name]
+    found = problems(text)
+    said = [error.render() for error in found]
+    assert code in {error.code for error in found}, said
+    assert piece in "\n".join(said)
+    if place is not None:
+        wanted = re.compile(rf"x\.csv: {place}(?!\d)")
+        assert any(error.code == code and wanted.search(error.where or "") for error in found), said
+
+
+def actions(text):
+    """What torch's own reader makes of a CSV text."""
+    rows = [line.split(",") for line in text.rstrip("\n").split("\n")]
+    return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+
+
+@pytest.mark.parametrize("name", list(BROKEN)[:6])
+def test_torch_takes_these_broken_files(name):
+    text = BROKEN[name][0]
+    ranks, stages = len(text.splitlines()), 2
+    _validate_schedule(actions(text), ranks, stages, 1 if name == "one rank's stages the wrong way round" else 2)
+
+
+def test_all_problems_of_a_file_are_told_at_once():
+    found = problems("0F0,0X0,0B0\n1F0garbage,1B0\n\n")
+    assert [(error.code, error.where) for error in found] == [
+        ("E411", "x.csv: row 1, column 2"),
+        ("E411", "x.csv: row 2, column 1"),
+        ("E412", "x.csv: row 3, column 1"),
+    ]
+
+
+def test_a_deadlock_is_explained_in_cells():
+    (found,) = problems("0F0,,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    assert found.code == "E201"
+    assert found.details[:2] == (
+        "row 1 column 3: 0B0  waits for  row 2 column 4: 1B0, behind column 1",
+        "row 2 column 1: 1F1  waits for  row 1 column 4: 0F1, behind column 3",
+    )
+
+
+def test_idle_slots_spaces_pairs_and_line_ends_read_as_torch_reads_them():
+    sheet = torch_csv.loads("0F0 , ,0F1,0B0,0B1\r\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\r\n")
+    cells = actions("0F0 , ,0F1,0B0,0B1\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\n")
+    theirs = [[str(a) for cell in row if cell for a in (cell.sub_actions or (cell,))] for row in cells.values()]
+    assert [[torch_csv.action(op) for op in ops] for ops in sheet.program.ranks] == theirs
+    assert sheet.columns == ((0, 2, 3, 4), (1, 2, 2, 4))
+    assert sheet.overlapped == 1
+
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("name", FIXED)
+@few
+@given(data=st.data())
+def test_plan_to_csv_to_plan_keeps_order_and_times(name, data):
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    plan = lower(make(name, p, m, data.draw(st.sampled_from(chunk_counts(name)))))
+    text = torch_csv.dumps(plan)
+    sheet = torch_csv.loads(text)
+    check_sheet(sheet)
+    again = lower(sheet.program)
+    check_all(again)
+    assert torch_csv.dumps(again) == text
+    compute = [[op for op in ops if op.kind in COMPUTE] for ops in plan.ranks]
+    assert [list(ops) for ops in sheet.program.ranks] == compute
+    assert again.placement == plan.placement
+    costs = Costs.uniform(plan.placement, *(data.draw(st.sampled_from([0.5, 1.0, 1.7])) for _ in range(3)), comm=0.3)
+    assert list(simulate(again, costs)) == list(simulate(plan, costs))
+
+
+@few
+@given(st.data())
+def test_orders_nobody_would_write_keep_their_cells_too(data):
+    """Any placement, any order: reading and writing do not depend on the order being a good one."""
+    stages, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    p = data.draw(st.integers(1, stages))
+    homes = [*range(p), *(data.draw(st.integers(0, p - 1)) for _ in range(stages - p))]
+    ranks = []
+    for rank in range(p):
+        ops = []
+        for stage in (s for s in range(stages) if homes[s] == rank):
+            for mb in range(m):
+                split = data.draw(st.booleans())
+                ops += [Op(kind, stage, mb) for kind in ((Kind.F, Kind.B, Kind.W) if split else (Kind.F, Kind.BW))]
+        ranks.append(tuple(data.draw(st.permutations(ops))))
+    program = Program(Placement((tuple(homes),)), m, tuple(ranks), ("any",))
+    found = torch_csv.loads(torch_csv.dumps(program)).program
+    assert (found.ranks, found.placement, found.microbatches) == (program.ranks, program.placement, m)
+
+
+def test_what_torch_cannot_express_is_refused_with_every_reason():
+    placement = Placement.bidirectional((0, 1))
+    ops = tuple(tuple(Op(kind, s, 0, 1 - s, 1) for kind in (Kind.F, Kind.BW)) for s in range(2))
+    with pytest.raises(ZbcError) as caught:
+        torch_csv.dumps(Program(placement, 1, (*ops, ()), ("x",), slices=2))
+    assert caught.value.code == "E413"
+    text = "\n".join(caught.value.details)
+    assert "one pipe" in text
+    assert "slices" in text
+    assert "rank 2 has none" in text
+
+
+def test_the_letters_are_those_of_torch():
+    assert _Action.from_str("3I4").computation_type.name == "BACKWARD_INPUT"
+    assert _Action.from_str("3B4").computation_type.name == "FULL_BACKWARD"
+    assert torch_csv.action(Op(Kind.B, 3, 4)) == "3I4"
+    assert torch_csv.action(Op(Kind.BW, 3, 4)) == "3B4"

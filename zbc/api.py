@@ -1,0 +1,165 @@
+"""The Python side of the commands: `zbc.load`, `zbc.plan`, `zbc.Plan`.
+
+    import zbc
+
+    plan = zbc.plan(zbc.load("job.toml"))       # `zbc plan`; nothing is written until plan.write(folder)
+    plan = zbc.load("plan")                     # a plan directory
+    plan = zbc.load("order.csv")                # a torch pipelining CSV, at F = B = W = 1 per rank
+
+    plan.check()                                # `zbc check`: raises a ZbcError that names the ops
+    plan.simulate().makespan                    # ms; when each op runs
+
+Torch is never imported. Everything raises `zbc.ZbcError` for what a user can mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import zbc.plan as plans
+from zbc.compiler import recall
+from zbc.compiler.check import check_all, survives_blocking_sends
+from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.errors import ZbcError
+from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
+from zbc.interop.sheet_check import check_sheet
+from zbc.ir import Program
+from zbc.spec import Job
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order of ops on ranks, with what they cost: from a plan directory, a job, or another tool's file.
+
+    `manifest` is there for plans that were read from a directory, `compiled` for those made from a job just now,
+    `sheet` for those read from a CSV file.
+    """
+
+    name: str
+    program: Program
+    manifest: plans.Manifest | None = None
+    compiled: Compiled | None = None
+    sheet: torch_csv.Sheet | None = None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Plan:
+        """A plan directory, verified. Raises E401 to E406."""
+        read = plans.Plan.read(Path(folder))
+        return cls(str(folder), read.program, manifest=read.manifest)
+
+    @classmethod
+    def read_csv(cls, path: str | Path) -> Plan:
+        """A torch pipelining CSV. Raises E410 to E412; `check` says whether its order works."""
+        sheet = torch_csv.read(Path(path))
+        return cls(str(path), sheet.program, sheet=sheet)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What the ops cost: the job's; F = B = W = 1 per rank and free transfers where there is no job."""
+        if self.compiled is not None:
+            return self.compiled.costs
+        if self.manifest is not None:
+            return recall.costs_of(self.manifest)
+        return Costs.uniform(self.program.placement)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        if self.sheet is not None:
+            check_sheet(self.sheet)
+        return self.compiled.timeline if self.compiled is not None else simulate(self.program, self.costs)
+
+    def check(self) -> None:
+        """Prove the order complete, paired, ordered and free of deadlock. Raises E2xx, naming ops or cells."""
+        if self.sheet is not None:
+            check_sheet(self.sheet)
+        check_all(self.complete)
+
+    @property
+    def complete(self) -> Program:
+        """The program with its transfers and step-level ops; what a CSV holds gets them as any schedule does."""
+        return lower(self.program) if self.sheet is not None else self.program
+
+    def survives_blocking_sends(self) -> bool:
+        """Whether the order also works where a send ends only when it has been received."""
+        return survives_blocking_sends(self.complete)
+
+    def simulate(self) -> Timeline:
+        """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
+        return self.timeline
+
+    def export(self, target: str, *, csv_name: str = "order.csv") -> dict[str, str]:
+        """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
+
+        `csv_name` is how torchtitan's settings name their CSV file. Raises E413 for what the tool cannot express.
+        """
+        return EXPORTS[target](self, csv_name)
+
+    def described(self, target: str) -> plans.Manifest:
+        """The manifest, also of a plan that was not written; E413 where there is no model to speak of."""
+        if self.manifest is not None:
+            return self.manifest
+        if self.compiled is not None:
+            return self.compiled.assemble()[0]
+        text = f"export: {target} needs the model and its layers, {self.name} is an order alone"
+        hint = "plan a job whose schedule.file it is, and export that"
+        raise ZbcError("E413", text, hint=hint)
+
+    def write(self, folder: str | Path) -> None:
+        """Write the plan directory. Raises E407, and E415 for a plan without a job."""
+        if self.compiled is None:
+            text = f"plan: {self.name} was not made from a job here, so there is nothing to write"
+            raise ZbcError("E415", text, hint="plan a job, with schedule.file for an order of your own")
+        self.compiled.write(Path(folder))
+
+
+def _megatron(plan: Plan, _: str) -> dict[str, str]:
+    return {".args": megatron.dumps(plan.program, plan.described("megatron"))}
+
+
+def _torchtitan(plan: Plan, csv_name: str) -> dict[str, str]:
+    settings, order = torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name)
+    return {".toml": settings, ".csv": order}
+
+
+# target -> what writes it: suffix -> text. The order is that of `zbc export --help`.
+EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
+    "torch-csv": lambda plan, _: {".csv": torch_csv.dumps(plan.program)},
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+    "json": lambda plan, _: {".json": as_json.dumps(plan.program, plan.timeline)},
+    "dot": lambda plan, _: {".dot": dot.dumps(plan.program, plan.timeline, plan.costs)},
+}
+
+
+def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = None) -> Job | Plan:
+    """A job (`.toml`), a plan directory, or a torch CSV (`.csv`).
+
+    `settings` (`"schedule.microbatches=16"`) and `schedule` (a name or a CSV file) change a job as --set and --schedule
+    do. Raises E1xx for a job, E4xx for the others.
+    """
+    path = Path(path)
+    if path.suffix == ".toml":
+        return load_job(path, settings, schedule)
+    if path.suffix == ".csv":
+        return Plan.read_csv(path)
+    return Plan.read(path.parent if path.name == plans.MANIFEST else path)
+
+
+def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
+    """Plan a job, or the job file of that name; `budget` is how many seconds to search. Raises E1xx, E2xx, E3xx."""
+    if not isinstance(job, Job):
+        job = load_job(Path(job))
+    compiled = compile_job(job, budget=budget)
+    return Plan(compiled.schedule, compiled.program, compiled=compiled)
+
+
+def open_plan(path: str | Path) -> Plan:
+    """What a path stands for as a plan: a job is planned, all else is read."""
+    found = load(path)
+    return plan(found) if isinstance(found, Job) else found

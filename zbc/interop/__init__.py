@@ -1,0 +1,1 @@
+"""Exchange with other tools: one format a file."""

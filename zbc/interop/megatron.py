@@ -1,0 +1,78 @@
+"""A plan as arguments of Megatron-LM.
+
+Megatron runs 1F1B, or interleaved 1F1B with several stages per rank, of its own built-in GPT; what is written says just
+that plan and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.compiler.schedules import Request, find
+from zbc.interop import megatron_layout
+from zbc.interop.refused import Refused
+from zbc.ir import COMPUTE, Kind, Op, Placement, Program
+from zbc.plan import Manifest
+
+
+def dumps(program: Program, manifest: Manifest) -> str:
+    """One argument a line, comments behind `#`. Raises E413 for a plan that Megatron would not run like that."""
+    refused = Refused("megatron", "Megatron-LM")
+    model = manifest.planning.get("model", {})
+    if model.get("family") != "gpt":
+        refused.add(f"its arguments are written for the built-in gpt only, model.family is {model.get('family')!r}")
+    placement = program.placement
+    p, v = placement.ranks, placement.stages // placement.ranks
+    if placement != Placement.looped(p, v):
+        refused.add("it deals stages round and round the ranks; the plan places them otherwise")
+    elif not _runs(program, p, v):
+        name = "1F1B" if v == 1 else "interleaved 1F1B in rounds of one microbatch per rank"
+        refused.add(f"it runs {name} here, the plan has another order ({manifest.schedule})")
+    if v > 1 and program.microbatches % p:
+        refused.add(
+            f"its interleaved schedule wants microbatches in multiples of {p}, the plan has {program.microbatches}"
+        )
+    if program.slices > 1:
+        refused.add("it does not cut microbatches into slices")
+    refused.raise_any()
+    return "\n".join(_lines(program, manifest, model)) + "\n"
+
+
+def _runs(program: Program, p: int, v: int) -> bool:
+    """Whether the compute ops come in Megatron's order, whether or not backwards are split in two adjacent halves."""
+    request = Request(p, program.microbatches, v)
+    expected = find("1f1b" if v == 1 else "interleaved-1f1b").make(request).ranks
+    return tuple(tuple(_fused(ops)) for ops in program.ranks) == expected
+
+
+def _fused(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """The compute ops with each B whose W follows as one BW."""
+    compute = [op for op in ops if op.kind in COMPUTE]
+    skip = False
+    for op, following in zip(compute, [*compute[1:], None], strict=True):
+        if skip:
+            skip = False
+        elif op.kind is Kind.B and following == op._replace(kind=Kind.W):
+            skip = True
+            yield op._replace(kind=Kind.BW)
+        else:
+            yield op
+
+
+def _lines(program: Program, manifest: Manifest, model: dict[str, object]) -> Iterator[str]:
+    p, v = program.placement.ranks, program.placement.stages // program.placement.ranks
+    dp = manifest.planning.get("parallel", {}).get("dp", 1)
+    yield f"# {manifest.schedule}: {p} ranks, {program.microbatches} microbatches"
+    yield f"# virtual pipeline size {v}; Megatron works it out from the layout"
+    yield f"--pipeline-model-parallel-size {p}"
+    yield f'--pipeline-model-parallel-layout "{megatron_layout.dumps(manifest.layers)}"'
+    if v > 1:
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {p}"
+    yield f"--micro-batch-size {manifest.microbatch_size}"
+    yield f"--global-batch-size {manifest.microbatch_size * program.microbatches * dp}"
+    yield f"--num-layers {model['layers']}"
+    yield f"--hidden-size {model['hidden']}"
+    yield f"--num-attention-heads {model['heads']}"
+    yield f"--seq-length {model['seq_len']}"
+    if not model.get("tie_embeddings"):
+        yield "--untie-embeddings-and-output-weights"

@@ -1,0 +1,291 @@
+"""A working order from one that deadlocks: the same ops on the same ranks, as few of them moved as a fast step allows.
+
+Candidates come from running the given order op by op while each rank may look `ahead` a few ops past one that cannot
+start yet. Looking ahead 0 keeps the order until all ranks are stuck and then moves just one op; looking farther moves
+more and waits less. Named schedules of the same placement join in, since a broken order is often a known one with a
+slip in it. The best two are then improved by moving single ops. No rank holds more activations than the fullest rank of
+the given order, as far as that can be kept. Of those whose step is within 2% of the best, the one that moves least
+wins.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from random import Random
+
+from zbc.compiler.check import check_all
+from zbc.compiler.check.found import raise_found
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Program
+
+AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
+CLOSE = 1.02  # of the best step: fast enough to prefer the order that moves least
+EFFORT = 150_000  # ops visited while improving
+PATIENCE = 120  # moves in a row that make nothing faster before improving ends
+Ranks = tuple[tuple[Op, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A working program, how many ops stand elsewhere than before, and what was dropped because it ran before."""
+
+    program: Program
+    moved: int
+    dropped: tuple[Op, ...]
+    makespan: float
+
+
+def repair(program: Program, costs: Costs) -> Repair:
+    """The repaired order of a compute-only program of one pipe; a repeated op counts where it stands first.
+
+    Raises E414 if ops are missing, which no other order makes up for.
+    """
+    ranks, dropped = _without_repeats(program)
+    program = replace(program, ranks=ranks)
+    raise_found(_missing(program))
+    limits = [max(rank.units for rank in peaks(program, costs)) + 1e-9] * len(ranks)
+    found: dict[Ranks, float] = {}
+    for candidate in _candidates(program, costs, limits):
+        if candidate not in found and _fits(program, candidate, costs, limits):
+            found[candidate] = _step(program, candidate, costs)
+    if not found:  # no order in reach keeps to the memory of the given one
+        found = {c: _step(program, c, costs) for c in _candidates(program, costs, [float("inf")] * len(ranks))}
+    for candidate in sorted(found, key=lambda c: found[c])[:2]:
+        better, step = _improved(program, candidate, costs, limits, found[candidate])
+        found[better] = step
+    best = min(found.values())
+    near = [candidate for candidate, step in found.items() if step <= best * CLOSE]
+    chosen = min(near, key=lambda candidate: (_moved(ranks, candidate), found[candidate]))
+    result = program.with_ranks(chosen, by="repair")
+    check_all(result)
+    return Repair(result, _moved(ranks, chosen), dropped, found[chosen])
+
+
+def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
+    seen: set[Op] = set()
+    dropped: list[Op] = []
+    ranks = []
+    for ops in program.ranks:
+        kept: list[Op] = []
+        for op in ops:
+            (dropped if op in seen else kept).append(op)
+            seen.add(op)
+        ranks.append(tuple(kept))
+    return tuple(ranks), tuple(dropped)
+
+
+def _missing(program: Program) -> Iterator[ZbcError]:
+    """Places without F, or without exactly one backward."""
+    ops = {op for rank in program.ranks for op in rank}
+    for stage in range(program.placement.stages):
+        for mb in range(program.microbatches):
+            f, b, w, bw = (Op(kind, stage, mb) in ops for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+            if not f or b is not w or b is bw:
+                text = f"csv: stage {stage} does not run F and one backward of microbatch {mb}"
+                hint = "add or drop actions first: --suggest changes the order only"
+                yield ZbcError("E414", text, where=f"row {program.placement.rank_of(stage) + 1}", hint=hint)
+
+
+def _step(program: Program, ranks: Ranks, costs: Costs) -> float:
+    return simulate(replace(program, ranks=ranks), costs).makespan
+
+
+def _fits(program: Program, ranks: Ranks, costs: Costs, limits: Sequence[float]) -> bool:
+    held = peaks(replace(program, ranks=ranks), costs)
+    return all(rank.units <= limit for rank, limit in zip(held, limits, strict=True))
+
+
+def _moved(before: Ranks, after: Ranks) -> int:
+    """Ops that have to be taken out and put elsewhere: all but a longest run of places that keeps its order."""
+    return sum(len(old) - _longest_kept(old, new) for old, new in zip(before, after, strict=True))
+
+
+def _longest_kept(old: Sequence[Op], new: Sequence[Op]) -> int:
+    at = {op: k for k, op in enumerate(old)}
+    tails: list[int] = []
+    for op in new:
+        k = at[op]
+        place = bisect_left(tails, k)
+        tails[place : place + 1] = [k]
+    return len(tails)
+
+
+# ---- candidates ----------------------------------------------------------------------------------------------
+
+
+def _candidates(program: Program, costs: Costs, limits: Sequence[float]) -> Iterator[Ranks]:
+    for ahead in AHEAD:
+        yield _run(program, costs, limits, ahead)
+    yield from _known(program)
+
+
+def _known(program: Program) -> Iterator[Ranks]:
+    """Named schedules by formula on this placement, with this program's choice of split and fused backwards."""
+    placement, m = program.placement, program.microbatches
+    p, v = placement.ranks, placement.stages // placement.ranks
+    mine = [frozenset(ops) for ops in program.ranks]
+    for card in SCHEDULES.values():
+        if card.allows(v) and card.placement(p, v) == placement and (not card.searched or card.budget == 0):
+            ranks = card.make(Request(p, m, v)).ranks
+            adapted = tuple(tuple(_as_in(ops, mine[rank])) for rank, ops in enumerate(ranks))
+            if [frozenset(ops) for ops in adapted] == mine:
+                yield adapted
+
+
+def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
+    """`ops` with each backward in one piece or in two, as `wanted` has it; a W split off follows its B."""
+    for op in ops:
+        fused = op._replace(kind=Kind.BW)
+        if op in wanted:
+            yield op
+        elif op.kind is Kind.BW:
+            yield op._replace(kind=Kind.B)
+            yield op._replace(kind=Kind.W)
+        elif op.kind is Kind.B and fused in wanted:
+            yield fused
+
+
+class _State:
+    """A run of the ranks; `arrival` is when the result of an op is there for ops of other ranks."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        self.left = [list(ops) for ops in program.ranks]
+        self.ended: dict[Op, float] = {}
+        self.free = [0.0] * len(program.ranks)
+        self.units = [0.0] * len(program.ranks)
+        self.order: list[list[Op]] = [[] for _ in program.ranks]
+
+    def ready(self, op: Op) -> float | None:
+        """When all that `op` needs is there; None if something has not been started."""
+        kind, stage, mb = op.kind, op.stage, op.mb
+        if kind is Kind.F:
+            return 0.0 if stage == 0 else self._after(Op(Kind.F, stage - 1, mb), stage - 1, stage)
+        if kind is Kind.W:
+            return self.ended.get(Op(Kind.B, stage, mb))
+        own = self.ended.get(Op(Kind.F, stage, mb))
+        if own is None or stage == self.program.placement.stages - 1:
+            return own
+        later = [self._after(Op(kind, stage + 1, mb), stage, stage + 1) for kind in (Kind.B, Kind.BW)]
+        known = [time for time in later if time is not None]
+        return max(own, known[0]) if known else None
+
+    def _after(self, source: Op, low: int, high: int) -> float | None:
+        end = self.ended.get(source)
+        if end is None:
+            return None
+        pipe = self.program.placement.pipes[0]
+        return end + (self.costs.transfer(low) if pipe[low] != pipe[high] else 0.0)
+
+    def start(self, rank: int, place: int, time: float) -> float:
+        """Run the op at `place` among what is left; returns when it ends."""
+        op = self.left[rank].pop(place)
+        self.order[rank].append(op)
+        self.units[rank] += self.costs.held(op)
+        self.ended[op] = self.free[rank] = time + self.costs.duration(op)
+        return self.free[rank]
+
+
+def _run(program: Program, costs: Costs, limits: Sequence[float], ahead: int) -> Ranks:
+    """Run to the end; a rank takes the first op within `ahead` of its next that can start now."""
+    state = _State(program, costs)
+    events = [(0.0, rank) for rank in range(len(program.ranks))]
+    while any(state.left):
+        if not events:
+            _force(state, events)
+        time = events[0][0]
+        while events and events[0][0] <= time + 1e-9:
+            heappop(events)
+        for rank in range(len(state.left)):
+            while state.free[rank] <= time + 1e-9 and state.left[rank]:
+                place = _pick(state, rank, time, limits[rank], ahead, events)
+                if place is None:
+                    break
+                end = state.start(rank, place, time)
+                for other in range(len(state.left)):
+                    heappush(events, (end, other))
+                if end > time + 1e-9:
+                    break
+    return tuple(map(tuple, state.order))
+
+
+def _pick(
+    state: _State, rank: int, time: float, limit: float, ahead: int, events: list[tuple[float, int]]
+) -> int | None:
+    """The place of an op that can start at `time`; else, if one only waits for its message, note when that comes."""
+    for place, op in enumerate(state.left[rank][: ahead + 1]):
+        at = state.ready(op)
+        if at is not None and at > time + 1e-9:
+            heappush(events, (at, rank))
+            if place == 0:
+                return None  # what is next is on its way
+        if at is not None and at <= time + 1e-9 and state.units[rank] + state.costs.held(op) <= limit:
+            return place
+    return None
+
+
+def _force(state: _State, events: list[tuple[float, int]]) -> None:
+    """All ranks are stuck: run the op that has to come forward least."""
+    now = max(state.free)
+    options = [
+        (place, rank)
+        for rank, left in enumerate(state.left)
+        for place in [next((k for k, op in enumerate(left) if state.ready(op) is not None), None)]
+        if place is not None
+    ]
+    place, rank = min(options)
+    at = state.ready(state.left[rank][place]) or 0.0
+    end = state.start(rank, place, max(state.free[rank], at))
+    for other in range(len(state.left)):
+        heappush(events, (max(end, now if other != rank else end), other))
+
+
+# ---- improving -----------------------------------------------------------------------------------------------
+
+
+def _improved(
+    program: Program, ranks: Ranks, costs: Costs, limits: Sequence[float], step: float
+) -> tuple[Ranks, float]:
+    """Move single ops at random and keep what does not make the step longer; the same for the same order."""
+    rng = Random(0)
+    best = [list(ops) for ops in ranks]
+    idle = 0
+    for _ in range(EFFORT // max(1, program.size)):
+        idle += 1
+        if idle > PATIENCE:
+            break
+        rank = rng.randrange(len(best))
+        if len(best[rank]) < 2:
+            continue
+        source = rng.randrange(len(best[rank]))
+        target = max(0, min(len(best[rank]) - 1, source + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4))))
+        trial = [list(ops) if r == rank else ops for r, ops in enumerate(best)]
+        trial[rank].insert(target, trial[rank].pop(source))
+        if not _legal(trial[rank]):
+            continue
+        frozen = tuple(map(tuple, trial))
+        try:
+            found = _step(program, frozen, costs)
+        except ZbcError:
+            continue
+        if found <= step + 1e-9 and _fits(program, frozen, costs, limits):
+            idle = 0 if found < step - 1e-9 else idle
+            best, step = trial, found
+    return tuple(map(tuple, best)), step
+
+
+def _legal(ops: Sequence[Op]) -> bool:
+    """Whether each stage's F, B and W of a microbatch come in that order."""
+    at = {op: k for k, op in enumerate(ops)}
+    for op, k in at.items():
+        before = Kind.B if op.kind is Kind.W else Kind.F
+        if op.kind is not Kind.F and at.get(op._replace(kind=before), k + 1) > k:
+            return False
+    return True

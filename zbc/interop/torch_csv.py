@@ -1,0 +1,228 @@
+"""The CSV files of torch.distributed.pipelining, in the form torch calls compute_only.
+
+One row per rank, one action per cell, in the order they run; an empty cell is an idle slot:
+
+    0F0,0F1,,,0B0,0B1       0F0  forward of stage 0 for microbatch 0
+    ,1F0,1F1,1I0,1B1,1W0    1I0  input gradient, 1W0 weight gradient, 1B1 both in one
+
+torch names the backwards by other letters than zbc: I is B, B is BW. torch itself reads a cell up to where it stops
+making sense (`2F0garbage` is 2F0 to it), counts a repeated F once, and takes an order that deadlocks as it trains; here
+all of that is an error.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zbc.compiler.check.found import raise_found
+from zbc.errors import ZbcError
+from zbc.interop.refused import Refused
+from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program
+
+LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+_CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_IMPLIED = TRANSFER | STAGE_WIDE | RANK_WIDE  # what torch works out by itself
+_MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
+_SHOWN = 24  # characters of a cell in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A CSV file as a program; `columns[rank][step]` is the 0-based column of each op.
+
+    `overlapped` counts the cells in which torch runs an F and a B at once; here they run one after the other.
+    """
+
+    source: str
+    program: Program
+    columns: tuple[tuple[int, ...], ...]
+    overlapped: int = 0
+
+
+@dataclass
+class _Draft:
+    """What has been read so far."""
+
+    source: str
+    ranks: list[list[Op]] = field(default_factory=list)
+    columns: list[list[int]] = field(default_factory=list)
+    overlapped: int = 0
+
+    def place(self, row: int, column: int) -> str:
+        return place(self.source, row, column)
+
+
+def place(source: str, row: int, column: int) -> str:
+    """Where a cell is, as errors name it; rows and columns count from 1."""
+    return f"{source}: row {row + 1}, column {column + 1}"
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Sheet:
+    """Read a CSV file; see `loads`. Raises E410 if it cannot be read as text."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        hint = "`zbc export PLAN --to torch-csv -o FILE.csv` writes one"
+        raise ZbcError("E410", f"csv: cannot read {path}: {error.strerror}", hint=hint) from None
+    except UnicodeDecodeError as error:
+        text = f"csv: {path} is not UTF-8 text (byte {error.start})"
+        raise ZbcError("E410", text, hint="save it as UTF-8") from None
+    return loads(text, str(path))
+
+
+def loads(text: str, source: str = "order.csv") -> Sheet:
+    """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/).
+
+    Raises E410 (not a CSV file), E411 (cells that are no actions) or E412 (rows that make no pipeline), everything
+    that is wrong at once.
+    """
+    draft = _Draft(source)
+    raise_found(_cells(draft, text))
+    raise_found(_shape(draft))
+    stages = 1 + max(op.stage for ops in draft.ranks for op in ops)
+    rank_of = {op.stage: rank for rank, ops in enumerate(draft.ranks) for op in ops}
+    placement = Placement((tuple(rank_of[s] for s in range(stages)),))
+    microbatches = 1 + max(op.mb for ops in draft.ranks for op in ops)
+    ranks = tuple(map(tuple, draft.ranks))
+    program = Program(placement, microbatches, ranks, (Path(source).name,))
+    return Sheet(source, program, tuple(map(tuple, draft.columns)), draft.overlapped)
+
+
+def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
+    """Parse every cell into the draft; yield what is wrong."""
+    if "\0" in text:
+        raise ZbcError("E410", f"csv: {draft.source} holds NUL bytes", hint="save it as plain text")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row, cells in enumerate(reader):
+            draft.ranks.append([])
+            draft.columns.append([])
+            if not any(cell.strip() for cell in cells):
+                hint = "each row is a rank, and a rank needs work; delete the row"
+                yield ZbcError("E412", f"csv: row {row + 1} is empty", where=place(draft.source, row, 0), hint=hint)
+            for column, cell in enumerate(cells):
+                yield from _cell(draft, row, column, cell.strip())
+    except csv.Error as error:
+        text = f"csv: {draft.source} is not a CSV file: {error}"
+        where = f"{draft.source}: line {reader.line_num}"
+        raise ZbcError("E410", text, where=where, hint="one row per rank, commas between actions, no quotes") from None
+    if not draft.ranks:
+        raise ZbcError("E410", f"csv: {draft.source} is empty", hint="one row per rank, as in 0F0,0F1,0B0,0B1")
+
+
+def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]:
+    pair = _PAIR.fullmatch(cell)
+    parts = [part.strip() for part in pair[1].split(";")] if pair else [cell]
+    if pair and len([part for part in parts if part]) < 2:
+        yield _bad(draft, row, column, cell, "pairs look like (0F1;1B0)OVERLAP_F_B")
+        return
+    draft.overlapped += pair is not None
+    for part in parts:
+        if not part:
+            continue
+        match = _CELL.fullmatch(part)
+        if match is None or max(int(match[1]), int(match[3])) > _MOST:
+            yield _bad(draft, row, column, part, _advice(part, match is not None))
+            return
+        draft.ranks[row].append(Op(_KINDS[match[2]], int(match[1]), int(match[3])))
+        draft.columns[row].append(column)
+
+
+def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError:
+    text = f"csv: not an action: {cell[:_SHOWN]!r}{'...' if len(cell) > _SHOWN else ''}"
+    return ZbcError("E411", text, where=draft.place(row, column), hint=hint)
+
+
+def _advice(cell: str, too_large: bool) -> str:
+    """A fix for a cell that is no action."""
+    loose = re.fullmatch(r"0*(\d+) *([FIWBfiwb]) *0*(\d+)", cell)
+    begin = _CELL.match(cell)
+    if too_large:
+        return f"numbers of stages and microbatches end at {_MOST}"
+    if _LOWERED.fullmatch(cell):
+        return 'this is torch\'s lowered form; dump it with format="compute_only"'
+    if loose is not None:
+        return f"write {int(loose[1])}{loose[2].upper()}{int(loose[3])}"
+    if begin is not None:
+        return f"write {begin[0]}"
+    return "actions are stage, letter and microbatch, as 1F0; letters are F, I, W and B"
+
+
+def _shape(draft: _Draft) -> Iterator[ZbcError]:
+    """Every stage on one rank, and no number left out; the rows hold an action at least."""
+    first: dict[int, tuple[int, int]] = {}
+    told: set[tuple[int, int]] = set()
+    for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
+        for op, column in zip(ops, columns, strict=True):
+            home = first.setdefault(op.stage, (row, column))
+            if home[0] != row and (op.stage, row) not in told:
+                told.add((op.stage, row))
+                text = f"csv: stage {op.stage} is on two ranks, row {home[0] + 1} and row {row + 1}"
+                details = [f"first at row {home[0] + 1}, column {home[1] + 1}"]
+                hint = "a stage belongs to one rank; torch has no bidirectional pipelines"
+                yield ZbcError("E412", text, where=draft.place(row, column), details=details, hint=hint)
+    yield from _gaps(draft, "stage")
+    yield from _gaps(draft, "mb")
+
+
+def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
+    """Numbers of stages, or of microbatches, that nobody uses although larger ones are."""
+    first: dict[int, tuple[int, int]] = {}
+    for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
+        for op, column in zip(ops, columns, strict=True):
+            first.setdefault(getattr(op, field), (row, column))
+    most = max(first)
+    gaps = list(itertools.islice((number for number in range(most) if number not in first), 9))
+    if gaps:
+        word = "microbatch" if field == "mb" else field
+        some = ", ".join(map(str, gaps[:8])) + (", ..." if len(gaps) > 8 else "")
+        text = f"csv: no action of {word} {some}, but there is a {word} {most}"
+        hint = "numbers run 0, 1, 2, ... without gaps"
+        yield ZbcError("E412", text, where=draft.place(*first[most]), hint=hint)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def action(op: Op) -> str:
+    """A compute op as torch writes it."""
+    return f"{op.stage}{LETTERS[op.kind]}{op.mb}"
+
+
+def dumps(program: Program) -> str:
+    """The compute ops of every rank as CSV text, without idle slots; transfers and step-level ops are torch's to add.
+
+    Raises E413 for what torch cannot express.
+    """
+    refused = Refused("torch-csv", "torch's pipelining runtime")
+    if len(program.placement.pipes) > 1:
+        refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
+    if program.slices > 1:
+        refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
+    if program.tied:
+        refused.add("it does not sum the gradients of a weight that two stages share (model.tie_embeddings)")
+    empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind in COMPUTE for op in ops)]
+    if empty:
+        refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
+    kinds = {op.kind for ops in program.ranks for op in ops}
+    others = sorted(kind.value for kind in kinds - LETTERS.keys() - _IMPLIED)
+    if others:
+        refused.add(f"it has no action for {', '.join(others)}")
+    refused.raise_any()
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for ops in program.ranks:
+        writer.writerow([action(op) for op in ops if op.kind in LETTERS])
+    return out.getvalue()
