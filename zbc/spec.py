@@ -398,7 +398,7 @@ def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
     if partition.layers_per_stage is not None:
         text = "config: [partition] has both layers_per_stage and layout"
         yield ZbcError("E110", text, where=where, hint="keep one of them")
-    if model is not None and not model.is_builtin:
+    if model is not None and not model.builtin:
         text = "config: a layout names the parts of a built-in model, model.family is another"
         yield ZbcError("E110", text, where=where, hint="use layers_per_stage")
 
