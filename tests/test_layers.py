@@ -22,6 +22,7 @@ LAYERS = [
     ["zbc.plan"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
     ["zbc.compiler.simulate", "zbc.compiler.memory", "zbc.compiler.bounds", "zbc.compiler.check"],
+    ["zbc.compiler.warmup"],
     ["zbc.compiler.report", "zbc.interop.refused", "zbc.interop.torch_csv", "zbc.interop.sheet_check"],
     [
         "zbc.compiler.schedules.request",

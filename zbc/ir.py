@@ -38,6 +38,11 @@ class Kind(StrEnum):
     TIE = "TIE"  # the same for the one weight that the first and the last stage share
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
     STEP = "STEP"  # optimizer step of one stage
+    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
+    NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
+    VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
+    REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
+    COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
     GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
@@ -62,8 +67,11 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER})
-RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE})
+STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER, Kind.TENTATIVE, Kind.COMMIT})
+RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO})
+EVERYWHERE = RANK_WIDE - {Kind.TIE}  # once on every rank
+BARRIER = frozenset({Kind.VALIDATE, Kind.STEP, Kind.GATHER})  # the end of a step that all ranks come to together
+AHEAD = frozenset({Kind.TENTATIVE, Kind.NORM, Kind.VERDICT, Kind.REDO, Kind.COMMIT})  # what stands in for it otherwise
 SUM = frozenset({Kind.REDUCE, Kind.TIE})  # of gradients
 COLLECTIVE = frozenset({Kind.REDUCE, Kind.TIE, Kind.VALIDATE, Kind.GATHER})
 
@@ -265,7 +273,7 @@ class Program:
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
         placement = self.placement
-        if op.kind is Kind.VALIDATE:
+        if op.kind in EVERYWHERE:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
             return tuple(sorted({*placement.holders(0), *placement.holders(placement.stages - 1)}))

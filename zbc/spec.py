@@ -94,6 +94,7 @@ class GivenCosts(Section):
         None,
         description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
     )
+    optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
     act_b: PerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
@@ -364,7 +365,7 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
             text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
             yield ZbcError("E141", text, where=where(("costs", key)), hint='set per = "layer", or drop it')
     if model is not None and costs.per == "layer":
-        for key in ("f", "b", "w", "act_b", "act_w"):
+        for key in ("f", "b", "w", "optimizer", "act_b", "act_w"):
             value = getattr(costs, key)
             if isinstance(value, list) and len(value) != model.layers:
                 text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"

@@ -22,9 +22,11 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
 
 COMPUTE = {"F", "B", "BW", "W"}
+AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
+REPEATABLE = {"F", "SEND_F", "RECV_F", "NORM", "VERDICT"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Rank:
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
+    tentative: set[int] = field(default_factory=set)
+    committed: set[int] = field(default_factory=set)
+    agreed: set[str] = field(default_factory=set)  # NORM, VERDICT and REDO, once they have run
     ticket: tuple[Channel, int] | None = None  # the message a blocking send waits for
 
     @property
@@ -80,13 +85,14 @@ class Rank:
 class Machine:
     """Rank r of the d-th copy of the pipeline is `d * self.p + r`."""
 
-    def __init__(self, program: Program, blocking: bool) -> None:
+    def __init__(self, program: Program, blocking: bool, redo: bool) -> None:
         self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
         self.microbatches, self.slices = program.microbatches, program.slices
         self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.copies, program.tied, program.sharded
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
-        self.blocking = blocking
+        self.blocking, self.redo = blocking, redo
+        self.ahead = any(op.kind.value in AHEAD for ops in program.ranks for op in ops)
         self.explicit = any(op.kind.value not in COMPUTE for ops in program.ranks for op in ops)
 
     def run(self, rng: random.Random) -> Outcome:
@@ -119,6 +125,9 @@ class Machine:
             self.start(r, op)
         elif kind == "STEP":
             self.step(r, op)
+        elif kind in AHEAD:
+            if not self.AHEAD[kind](self, r, op):
+                return False
         elif kind.startswith("SEND"):
             if not self.send(r, op):
                 return False
@@ -141,7 +150,10 @@ class Machine:
     def compute(self, r: int, op: Op) -> bool:
         rank, key = self.ranks[r], self.key(r, op)
         require(not rank.validated, f"{op} comes after the step was judged")
+        require(op.stage not in rank.tentative, f"{op} comes after its weights were stepped")
         kind = op.kind.value
+        final = not self.ahead or kind == "F" or op.stage in rank.committed
+        require(final, f"{op} adds to the gradients of a step that is not final")
         if kind == "W":
             require(key in rank.gradients, f"{op} has no B before it")
         elif kind == "F":
@@ -240,6 +252,9 @@ class Machine:
             require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
             what = op.stage if kind == "REDUCE" else "TIE"
             require(what not in rank.summed, f"{op} again")
+            stages = (0, self.stages - 1) if what == "TIE" else (op.stage,)
+            final = [s for s in stages if r % self.p in self.holders(s)]
+            require(not self.ahead or rank.committed.issuperset(final), f"{op} sums the gradients of the step before")
             rank.summed.add(what)
         rank.queue.append(op)
         self.settle()
@@ -289,6 +304,65 @@ class Machine:
         require(op.stage not in rank.stepped, f"{op} again")
         rank.stepped.add(op.stage)
 
+    # ---- a step without a barrier ----
+
+    def norm(self, r: int, op: Op) -> bool:
+        require("NORM" not in self.ranks[r].agreed, f"{op} again")
+        return self.hop(r, "NORM", r - 1 if r % self.p else None)
+
+    def verdict(self, r: int, op: Op) -> bool:
+        require("NORM" in self.ranks[r].agreed, f"{op} without this rank's numbers")
+        require("VERDICT" not in self.ranks[r].agreed, f"{op} again")
+        return self.hop(r, "VERDICT", r + 1 if (r + 1) % self.p else None)
+
+    def hop(self, r: int, what: str, source: int | None) -> bool:
+        if source is not None and what not in self.ranks[source].agreed:
+            return False
+        self.ranks[r].agreed.add(what)
+        return True
+
+    def again(self, r: int, op: Op) -> bool:
+        """Forget the forwards so far and run them again, once all that is on its way to them is here."""
+        rank = self.ranks[r]
+        require("VERDICT" in rank.agreed, f"{op} does not know the verdict")
+        require("REDO" not in rank.agreed, f"{op} again")
+        before = rank.ops[: rank.pc]
+        for other in before:
+            require(other.kind.value in REPEATABLE, f"{other} cannot run again")
+        if self.redo:
+            if any(channel.posted for (_, receiver), channel in self.channels.items() if receiver == r):
+                return False
+            rank.outputs.clear()
+            rank.arrived.clear()
+            again = tuple(other for other in before if other.kind.value not in AHEAD)
+            rank.ops = (*rank.ops[: rank.pc + 1], *again, *rank.ops[rank.pc + 1 :])
+        rank.agreed.add("REDO")
+        return True
+
+    def commit(self, r: int, op: Op) -> bool:
+        rank = self.ranks[r]
+        require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
+        require("REDO" in rank.agreed, f"{op} may not stand")
+        require(op.stage not in rank.committed, f"{op} again")
+        rank.committed.add(op.stage)
+        return True
+
+    def tentative(self, r: int, op: Op) -> bool:
+        rank = self.ranks[r]
+        require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
+        require(not self.sharded, f"{op} has only a part of the weights")
+        require(op.stage not in rank.tentative, f"{op} again")
+        sums = [op.stage, *(["TIE"] if self.tied and op.stage in (0, self.stages - 1) else [])]
+        for what in sums:
+            members = self.members(Op(Kind.TIE, 0) if what == "TIE" else Op(Kind.REDUCE, op.stage))
+            require(len(members) == 1 or what in rank.summed, f"{op} comes before the sum over copies")
+        if any(other.kind.value == "TIE" or other.stage == op.stage for other in rank.queue):
+            return False
+        rank.tentative.add(op.stage)
+        return True
+
+    AHEAD = {"NORM": norm, "VERDICT": verdict, "REDO": again, "COMMIT": commit, "TENTATIVE": tentative}  # noqa: RUF012
+
     def finish(self) -> None:
         for (a, b), channel in self.channels.items():
             require(not channel.sent and not channel.posted, f"left over between {a} and {b}")
@@ -303,7 +377,14 @@ class Machine:
                     rank, key = self.ranks[self.pipes[homes[0]][stage]], (stage, mb, homes[0], part)
                     done = key in rank.outputs and key in rank.gradients and key in rank.weights
                     require(done, f"{key} is not finished")
-        if any(rank.validated or rank.stepped for rank in self.ranks):
+        barrier = any(rank.validated or rank.stepped for rank in self.ranks)
+        require(not (barrier and self.ahead), "a step with and without a barrier")
+        if self.ahead:
+            for r, rank in enumerate(self.ranks):
+                mine = {stage for stage in range(self.stages) if r % self.p in self.holders(stage)}
+                require(rank.agreed == {"NORM", "VERDICT", "REDO"}, f"rank {r} did not agree")
+                require(rank.tentative == mine and rank.committed == mine, f"rank {r} did not step all its stages")
+        if barrier:
             for stage in range(self.stages):
                 holders = self.holders(stage)
                 alone = len(holders) * self.copies == 1
@@ -320,6 +401,9 @@ class Machine:
         return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)
 
 
-def run(program: Program, *, blocking: bool = False, seed: int = 0) -> Outcome:
-    """Run one step of a program; `seed` decides which rank goes next whenever several can."""
-    return Machine(program, blocking).run(random.Random(seed))
+def run(program: Program, *, blocking: bool = False, seed: int = 0, redo: bool = False) -> Outcome:
+    """Run one step of a program; `seed` decides which rank goes next whenever several can.
+
+    `redo`: the step before turns out not to stand, so what comes before REDO runs twice.
+    """
+    return Machine(program, blocking, redo).run(random.Random(seed))

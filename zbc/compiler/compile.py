@@ -16,7 +16,7 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.order import order
-from zbc.compiler.passes import PASSES, lower
+from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import Problems, ZbcError
@@ -127,7 +127,7 @@ def lowering(compiled: Compiled) -> Iterator[tuple[str, Program]]:
     """The program as the schedule made it and as each pass left it, with what made it."""
     program = compiled.compute
     yield program.history[0], program
-    for name, run in PASSES.items():
+    for name, run in passes(compiled.job.optimizer.sync, compiled.costs).items():
         program = run(program)
         yield name, program
 
@@ -138,7 +138,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     table = estimate.layers(job)
     found = order(job, table, budget)
     check_complete(found.program)  # passes and simulation rely on it; plugins may be wrong
-    program = lower(found.program)
+    program = lower(found.program, job.optimizer.sync, found.costs)
     check_all(program)
     timeline = simulate(program, found.costs)
     summary = report.build(program, found.costs, timeline, found.bounds, found.name)
@@ -193,7 +193,7 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
             found = order(other, table, budget=0.0)
-            program = lower(found.program)
+            program = lower(found.program, job.optimizer.sync, found.costs)
             check_memory(other, program, found.costs)
         except ZbcError:
             continue

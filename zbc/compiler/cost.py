@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import truediv
 
 from zbc.compiler import estimate
 from zbc.compiler.estimate import GRAD_BYTES, Layer, Machine
@@ -50,6 +51,9 @@ class Costs:
     reduce: PerStage = ()  # ms of one sum of a stage's gradients over its copies; () for none
     gather: PerStage = ()  # ms of collecting a stage's weights from the ranks that stepped parts of them
     tie: float = 0.0  # ms of the sum of the gradients of a weight that two stages share
+    step: PerStage = ()  # ms of STEP, and of COMMIT; () for none
+    tentative: PerStage = ()  # ms of TENTATIVE
+    hop: float = 0.0  # ms of a few numbers from a rank to the next
 
     @classmethod
     def uniform(
@@ -65,7 +69,7 @@ class Costs:
         return len(self.f)
 
     def duration(self, op: Op) -> float:
-        """ms of a compute op or a collective; 0 for all others."""
+        """ms of a compute op, a collective or a step of the optimizer; 0 for all others."""
         kind, stage = op.kind, op.stage
         if kind is Kind.F:
             return self.f[stage]
@@ -75,10 +79,14 @@ class Costs:
             return self.w[stage]
         if kind is Kind.BW:
             return self.b[stage] + self.w[stage]
-        if kind is Kind.REDUCE or kind is Kind.GATHER:
-            table = self.reduce if kind is Kind.REDUCE else self.gather
-            return table[stage] if table else 0.0
-        return self.tie if kind is Kind.TIE else 0.0
+        if kind is Kind.TIE:
+            return self.tie
+        table: PerStage = getattr(self, _TABLES[kind]) if kind in _TABLES else ()
+        return table[stage] if table else 0.0
+
+    def tentative_ms(self, stages: Sequence[int]) -> float:
+        """ms of the tentative steps of these stages."""
+        return sum(self.tentative[s] for s in stages) if self.tentative else 0.0
 
     def transfer(self, stage: int, pipe: int = 0) -> float:
         """ms from `stage` to the next one, or back."""
@@ -94,6 +102,15 @@ class Costs:
             return 0.0
         stage = self.bytes[op.stage]
         return _delta(op.kind, stage.act_b, stage.act_w)
+
+
+_TABLES = {
+    Kind.REDUCE: "reduce",
+    Kind.GATHER: "gather",
+    Kind.STEP: "step",
+    Kind.COMMIT: "step",
+    Kind.TENTATIVE: "tentative",
+}
 
 
 def _delta(kind: Kind, act_b: float, act_w: float) -> float:
@@ -129,7 +146,41 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     known = job.model.builtin
     source = "given" if given else "estimated" if known else "assumed equal"
     costs = Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+    costs = _with_optimizer(costs, job, placement, stages, table)
     return _with_sums(costs, job, placement, stages, table)
+
+
+def _with_optimizer(
+    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> Costs:
+    """The same with the time of optimizer steps: given, or estimated from the bytes they move.
+
+    Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
+    """
+    given = job.costs.f is not None
+    hop = (job.costs.comm or 0.0) if given else Machine.of(job.hardware).link_ms
+    if job.costs.optimizer is not None:
+        step = tentative = _given_optimizer(job, placement, stages, table)
+    elif given or job.model.family != "gpt":
+        return replace(costs, hop=hop)
+    else:
+        moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
+        machine = Machine.of(job.hardware)
+        counts = [sum(table[i].params for i in part) for part in stages]
+        step, tentative = (tuple(machine.ms(0, each * count) for count in counts) for each in moved)
+    if job.optimizer.zero1:
+        shares = [job.parallel.dp * len(set(placement.holders(s))) for s in range(placement.stages)]
+        step, tentative = (tuple(map(truediv, each, shares)) for each in (step, tentative))
+    return replace(costs, step=step, tentative=tentative, hop=hop)
+
+
+def _given_optimizer(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> PerStage:
+    if job.costs.per != "layer":
+        return _per_stage(job, "optimizer", placement)
+    each = estimate.given_optimizer(job.costs, table)
+    return tuple(sum(each[i] for i in part) for part in stages)
 
 
 def _with_sums(

@@ -21,9 +21,10 @@ These are estimates; measured times given in [costs] replace them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model
+from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model, Optimizer
 
 GRAD_BYTES = 4  # gradients, master weights and optimizer state are float32
 
@@ -197,6 +198,31 @@ def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]]
             result.append((kept, kept if costs.act_w is None else _pick(costs.act_w, block)))
             block += 1
     return result
+
+
+def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
+    """`costs.optimizer` of each layer; embedding and head are extra and have none."""
+    block = 0
+    result = []
+    for layer in table:
+        outside = layer.name in ("embed", "head")
+        result.append(0.0 if outside else _pick(costs.optimizer, block))
+        block += not outside
+    return result
+
+
+def optimizer_bytes(options: Optimizer, parameters: str) -> tuple[float, float]:
+    """Bytes that STEP and TENTATIVE move per parameter, in float32.
+
+    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state; where
+    forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
+    """
+    state = 4.0 * (bool(options.momentum) if options.kind == "sgd" else 2)
+    step = 4 + 2 * (4 + state)
+    publish = 6.0 if parameters == "bfloat16" else 8.0
+    ahead = options.sync == "post-validate"
+    plain = step + publish if parameters == "bfloat16" and not ahead else step
+    return plain, step + publish + 2 * (4 + state)
 
 
 def boundary_bytes(model: Model, size: int) -> float:

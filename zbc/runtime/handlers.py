@@ -190,7 +190,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
 
 
 def refuse(worker: Worker, op: Op) -> None:
-    """TIE, GATHER: of plans this runtime does not execute."""
+    """Ops of plans this runtime does not execute yet."""
     raise ZbcError("E406", f"run: this runtime cannot execute {op}", hint="plan again with this version")
 
 
@@ -208,4 +208,9 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.STEP: optimizer_step,
     Kind.TIE: refuse,
     Kind.GATHER: refuse,
+    Kind.TENTATIVE: refuse,
+    Kind.NORM: refuse,
+    Kind.VERDICT: refuse,
+    Kind.REDO: refuse,
+    Kind.COMMIT: refuse,
 }

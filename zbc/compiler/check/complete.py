@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.numbered import Numbered, number
 from zbc.compiler.check.order import Late, late_ops, late_step_ops
+from zbc.compiler.check.redo import redo_problems
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, SUM, Kind, Op, Program
+from zbc.ir import AHEAD, BARRIER, COLLECTIVE, COMPUTE, EVERYWHERE, RANK_WIDE, STAGE_WIDE, SUM, Kind, Op, Program
 
 
 def check_complete(program: Program) -> None:
@@ -33,6 +34,7 @@ def complete_problems(n: Numbered) -> Iterator[ZbcError]:
     yield from _misplaced(n)
     yield from _out_of_order(n, late_ops(n))
     yield from _out_of_order(n, late_step_ops(n))
+    yield from redo_problems(n)
 
 
 # ---- E202 ----------------------------------------------------------------------------------------------------
@@ -142,19 +144,33 @@ def _missing_at(n: Numbered, row: int, index: int) -> Iterator[ZbcError]:
 
 
 def _missing_step_ops(n: Numbered) -> Iterator[ZbcError]:
-    """VALIDATE and STEP come together and everywhere; sums and gathers on all ranks that share something or on none."""
+    """Ops that close a step come together and everywhere; sums and gathers on all ranks that share something or none.
+
+    A step is closed either by a barrier or ahead of it.
+    """
     seen: dict[tuple[int, Kind, int], int] = {}
     for i in n.step_ops:
         rank, op = n.place(i)[0], n.op(i)
         first = seen.setdefault((rank, op.kind, op.stage if op.kind in STAGE_WIDE else 0), i)
         if first != i:
             yield _twice(n, i, first)
-    stepping = any(kind not in SUM for _, kind, _ in seen)
+    closing: set[Kind] = set()
+    for family in (BARRIER, AHEAD):
+        used = [i for (_, kind, _), i in seen.items() if kind in family]
+        if used and closing:
+            text = f"program: {n.op(used[0])} belongs to a step without a barrier, which this one has"
+            yield ZbcError("E202", text, where=n.where(used[0]), hint="drop the ops of one kind of step or the other")
+        elif used and family is AHEAD and n.program.sharded:
+            text = f"program: {n.op(used[0])} steps whole stages, this program shares out their steps"
+            yield ZbcError("E202", text, where=n.where(used[0]), hint="close the step with VALIDATE, STEP and GATHER")
+        closing |= family if used else set()
     for op in _step_ops(n.program):
         ranks = n.program.members(op)
-        if op.kind is Kind.VALIDATE:
+        if op.kind in EVERYWHERE:
             ranks = tuple(range(max(len(ranks), len(n.program.ranks))))
-        always = stepping and (op.kind in (Kind.VALIDATE, Kind.STEP) or n.program.shared(op))
+        shared = op.kind in COLLECTIVE and op.kind is not Kind.VALIDATE
+        always = bool(closing) if op.kind in SUM else op.kind in closing
+        always = always and (not shared or n.program.shared(op))
         missing = [rank for rank in ranks if (rank, op.kind, op.stage) not in seen]
         if always or len(missing) < len(ranks):
             for rank in missing:
@@ -163,12 +179,13 @@ def _missing_step_ops(n: Numbered) -> Iterator[ZbcError]:
 
 def _step_ops(program: Program) -> Iterator[Op]:
     """The step-level ops a program may have."""
-    yield Op(Kind.VALIDATE, 0)
+    for kind in (Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO):
+        yield Op(kind, 0)
     if program.tied:
         yield Op(Kind.TIE, 0)
     for stage in range(program.placement.stages):
-        yield Op(Kind.STEP, stage)
-        yield Op(Kind.REDUCE, stage)
+        for kind in (Kind.STEP, Kind.REDUCE, Kind.TENTATIVE, Kind.COMMIT):
+            yield Op(kind, stage)
         if program.sharded:
             yield Op(Kind.GATHER, stage)
 
@@ -179,6 +196,11 @@ _STEP_HINTS = {
     Kind.GATHER: "one GATHER for each stage a rank holds, behind its STEP",
     Kind.VALIDATE: "one VALIDATE on each rank, behind its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, behind VALIDATE",
+    Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, behind its last op of compute",
+    Kind.NORM: "one NORM on each rank, before VERDICT",
+    Kind.VERDICT: "one VERDICT on each rank, between NORM and REDO",
+    Kind.REDO: "one REDO on each rank, behind VERDICT, with nothing but forwards before it",
+    Kind.COMMIT: "one COMMIT for each stage a rank holds, behind REDO and before its first B or BW",
 }
 
 

@@ -7,6 +7,8 @@
     REDUCE s, TIE  after the last W or BW of s, of the first and the last stage
     VALIDATE  after all backward work, every REDUCE and TIE
     STEP s, GATHER s  after VALIDATE, after STEP s
+    NORM, VERDICT, REDO, COMMIT s, B or BW s and all sums  in this order; before REDO only F and their transfers
+    TENTATIVE s  after the last W or BW of s, after its REDUCE and TIE
 
 Op ids grow along a rank, so an order is kept where the needed op's id is smaller and on the same rank.
 """
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zbc.compiler.check.numbered import Numbered
-from zbc.ir import COMPUTE, SUM, Kind, Op
+from zbc.ir import AHEAD, COMPUTE, SUM, Kind, Op
 
 
 class Late(NamedTuple):
@@ -88,6 +90,8 @@ def late_step_ops(n: Numbered) -> Iterator[Late]:
     for i in n.step_ops:
         op, (rank, _) = n.op(i), n.place(i)
         validate = first.get((rank, Kind.VALIDATE, 0), -1)
+        if op.kind in AHEAD:
+            continue
         if op.kind is Kind.STEP:
             needs = [validate]
         elif op.kind is Kind.GATHER:
@@ -100,6 +104,54 @@ def late_step_ops(n: Numbered) -> Iterator[Late]:
         yield from (Late(i, last, n.op(last)) for last in needs if last > i)
         if op.kind in SUM and 0 <= validate < i:
             yield Late(validate, i, op)
+    yield from _late_ahead(n, work)
+
+
+def _late_ahead(n: Numbered, work: dict[tuple[int, int], int]) -> Iterator[Late]:
+    """The same of steps without a barrier."""
+    first: dict[tuple[int, Kind, int], int] = {}
+    for i in n.step_ops:
+        op = n.op(i)
+        first.setdefault((n.place(i)[0], op.kind, op.stage), i)
+    ends = (0, n.program.placement.stages - 1)
+    for (rank, kind, stage), i in first.items():
+        if kind is Kind.TENTATIVE:
+            needs = [work.get((rank, stage), -1), *_sums(first, rank, stage, ends)]
+        elif kind in _BEFORE:
+            needs = [first.get((rank, _BEFORE[kind], 0), -1)]
+        else:
+            needs = []
+        yield from (Late(i, last, n.op(last)) for last in needs if last > i)
+        if kind is Kind.COMMIT:
+            adds = [*_backwards(n, rank, stage), *_sums(first, rank, stage, ends)]
+            early = min((j for j in adds if 0 <= j < i), default=-1)
+            if early >= 0:
+                yield Late(early, i, n.op(i))
+        elif kind is Kind.REDO:
+            ops = n.program.ranks[rank][: i - n.starts[rank]]
+            wrong = next((k for k, op in enumerate(ops) if op.kind not in _REPEATABLE), -1)
+            if wrong >= 0:
+                yield Late(n.starts[rank] + wrong, i, n.op(i))
+
+
+def _sums(first: dict[tuple[int, Kind, int], int], rank: int, stage: int, ends: tuple[int, int]) -> list[int]:
+    """The sums that change the gradients of a stage on a rank, -1 for none."""
+    reduce, tie = first.get((rank, Kind.REDUCE, stage), -1), first.get((rank, Kind.TIE, 0), -1)
+    return [reduce, tie if stage in ends else -1]
+
+
+_BEFORE = {Kind.VERDICT: Kind.NORM, Kind.REDO: Kind.VERDICT, Kind.COMMIT: Kind.REDO}
+_REPEATABLE = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.NORM, Kind.VERDICT})
+
+
+def _backwards(n: Numbered, rank: int, stage: int) -> Iterator[int]:
+    """The ids of the B and BW (and W) of a stage on a rank."""
+    stages = n.program.placement.stages
+    for row in range(stage, len(n.owners), stages):
+        low, high = n.span(row)
+        if n.owners[row] == rank:
+            for kind in (Kind.B, Kind.BW, Kind.W):
+                yield from (i for i in n.cut(n.at[kind], row) if low <= i < high)
 
 
 def last_work(n: Numbered) -> dict[tuple[int, int], int]:

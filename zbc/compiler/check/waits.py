@@ -84,6 +84,7 @@ def build(n: Numbered, *, blocking_sends: bool) -> Waits:
         _halves(waits)
         _fifo(waits)
         _rendezvous(waits)
+        _agreement(waits)
     else:
         _direct(waits)
     for late in (*late_ops(n), *late_step_ops(n)):
@@ -204,6 +205,31 @@ def _queue(waits: Waits, queue: list[int]) -> None:
         elif kind is Kind.VALIDATE:
             for j in sums:
                 waits.add_need(i, n.size + waits.event[j])
+
+
+def _agreement(waits: Waits) -> None:
+    """NORM waits for NORM of the rank before, VERDICT for that of the rank after, TENTATIVE for the sums it steps with.
+
+    Their messages are few and small: each rank has their buffers posted when its step begins, so no send is held up.
+    """
+    n, program = waits.n, waits.n.program
+    first: dict[tuple[int, Kind], int] = {}
+    sums: dict[tuple[int, int], list[int]] = {}  # rank, stage -> the sums started so far
+    for i in n.step_ops:
+        first.setdefault((n.place(i)[0], n.op(i).kind), i)
+    for i in n.step_ops:
+        op, (rank, _) = n.op(i), n.place(i)
+        other = rank - 1 if op.kind is Kind.NORM else rank + 1
+        if op.kind in SUM:
+            stages = (op.stage,) if op.kind is Kind.REDUCE else {0, program.placement.stages - 1}
+            for stage in stages:
+                sums.setdefault((rank, stage), []).append(i)
+        elif op.kind is Kind.TENTATIVE:
+            for j in sums.get((rank, op.stage), ()):
+                waits.add_need(i, n.size + waits.event[j])
+        elif op.kind in (Kind.NORM, Kind.VERDICT) and 0 <= other < len(program.ranks):
+            found = first.get((other, op.kind), NONE)
+            waits.add_need(i, found if found >= 0 else waits.ghost(f"{op} never comes on rank {other}"))
 
 
 # ---- running -------------------------------------------------------------------------------------------------

@@ -5,29 +5,40 @@ The order matters:
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
 3. reduce-grads needs all compute and transfers in place.
-4. optimizer-step closes the list.
+4. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from zbc.compiler.cost import Costs
 from zbc.compiler.passes.fuse_backward import fuse_backward
 from zbc.compiler.passes.insert_comm import insert_comm
 from zbc.compiler.passes.optimizer_step import optimizer_step
+from zbc.compiler.passes.post_validate import post_validate
 from zbc.compiler.passes.reduce_grads import reduce_grads
 from zbc.ir import Program
 
-PASSES: dict[str, Callable[[Program], Program]] = {
-    "insert-comm": insert_comm,
-    "fuse-backward": fuse_backward,
-    "reduce-grads": reduce_grads,
-    "optimizer-step": optimizer_step,
-}
+Pass = Callable[[Program], Program]
 
 
-def lower(program: Program) -> Program:
+def passes(sync: str = "before-step", costs: Costs | None = None) -> dict[str, Pass]:
+    """Every pass by name, in order. `sync` is that of the optimizer; `costs` decide where ops stand that take turns."""
+    close: dict[str, Pass] = {"optimizer-step": optimizer_step}
+    if sync == "post-validate":
+        close = {"post-validate": partial(post_validate, costs=costs)}
+    return {
+        "insert-comm": insert_comm,
+        "fuse-backward": fuse_backward,
+        "reduce-grads": partial(reduce_grads, costs=costs),
+        **close,
+    }
+
+
+def lower(program: Program, sync: str = "before-step", costs: Costs | None = None) -> Program:
     """Run every pass in order: a complete plan from a compute-only schedule."""
-    for run in PASSES.values():
+    for run in passes(sync, costs).values():
         program = run(program)
     return program

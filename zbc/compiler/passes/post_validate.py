@@ -1,0 +1,207 @@
+"""Close the step without a barrier: step tentatively, agree while the next step warms up (arXiv 2401.10241, 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zbc.compiler.cost import Costs, PerStage
+from zbc.compiler.dag import Dag, build
+from zbc.compiler.simulate import run
+from zbc.compiler.warmup import closed, forwards
+from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
+
+SETTLES = 4  # steps until the ranks follow one another as they will
+SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
+
+
+class _Places(NamedTuple):
+    """Per rank, before which of its compute ops something stands; the number of these ops is behind all of them."""
+
+    norm: list[int]
+    verdict: list[int]
+    redo: list[int]
+    commit: list[int]
+
+
+def post_validate(program: Program, costs: Costs | None = None) -> Program:
+    """Replace the barrier at the end of a step by ops in the warm-up of the next one.
+
+    A step ends with TENTATIVE, which waits for nobody. The forwards of the next step run on the tentative weights, and
+    beside them the gradient norm of the step before goes from rank to rank (NORM) and the verdict back (VERDICT). REDO
+    repeats these forwards if the verdict is another one than was assumed, and COMMIT makes the step final before the
+    first backward adds to its gradients.
+
+        F s0 m0           NORM
+        F s0 m1           F s0 m0
+        BW s0 m0    ->    VERDICT
+        BW s0 m1          F s0 m1
+                          REDO
+                          COMMIT s0
+                          BW s0 m0
+                          BW s0 m1
+                          TENTATIVE s0
+
+    Where NORM and VERDICT stand depends on when their messages arrive, by `costs` (by default all ops take equally
+    long): behind the last forward that does not have to wait for them. REDO stands as early as its forwards can be run
+    again by themselves, so that little is lost when they are; all messages between them are received before it.
+    """
+    costs = costs or Costs.uniform(program.placement)
+    dag = build(program)
+    places = _places(dag, program, _positive(costs))
+    begun = _messages(program, places.redo)
+    ranks = []
+    for rank, ops in enumerate(program.ranks):
+        stages = program.placement.stages_of(rank)
+        inserted: dict[int, list[Op]] = {}
+        for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
+            inserted.setdefault(place[rank], []).append(Op(kind, 0))
+        inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
+        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
+        ranks.append([*woven, *(Op(Kind.TENTATIVE, s) for s in stages)])
+    return program.with_ranks(ranks, by="post-validate")
+
+
+# ---- where ---------------------------------------------------------------------------------------------------
+
+
+def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
+    ranks = len(program.ranks)
+    reach = forwards(dag)
+    last = [0.0] * ranks  # when each rank ended the step before
+    ends = last
+    for _ in range(SETTLES):
+        timeline, last = run(dag, program, costs, ends), ends
+        tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in range(ranks)]
+        ends = [timeline.closes(r) + tentative[r] for r in range(ranks)]
+    hops = _Hops(dag, timeline.start, timeline.end, last, reach, costs)
+    norm, down = [0] * ranks, 0.0
+    for r in range(ranks):
+        norm[r], down = hops.place(r, last[r] if r == 0 else down + costs.hop, 0, hops.late_norm[r])
+    verdict, up = [0] * ranks, 0.0
+    for r in reversed(range(ranks)):
+        arrival = down if r == ranks - 1 else up + costs.hop
+        verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
+    commit = []
+    for r in range(ranks):
+        mine = dag.ops[dag.first[r] : dag.first[r + 1]]
+        commit.append(next((k for k, op in enumerate(mine) if op.kind is not Kind.F), len(mine)))
+    return _Places(norm, verdict, closed(dag, verdict), commit)
+
+
+def _positive(costs: Costs) -> Costs:
+    """The costs with no op that takes no time: what an op needs then begins before it, and so stands before it too."""
+    least = 1e-6 * (max(*costs.f, *costs.b, *costs.w) or 1.0)
+
+    def floor(table: PerStage) -> PerStage:
+        return tuple(max(ms, least) for ms in table)
+
+    return replace(costs, f=floor(costs.f), b=floor(costs.b), w=floor(costs.w))
+
+
+class _Hops:
+    """The forwards of a settled step, and by when norm and verdict should have come to each rank."""
+
+    def __init__(
+        self,
+        dag: Dag,
+        start: Sequence[float],
+        end: Sequence[float],
+        last: Sequence[float],
+        reach: Sequence[int],
+        costs: Costs,
+    ) -> None:
+        self.dag, self.start, self.end, self.last, self.reach = dag, start, end, last, reach
+        ranks = len(reach)
+        self.late_verdict = [self._begin(r, reach[r]) for r in range(ranks)]
+        for r in range(1, ranks):
+            self.late_verdict[r] = min(self.late_verdict[r], self.late_verdict[r - 1] - costs.hop)
+        self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * costs.hop for r in range(ranks)]
+
+    def place(self, rank: int, arrival: float, least: int, latest: float, *, own: bool = False) -> tuple[int, float]:
+        """(before which op, when) a rank takes a message that arrives at `arrival`: with some slack, if there is time.
+
+        `own`: it is from this very rank, and needs no slack.
+        """
+        slack = 0.0 if own or (rank == 0 and least == 0) else SLACK * self._forward(rank)
+        position = self._first(rank, arrival + slack, least)
+        time = max(arrival, self._free(rank, position))
+        if time > latest:
+            position = self._first(rank, arrival, least)
+            time = max(arrival, self._free(rank, position))
+        return position, time
+
+    def _first(self, rank: int, time: float, least: int) -> int:
+        """The first op of the warm-up that starts no earlier than `time`."""
+        for k in range(least, self.reach[rank]):
+            if self._begin(rank, k) >= time:
+                return k
+        return max(least, self.reach[rank])
+
+    def _begin(self, rank: int, k: int) -> float:
+        i = self.dag.first[rank] + k
+        return self.start[i] if i < self.dag.first[rank + 1] else self._free(rank, k)
+
+    def _free(self, rank: int, k: int) -> float:
+        """When the op before the k-th ends."""
+        return self.last[rank] if k == 0 else self.end[self.dag.first[rank] + k - 1]
+
+    def _forward(self, rank: int) -> float:
+        begin = self.dag.first[rank]
+        lengths = [self.end[i] - self.start[i] for i in range(begin, begin + self.reach[rank])]
+        return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+# ---- writing it down -----------------------------------------------------------------------------------------
+
+
+def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
+    """The ops with `inserted[k]` right behind the k-th compute op and its sends; 0 is the beginning."""
+    listed: list[Op] = []
+    count, done = 0, -1
+    for op in ops:
+        if not op.kind.is_send and done < count:
+            done = count
+            listed += inserted.get(count, ())
+        listed.append(op)
+        count += op.kind in COMPUTE
+    if done < count:
+        listed += inserted.get(count, ())
+    return listed
+
+
+def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
+    """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
+    commit = max(i for i, op in enumerate(ops) if op.kind is Kind.COMMIT) + 1
+    head, tail = ops[:commit], ops[commit:]
+    return [*(op for op in head if op.kind not in SUM), *(op for op in head if op.kind in SUM), *tail]
+
+
+def _messages(program: Program, reach: Sequence[int]) -> set[Message]:
+    """What the first `reach[r]` compute ops of each rank send."""
+    found = set()
+    for rank, ops in enumerate(program.ranks):
+        first = [op for op in ops if op.kind in COMPUTE][: reach[rank]]
+        made = {op.key for op in first}
+        found |= {message_of(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
+    return found
+
+
+def _receive_in_time(ops: Sequence[Op], begun: set[Message]) -> list[Op]:
+    """Receive the messages that may come twice before REDO, and all others behind it."""
+    redo = next(i for i, op in enumerate(ops) if op.kind is Kind.REDO)
+    head, tail = ops[:redo], ops[redo + 1 :]
+
+    def twice(op: Op) -> bool:
+        return message_of(op) in begun
+
+    early = [op for op in tail if op.kind.is_recv and twice(op)]
+    late = [op for op in head if op.kind.is_recv and not twice(op)]
+    return [
+        *(op for op in head if not op.kind.is_recv or twice(op)),
+        *early,
+        ops[redo],
+        *late,
+        *(op for op in tail if not op.kind.is_recv or not twice(op)),
+    ]
