@@ -18,6 +18,7 @@ LAYERS = [
     ["zbc.errors", "zbc.explain"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.interop.megatron_layout"],
     ["zbc.model_section"],
+    ["zbc.hfconfig"],
     ["zbc.spec"],
     ["zbc.plan"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
@@ -39,7 +40,8 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.section", "zbc.model_section", "zbc.spec", "zbc.plan"],
+    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.section", "zbc.model_section", "zbc.hfconfig"],
+    ["zbc.spec", "zbc.plan", "zbc.runtime.options"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.rotary"],
@@ -47,7 +49,9 @@ RUNTIME = [
     ["zbc.runtime.llama"],
     ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.hub", "zbc.runtime.network"],
     ["zbc.runtime.optimizer"],
-    ["zbc.runtime.model"],
+    ["zbc.runtime.model", "zbc.runtime.hfnames"],
+    ["zbc.runtime.pretrained"],
+    ["zbc.runtime.hfexport"],
     ["zbc.runtime.shapes"],
     ["zbc.runtime.data", "zbc.runtime.tape", "zbc.runtime.stage"],
     ["zbc.runtime.state"],

@@ -487,6 +487,56 @@ Two layers of the model hold the same parameter (tied weights). On different
 stages it would exist twice and drift apart; give each layer its own.
 """,
     ),
+    "E520": _entry(
+        "the folder of pretrained weights cannot be read",
+        """
+model.pretrained and `zbc init --from-hf` name a Hugging Face folder, as
+transformers' save_pretrained writes it: config.json and model.safetensors, or
+several files and model.safetensors.index.json. A relative path starts at the
+current directory. Weights in pytorch_model.bin are a pickle, which can run any
+code when it is loaded; zbc never does that: load and save them once with
+transformers in a place you trust.
+""",
+    ),
+    "E521": _entry(
+        "the pretrained model is not one that zbc computes",
+        """
+zbc has GPT-2 and Llama. The message names the key of config.json whose value
+makes it another model: another model_type or activation, biases in a Llama,
+a rope_type other than default, linear and llama3, a quantized model.
+""",
+    ),
+    "E522": _entry(
+        "the job and the pretrained model differ",
+        """
+The sizes in [model] have to be those of config.json; each that differs is
+listed. seq_len may be shorter, and tie_embeddings = false gives embedding and
+head a matrix each that begin alike. `zbc init DIR --from-hf FOLDER` writes a
+job that fits.
+""",
+    ),
+    "E523": _entry(
+        "the pretrained weights are damaged or of another model",
+        """
+A tensor that the model needs is missing, has another shape than config.json
+says, or there are tensors that the model does not have; or a file is cut off.
+""",
+    ),
+    "E524": _entry(
+        "the model has no Hugging Face form",
+        """
+zbc run --save-hf writes a gpt with learned positions as GPT-2 and a llama as
+Llama. Other models have no class in transformers that computes the same.
+""",
+    ),
+    "E525": _entry(
+        "the weights cannot be written",
+        """
+The folder of `zbc run --save-hf` holds a model already, cannot be written, or
+has no room left. The first two are found before training starts. A folder
+with an index is complete; without one it may be removed.
+""",
+    ),
     "E601": _entry(
         "the plan wants another number of ranks",
         """
@@ -556,6 +606,14 @@ permission, no space, or a file where a folder has to be.
 Ranks meet at a store: torchrun hosts it, under other launchers rank 0 does, at
 MASTER_ADDR and MASTER_PORT. A wrong address, a port in use, a firewall or a
 first machine that did not start keeps the others from it.
+""",
+    ),
+    "E610": _entry(
+        "an optional package is not installed",
+        """
+Some features need a package that zbc itself does not:
+
+    pip install 'zbc[hf]'             safetensors: pretrained weights, export
 """,
     ),
     "E701": _entry(

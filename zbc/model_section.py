@@ -15,7 +15,7 @@ from zbc.wording import did_you_mean
 BUILTIN = ("gpt", "llama")
 _ONLY_LLAMA = ("kv_heads", "head_size")
 _ONLY_GPT = ("positions", "activation")
-_ONLY_BUILTIN = ("ffn_hidden", "norm_eps", "rope_theta", "rope_scaling", *_ONLY_LLAMA, *_ONLY_GPT)
+_ONLY_BUILTIN = ("pretrained", "ffn_hidden", "norm_eps", "rope_theta", "rope_scaling", *_ONLY_LLAMA, *_ONLY_GPT)
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
 
@@ -56,6 +56,7 @@ class Model(Section):
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
+    pretrained: str | None = Field(None, description="a Hugging Face folder (GPT-2, Llama) to take the weights from")
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 

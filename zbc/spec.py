@@ -210,14 +210,16 @@ class Job:
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
 
     def planning(self) -> dict[str, Any]:
-        """The sections that decide the plan, as plain data."""
+        """The sections that decide the plan, as plain data; where initial weights come from is not part of that."""
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
+        del data["model"]["pretrained"]
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
         names = [name for name in SECTIONS if name not in PLANNING]
-        return {name: getattr(self, name).model_dump(mode="json") for name in names}
+        data = {name: getattr(self, name).model_dump(mode="json") for name in names}
+        return {**data, "pretrained": self.model.pretrained}
 
 
 @dataclass

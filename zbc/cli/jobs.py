@@ -36,13 +36,22 @@ def template_text(template: Template) -> str:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")] = Path("."),
     template: Annotated[Template, typer.Option(help="What to start from.")] = Template.TINY,
+    from_hf: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model (GPT-2, Llama) instead.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a first, commented zbc.toml."""
     path = folder / "zbc.toml"
     if path.exists():
         raise ZbcError("E111", f"init: {path} exists", hint="name another folder, or move the file away")
-    write_text(path, template_text(template))
+    if from_hf is None:
+        text = template_text(template)
+    else:
+        from zbc.cli.fromhf import job_text
+
+        text = job_text(from_hf)
+    write_text(path, text)
     if not quiet:
         show(f"wrote {path}", "", labelled("next", f"zbc plan {path}", f"zbc compare {path}"))
 

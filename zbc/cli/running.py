@@ -18,6 +18,9 @@ def run(
         int | None, typer.Option(min=1, metavar="N", help="Run N ranks on this machine's CPU, without torchrun.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory.")] = None,
+    save_hf: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
+    ] = None,
 ) -> None:
     """Train with a plan: under torchrun, or with --local on this machine.
 
@@ -36,7 +39,7 @@ def run(
         Plan.read(folder)
     from zbc.runtime import launch
 
-    launch.run(folder, steps=steps, local=local, out=out)
+    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf)
 
 
 def doctor() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.plan import Manifest, read_manifest
+from zbc.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from zbc.runtime.torchrun import Place
@@ -36,9 +37,12 @@ def run(
     steps: int | None = None,
     local: int | None = None,
     out: Path | None = None,
+    save_hf: Path | None = None,
     emit: Callable[[str], None] = to_stdout,
 ) -> None:
     """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
+
+    `save_hf`: a folder for the weights in the end, as transformers loads them.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -53,6 +57,8 @@ def run(
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
+        if save_hf is not None:
+            _check_target(save_hf, manifest)
         place = _place() if started else None
         if place is not None:
             from zbc.runtime.torchrun import check_devices
@@ -63,17 +69,18 @@ def run(
             time.sleep(_MOMENT_S)
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
+    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute())
     if place is not None:
         from zbc.runtime.torchrun import run_place
 
-        run_place(folder, manifest, place, steps=steps, out=out, emit=emit)
+        run_place(folder, manifest, place, options, emit)
     else:
         from zbc.runtime.forking import fork_server
 
         fork_server()  # loads torch while this process does
         from zbc.runtime.local import run_local
 
-        run_local(folder, manifest, steps=steps, out=out, emit=emit)
+        run_local(folder, manifest, options, emit)
 
 
 def _check_torch() -> None:
@@ -86,6 +93,13 @@ def _check_torch() -> None:
     if match is not None and (int(match[1]), int(match[2])) < _TORCH:
         hint = f"pip install 'torch>={wanted}'"
         raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
+
+
+def _check_target(folder: Path, manifest: Manifest) -> None:
+    from zbc.runtime.hfexport import check_target
+    from zbc.runtime.worker import Settings
+
+    check_target(folder, Settings.of(manifest).model)
 
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:

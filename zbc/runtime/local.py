@@ -29,6 +29,7 @@ from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, prefixed
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
+from zbc.runtime.options import RunOptions
 from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, RankFailed, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
@@ -48,8 +49,7 @@ class Order:
     port: int
     threads: int
     folder: Path
-    steps: int | None
-    out: Path | None
+    options: RunOptions
 
 
 @dataclass
@@ -73,9 +73,7 @@ class Parent:
     stopped: bool = False
 
 
-def run_local(
-    folder: Path, manifest: Manifest, *, steps: int | None, out: Path | None, emit: Callable[[str], None]
-) -> None:
+def run_local(folder: Path, manifest: Manifest, options: RunOptions, emit: Callable[[str], None]) -> None:
     """Train with one process per rank of the plan.
 
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
@@ -98,7 +96,7 @@ def run_local(
     try:
         with Signals(asked, insisted), _ended(parent):
             for rank in range(manifest.ranks):
-                order = Order(rank, manifest.ranks, port, threads, folder.absolute(), steps, out)
+                order = Order(rank, manifest.ranks, port, threads, folder.absolute(), options)
                 parent.children[rank] = _start(order)
             _supervise(parent, read)
     finally:
@@ -250,7 +248,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         leave=end,
         stop=stop,
     )
-    line.tell("done", run_rank(order.folder, seat, steps=order.steps, out=order.out))
+    line.tell("done", run_rank(order.folder, seat, order.options))
     end(0)
 
 

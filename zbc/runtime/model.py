@@ -32,18 +32,22 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class LayerPlan:
     """One layer that can be built on any rank: `make` takes nothing and returns the module.
 
-    Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all.
+    Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
+    overwrites the initial weights of a layer that has been built.
     """
 
     name: str
     make: Callable[[], nn.Module]
     like: str | None = None
+    fill: Callable[[nn.Module], None] | None = None
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
         with seeded(seed_of(seed, self.name)):
             module = self._call()
         refuse_wrapped(self.name, module)
+        if self.fill is not None:
+            self.fill(module)
         return module
 
     def on_meta(self) -> nn.Module:

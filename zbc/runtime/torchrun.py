@@ -18,6 +18,7 @@ from zbc.errors import EXIT_INTERRUPTED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, connector, open_store
 from zbc.runtime.network import bind_loopback
+from zbc.runtime.options import RunOptions
 from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
@@ -53,9 +54,7 @@ def check_devices(manifest: Manifest, place: Place) -> None:
         raise ZbcError("E603", text, hint=hint)
 
 
-def run_place(
-    folder: Path, manifest: Manifest, place: Place, *, steps: int | None, out: Path | None, emit: Callable[[str], None]
-) -> None:
+def run_place(folder: Path, manifest: Manifest, place: Place, options: RunOptions, emit: Callable[[str], None]) -> None:
     """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
 
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
@@ -82,7 +81,7 @@ def run_place(
 
     seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, emit, report, leave, stop)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
-        stopped = run_rank(folder, seat, steps=steps, out=out)
+        stopped = run_rank(folder, seat, options)
     _linger(place)
     del hosted
     if stopped is not None:

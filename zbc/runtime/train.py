@@ -19,13 +19,15 @@ import torch.distributed as dist
 import zbc
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_rank
+from zbc.runtime import hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.execute import run_step
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
+from zbc.runtime.options import RunOptions
 from zbc.runtime.state import Worker
 from zbc.runtime.watchdog import Watchdog, in_time
-from zbc.runtime.worker import build_worker
+from zbc.runtime.worker import Settings, build_worker
 
 
 class RankFailed(Exception):
@@ -71,10 +73,10 @@ class Seat:
         return Board(self.connect(), self.rank, self.ranks)
 
 
-def run_rank(folder: Path, seat: Seat, *, steps: int | None = None, out: Path | None = None) -> str | None:
+def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
     """Train; returns why the run was stopped before its last step, None if it was not.
 
-    `steps` overrides the plan's. What goes wrong ends the process through `seat`, never with an exception.
+    What goes wrong ends the process through `seat`, never with an exception.
     """
     watchdog: Watchdog | None = None
     try:
@@ -88,7 +90,7 @@ def run_rank(folder: Path, seat: Seat, *, steps: int | None = None, out: Path | 
             orphaned=seat.leave,
         )
         watchdog.start()
-        return _run(folder, manifest, seat, watchdog, steps, out)
+        return _run(folder, manifest, seat, watchdog, options)
     except Exception as error:
         _give_up(error, seat, watchdog)
     finally:
@@ -96,10 +98,8 @@ def run_rank(folder: Path, seat: Seat, *, steps: int | None = None, out: Path | 
             watchdog.stop()
 
 
-def _run(
-    folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, steps: int | None, out: Path | None
-) -> str | None:
-    steps = int(manifest.training["train"]["steps"]) if steps is None else steps
+def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, options: RunOptions) -> str | None:
+    steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = seat.board()
@@ -118,8 +118,11 @@ def _run(
     board.meet("built", limit)
     watchdog.watch(worker.progress)
     settings = RunSettings(folder, steps, seat.device.type, processes)
-    with RunLog(manifest, settings, out) if seat.rank == 0 else nullcontext() as log:
+    with RunLog(manifest, settings, options.out) if seat.rank == 0 else nullcontext() as log:
         stopped = _train(worker, board, seat, steps, log)
+    if options.save_hf is not None:
+        watchdog.phase("writing its weights")
+        _save(worker, board, seat, options.save_hf, limit)
     watchdog.phase("ending")
     board.meet("ended", limit)
     network.close()
@@ -146,6 +149,22 @@ def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | N
                 seat.emit(f"stopped after step {step + 1} (asked by {reason})")
             return reason
     return None
+
+
+def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedelta) -> None:
+    """Every rank writes the weights it answers for; the first completes the folder when all have."""
+    model = Settings.of(worker.plan.manifest).model
+    holders = worker.placement
+    writers = sorted({holders.rank_of(s) for s in range(holders.stages)})
+    parameters = {name: p for optimizer in worker.counted() for name, p in optimizer.parameters.items()}
+    said = ""
+    if parameters:
+        tensors = hfexport.tensors_of(model, parameters)
+        said = hfexport.write_shard(folder, writers.index(seat.rank), len(writers), tensors)
+    shards = board.meet("saved", limit, said)
+    if seat.rank == 0:
+        hfexport.write_index(folder, model, shards)
+        seat.emit(f"wrote the weights to {folder}")
 
 
 def _identity(manifest: Manifest, steps: int) -> dict[str, str]:

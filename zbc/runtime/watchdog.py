@@ -80,8 +80,8 @@ class Watchdog:
         self.tick = min(2.0, max(0.2, limit / 10))
         self._silence = max(1.5, 3 * self.tick + 0.5)
         self._board, self._hung, self._orphaned = board, hung, orphaned
-        # Building a model or reading data takes longer than an op, and is one long op here.
-        self._patience = max(60.0, 2 * limit)
+        # Building a model, reading data or writing weights takes longer than an op, and is one long op here.
+        self._patience = self._long = max(60.0, 2 * limit)
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
         self._standing_down = False
@@ -101,7 +101,7 @@ class Watchdog:
 
     def phase(self, text: str, *, waiting: bool = False) -> None:
         """What the rank does outside of training steps."""
-        self._progress = Progress(op=text, waiting=waiting, since=time.monotonic())
+        self._progress, self._patience = Progress(op=text, waiting=waiting, since=time.monotonic()), self._long
 
     def watch(self, progress: Progress) -> None:
         """From here on the rank trains, and all others do too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from zbc import spec
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan import Manifest, RankPlan
-from zbc.runtime import model
+from zbc.runtime import model, pretrained
 from zbc.runtime.data import Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -35,6 +36,7 @@ class Settings:
     train: spec.Train
     optimizer: spec.Optimizer
     memory: spec.Memory
+    pretrained: str | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Settings:
@@ -45,6 +47,7 @@ class Settings:
             _section(spec.Train, training["train"]),
             _section(spec.Optimizer, training["optimizer"]),
             _section(spec.Memory, planning.get("memory", {})),
+            training.get("pretrained"),
         )
 
 
@@ -67,7 +70,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     ends = {0, placement.stages - 1} & set(mine)
     size = manifest.microbatch_size
     samples = _samples(settings, needed=bool(ends))
-    plans = model.layers(settings.model, settings.train.seed)
+    plans = _layers(settings)
     first = input_spec(settings.data, settings.model, samples, size)
     autocast = device if settings.model.dtype == "bfloat16" else None
     shapes = derive(plans, first, manifest, autocast=autocast, lowered=LOWERED[settings.model.parameters])
@@ -85,6 +88,13 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     )
     worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
     return worker
+
+
+def _layers(settings: Settings) -> list[model.LayerPlan]:
+    plans = model.layers(settings.model, settings.train.seed)
+    if settings.pretrained is None:
+        return plans
+    return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
 def _optimizer(settings: Settings, stage: Stage) -> StageOptimizer:

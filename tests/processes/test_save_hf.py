@@ -1,0 +1,91 @@
+"""From a Hugging Face folder to a job, a plan, a run in processes and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.processes.plans import metrics, run_here, write_plan
+from zbc import hfconfig
+from zbc.cli import main
+from zbc.compiler.compile import compile_job, load_job
+from zbc.errors import ZbcError
+from zbc.plan import read_manifest
+from zbc.runtime import hfexport
+from zbc.runtime.model import layers
+from zbc.runtime.pretrained import INDEX
+from zbc.spec import Model
+
+SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
+
+
+@pytest.fixture(params=["gpt", "llama"])
+def folder(request, tmp_path):
+    """A folder of each family, written without transformers: the untrained layers of a job."""
+    section = {**SIZES, "family": request.param}
+    section |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "kv_heads": 1} if request.param == "llama" else {}
+    model = Model.model_validate(section)
+    parameters = {f"{x.name}.{n}": p for x in layers(model, 99) for n, p in x.build(99).named_parameters()}
+    target = tmp_path / "hf"
+    target.mkdir()
+    shard = hfexport.write_shard(target, 0, 1, hfexport.tensors_of(model, parameters))
+    hfexport.write_index(target, model, [shard])
+    return target
+
+
+def run_main(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return ended.value.code
+
+
+def all_tensors(folder):
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    found = {name: t for file in set(places.values()) for name, t in load_file(folder / file).items()}
+    assert found.keys() == places.keys()
+    return found
+
+
+def test_a_model_goes_in_is_trained_and_comes_out(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_main("init", "job", "--from-hf", "hf") == 0
+    job = load_job(Path("job/zbc.toml"), ["data.kind=synthetic", "optimizer.lr=0.0", "train.steps=1"])
+    assert (job.model.hidden, job.model.pretrained, job.parallel.pp) == (16, "hf", 2)
+    compile_job(job).write(Path("still"))
+    lines = run_here(Path("still"), 2, tmp_path / "run", save_hf=Path("same"))
+    assert lines[-1] == f"wrote the weights to {tmp_path / 'same'}"
+    before, after = all_tensors(folder), all_tensors(tmp_path / "same")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert hfconfig.read_config(tmp_path / "same") == hfconfig.read_config(folder)
+
+
+def test_the_plan_does_not_depend_on_the_folder(folder, tmp_path):
+    plain = write_plan(tmp_path, "plain", model=SIZES)
+    with_weights = write_plan(tmp_path, "with", model={**SIZES, "pretrained": str(folder)})
+    assert read_manifest(plain).id == read_manifest(with_weights).id
+    assert read_manifest(with_weights).training["pretrained"] == str(folder)
+
+
+def test_a_damaged_folder_ends_the_run_with_its_error(folder, tmp_path):
+    section = hfconfig.model_of(hfconfig.read_config(folder), "x").model_dump(mode="json", exclude_defaults=True)
+    plan = write_plan(tmp_path, model={**section, "pretrained": str(folder)})
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if ".2." in name)
+    save_file({**tensors, name: torch.zeros(3)}, file)
+    with pytest.raises(ZbcError) as caught:
+        run_here(plan, 4, tmp_path / "run")
+    assert caught.value.code == "E523" and name in caught.value.message
+
+
+def test_a_target_in_the_way_is_found_before_any_step(folder, tmp_path):
+    plan = write_plan(tmp_path)
+    with pytest.raises(ZbcError) as caught:
+        run_here(plan, 4, tmp_path / "run", save_hf=folder)
+    assert caught.value.code == "E525" and not (tmp_path / "run").exists()
+    run_here(plan, 4, tmp_path / "run", steps=1, save_hf=tmp_path / "new")
+    assert len(metrics(tmp_path / "run")) == 1 and len(list((tmp_path / "new").glob("*.safetensors"))) == 4

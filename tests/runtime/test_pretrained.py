@@ -1,0 +1,333 @@
+"""Hugging Face folders in and out: transformers itself says what the logits are. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.runtime.small_plans import make_plan, make_program, make_worker
+from zbc import hfconfig
+from zbc.errors import ZbcError
+from zbc.plan import Plan
+from zbc.runtime import hfexport
+from zbc.runtime.pretrained import INDEX, SINGLE, Weights
+from zbc.runtime.threads import run_threads
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+SEQ, VOCAB = 16, 61
+IDS = {"bos_token_id": None, "eos_token_id": None}
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": SEQ,
+    "initializer_range": 0.2,
+    **IDS,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": SEQ,
+    "initializer_range": 0.2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    **IDS,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+    "gpt2-gelu": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, activation_function="gelu", n_inner=40)),
+    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, tie_word_embeddings=False, layer_norm_epsilon=1e-3)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-3)),
+    "llama-3.1": lambda: LlamaForCausalLM(
+        LlamaConfig(**LLAMA, rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})
+    ),
+    "llama-linear": lambda: LlamaForCausalLM(
+        LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name -> a folder as transformers saves it, made once; biases and norms are no zeros and ones."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            torch.manual_seed(len(made))
+            model = MODELS[name]()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            model.save_pretrained(path)
+            made[name] = path, model.eval()
+        return made[name]
+
+    return folder
+
+
+def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> Plan:
+    """A plan for the model of `folder`, with its weights."""
+    model = hfconfig.model_of(hfconfig.read_config(folder), "config.json")
+    section = {**model.model_dump(mode="json"), "tie_embeddings": False, **changes}
+    plan = make_plan(make_program(schedule, p, m), model=section, optimizer={"lr": 1e-2})
+    training = {**plan.manifest.training, "pretrained": str(folder)}
+    return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
+
+
+def logits_of(plan, steps=1):
+    """The last step's (inputs, logits) by microbatch, as they came out of the last stage."""
+    seen = []
+
+    def watch(worker):
+        loss = worker.loss
+        worker.loss = lambda y, target: (seen.append((target.clone(), y.detach().clone())), loss(y, target))[1]
+
+    workers = run_threads(plan, steps, setup=watch)
+    batches = next(w.batches for w in workers if w.batches is not None)
+    last = seen[-plan.manifest.microbatches :]
+    found = []
+    for mb in range(plan.manifest.microbatches):
+        target = batches.targets(steps - 1, mb)
+        (logits,) = [y for t, y in last if torch.equal(t, target)]
+        found.append((batches.inputs(steps - 1, mb), logits))
+    return found, workers
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(folders, name, p):
+    folder, peer = folders(name)
+    found, _ = logits_of(plan_of(folder, p, "zb-v" if p == 2 else "1f1b"))
+    for tokens, logits in found:
+        with torch.no_grad():
+            expected = peer(tokens).logits
+        assert expected.std() > 0.1
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shorter_sequences_take_the_first_positions(folders):
+    folder, peer = folders("gpt2")
+    ((tokens, logits), *_), _ = logits_of(plan_of(folder, 2, seq_len=9))
+    assert tokens.shape[1] == 9
+    torch.testing.assert_close(logits, peer(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_path):
+    """The first GPT-2 on the hub has no prefix and its masks as buffers; weights may be 16 bits wide."""
+    folder, peer = folders("gpt2")
+    tensors = {name.removeprefix("transformer."): t.half() for name, t in load_file(folder / SINGLE).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, SEQ, SEQ)
+    names = sorted(tensors)
+    places = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    ((tokens, logits), *_), workers = logits_of(plan_of(tmp_path, 2))
+    with torch.no_grad():
+        expected = peer.half().float()(tokens).logits
+    peer.load_state_dict(GPT2LMHeadModel.from_pretrained(folder).state_dict())
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert all(p.dtype == torch.float32 for w in workers for s in w.stages.values() for p in s.parameters.values())
+
+
+def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
+    folder, _ = folders("llama")
+    read, plain = [], Weights._read
+    monkeypatch.setattr(Weights, "_read", lambda self, part: (read.append(part.name), plain(self, part))[1])
+    worker = make_worker(plan_of(folder, 4), rank=1)
+    mine = {layer.name.split(".")[1] for layer in worker.stages[1].layers}
+    assert {name.split(".")[2] for name in read} == mine
+    assert len(read) == len(set(read)) == 9 * len(mine)
+
+
+# ---- out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "p"), [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)])
+def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
+    source, _ = folders(name)
+    plan = plan_of(source, p, "zb-v" if p == 4 else "1f1b")
+    workers = run_threads(plan, 2)
+    model = hfconfig.model_of(hfconfig.read_config(source), "config.json").model_copy(update={"tie_embeddings": False})
+    target = tmp_path / "out"
+    hfexport.check_target(target, model)
+    shards = []
+    for number, worker in enumerate(workers):
+        parameters = {n: t for optimizer in worker.counted() for n, t in optimizer.parameters.items()}
+        shards.append(hfexport.write_shard(target, number, p, hfexport.tensors_of(model, parameters)))
+    hfexport.write_index(target, model, shards)
+    assert sorted(f.name for f in target.iterdir()) == sorted(
+        ["config.json", INDEX, *(f"model-{i + 1:05d}-of-{p:05d}.safetensors" for i in range(p))]
+    )
+    peer, report = type(MODELS[name]()).from_pretrained(target, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    original = transformers.AutoModelForCausalLM.from_pretrained(source)
+    tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    found = _chain(workers, tokens)
+    torch.testing.assert_close(peer.eval()(tokens).logits, found, rtol=1e-5, atol=1e-5)
+    assert (original.eval()(tokens).logits - found).abs().max() > 1e-2, "two steps at 1e-2 change something"
+    again = plan_of(target, 2, tie_embeddings=False)
+    ((inputs, logits), *_), _ = logits_of(again)
+    torch.testing.assert_close(logits, peer(inputs).logits.detach(), rtol=1e-5, atol=1e-5)
+
+
+def _chain(workers, tokens):
+    stages = sorted((index, stage) for worker in workers for index, stage in worker.stages.items())
+    x = tokens
+    for _, stage in stages:
+        for layer in stage.layers:
+            x = layer.module(x)
+    return x
+
+
+def test_a_model_that_is_there_is_not_overwritten(tmp_path):
+    model = hfconfig.model_of({"model_type": "llama", **LLAMA}, "config.json")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ZbcError, match="holds a model already") as caught:
+        hfexport.check_target(tmp_path, model)
+    assert caught.value.code == "E525"
+
+
+@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}])
+def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path, change):
+    model = hfconfig.model_of({"model_type": "gpt2", **GPT2}, "config.json").model_copy(update=change)
+    with pytest.raises(ZbcError) as caught:
+        hfexport.check_target(tmp_path / "out", model)
+    assert caught.value.code == "E524" and not (tmp_path / "out").exists()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mistral"}, 'model_type = "mistral"'),
+        ({"model_type": None}, "model_type = null"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, 'activation_function = "relu"'),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias = true"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            'rope_scaling.rope_type = "yarn"',
+        ),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type"),
+        ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "llama", "hidden_size": "big"}, "hidden"),
+        ({"model_type": "gpt2", "n_layer": -1}, "layers"),
+    ],
+)
+def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
+    with pytest.raises(ZbcError) as caught:
+        hfconfig.model_of(config, "config.json")
+    assert caught.value.code == "E521" and words in caught.value.message
+
+
+def test_old_and_new_configurations_say_the_same():
+    """transformers 5 moved rope_theta and rope_scaling into rope_parameters."""
+    rope = {**LLAMA3, "original_max_position_embeddings": 64}
+    new = hfconfig.model_of({"model_type": "llama", **LLAMA, "rope_parameters": rope}, "config.json")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    old = {"model_type": "llama", **LLAMA, "rope_theta": 500, "rope_scaling": scaling}
+    assert hfconfig.model_of(old, "config.json") == new
+    written = hfconfig.config_of(new)
+    assert hfconfig.config_of(hfconfig.model_of(written, "config.json")) == written
+
+
+def error_of(folder, **changes):
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan_of(folder, **changes), 1)
+    return caught.value
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+    """A Llama folder to damage."""
+    source, _ = folders("llama")
+    for file in ("config.json", SINGLE):
+        (tmp_path / file).write_bytes((source / file).read_bytes())
+    return tmp_path
+
+
+def test_a_job_of_another_size_is_told_every_difference(copy, folders):
+    config = json.loads((copy / "config.json").read_text())
+    plan = plan_of(copy)
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 62, "rms_norm_eps": 1e-5}))
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan, 1)
+    assert caught.value.code == "E522"
+    assert [line.split(":")[0] for line in caught.value.details] == ["vocab", "norm_eps"]
+    assert error_of(folders("gpt2")[0], seq_len=SEQ + 1).code == "E522"
+
+
+def test_missing_and_surplus_tensors_are_named(copy):
+    tensors = load_file(copy / SINGLE)
+    first = "model.layers.2.mlp.up_proj.weight"
+    save_file({name: t for name, t in tensors.items() if name != first}, copy / SINGLE)
+    error = error_of(copy)
+    assert error.code == "E523" and f"lacks {first}" in error.message
+    save_file({**tensors, "score.weight": torch.zeros(2)}, copy / SINGLE)
+    assert "score.weight" in error_of(copy).message
+
+
+def test_a_tensor_of_another_shape_or_type_is_named(copy):
+    tensors = load_file(copy / SINGLE)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for wrong in (torch.zeros(32, 16), torch.zeros(32, 32, dtype=torch.int64)):
+        save_file({**tensors, name: wrong}, copy / SINGLE)
+        error = error_of(copy)
+        assert error.code == "E523" and name in error.message and "needs [32, 32]" in error.message
+
+
+def test_files_that_are_cut_off_missing_or_elsewhere_are_refused(copy, tmp_path):
+    raw = (copy / SINGLE).read_bytes()
+    for cut in (0, 4, 100, len(raw) - 8):
+        (copy / SINGLE).write_bytes(raw[:cut])
+        assert error_of(copy).code == "E523"
+    for places in ({"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {"a": "gone.safetensors"}, {"a": 3}, [1]):
+        (copy / INDEX).write_text(json.dumps({"weight_map": places}))
+        assert error_of(copy).code == "E523", places
+    (copy / INDEX).write_text("{")
+    assert error_of(copy).code == "E523"
+
+
+def test_pickles_are_never_loaded(copy):
+    (copy / SINGLE).unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    error = error_of(copy)
+    assert error.code == "E520" and "pickle" in error.hint
+
+
+def test_a_folder_that_is_not_there_is_e520(tmp_path):
+    with pytest.raises(ZbcError) as caught:
+        hfconfig.read_config(tmp_path / "gone")
+    assert caught.value.code == "E520"
+    for text in ("[1]", "{", ""):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ZbcError) as caught:
+            hfconfig.read_config(tmp_path)
+        assert caught.value.code == "E520"

@@ -1,0 +1,13 @@
+"""What a user may ask of a run besides its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    steps: int | None = None  # instead of the plan's
+    out: Path | None = None  # the run directory
+    save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
