@@ -31,6 +31,7 @@ from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
+from zbc.viz.strip import Strip, repeated
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,18 @@ class Plan:
     def complete(self) -> Program:
         """The program with its transfers and step-level ops; what a CSV holds gets them as any schedule does."""
         return lower(self.program) if self.sheet is not None else self.program
+
+    @property
+    def barrier(self) -> bool:
+        """Whether a step ends everywhere before the next begins, as the optimizer of the job has it."""
+        job = self.compiled.job if self.compiled is not None else None
+        if self.manifest is not None:
+            return bool(self.manifest.planning.get("optimizer", {}).get("sync", "before-step") == "before-step")
+        return job is None or job.optimizer.sync == "before-step"
+
+    def strip(self, steps: int = 1) -> Strip:
+        """The timelines of `steps` consecutive steps: what pictures are drawn from."""
+        return repeated(self.timeline, self.program, self.costs, steps, barrier=self.barrier)
 
     def survives_blocking_sends(self) -> bool:
         """Whether the order also works where a send ends only when it has been received."""

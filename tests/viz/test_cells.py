@@ -12,6 +12,7 @@ from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind
 from zbc.viz.cells import by_slot, by_time
+from zbc.viz.strip import once
 
 every = pytest.mark.parametrize("name", FIXED)
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -47,7 +48,7 @@ def test_a_cell_of_time_shows_the_op_that_covers_most_of_it_and_idle_cells_are_i
     timeline = drawn(data, name)
     begin = data.draw(st.sampled_from([0.0, 0.2])) * timeline.makespan
     end = data.draw(st.sampled_from([0.6, 1.0])) * timeline.makespan
-    grid = by_time(timeline, (begin, end), data.draw(st.integers(5, 60)))
+    grid = by_time(once(timeline), (begin, end), data.draw(st.integers(5, 60)))
     assert grid.edges[0] == begin
     assert grid.edges[-1] == pytest.approx(end)
     for rank in range(timeline.ranks):
@@ -68,7 +69,7 @@ def test_a_cell_of_time_shows_the_op_that_covers_most_of_it_and_idle_cells_are_i
 @given(data=st.data())
 def test_ops_without_a_cell_are_counted(name, data):
     timeline = drawn(data, name)
-    grid = by_time(timeline, (0.0, timeline.makespan), data.draw(st.integers(3, 40)))
+    grid = by_time(once(timeline), (0.0, timeline.makespan), data.draw(st.integers(3, 40)))
     visible = {block.op for row in grid.rows for block in row}
     for kind in Kind:
         ops = [span.op for span in timeline if span.op.kind is kind]
@@ -79,7 +80,7 @@ def test_ops_without_a_cell_are_counted(name, data):
 @every
 def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
     timeline = timed(make(name, 4, 8, SCHEDULES[name].default_chunks), 1.0, 1.0, 1.0, 0.0)
-    grid = by_time(timeline, (0.0, timeline.makespan), 150)
+    grid = by_time(once(timeline), (0.0, timeline.makespan), 150)
     assert grid.columns > 75
     assert not grid.hidden
     lengths = {op: block.cells for row in grid.rows for block in row for op in [block.op]}
@@ -94,7 +95,7 @@ def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
 @given(data=st.data())
 def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
     timeline = drawn(data, name)
-    grid = by_slot(timeline, (0.0, timeline.makespan))
+    grid = by_slot(once(timeline), (0.0, timeline.makespan))
     dag = timeline.dag
     column = {block.op: block.first for row in grid.rows for block in row}
     assert len(column) == len(dag.ops)
@@ -114,7 +115,7 @@ def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
 @given(data=st.data())
 def test_a_slot_is_shown_as_busy_exactly_while_its_op_runs(name, data):
     timeline = drawn(data, name)
-    grid = by_slot(timeline, (0.0, timeline.makespan))
+    grid = by_slot(once(timeline), (0.0, timeline.makespan))
     for rank in range(timeline.ranks):
         mine = [span for span in timeline if span.rank == rank]
         started = {block.first: block.op for block in grid.rows[rank]}
@@ -125,7 +126,7 @@ def test_a_slot_is_shown_as_busy_exactly_while_its_op_runs(name, data):
 
 def test_a_pipeline_that_takes_no_time_has_no_cells_to_show():
     timeline = timed(make("1f1b", 2, 2, 1), 0.0, 0.0, 0.0, 0.0)
-    grid = by_time(timeline, (0.0, 1.0), 10)
+    grid = by_time(once(timeline), (0.0, 1.0), 10)
     assert [len(row) for row in grid.rows] == [0, 0]
     assert not grid.hidden
 
@@ -135,7 +136,7 @@ def test_a_pipeline_that_takes_no_time_has_no_cells_to_show():
 @given(data=st.data())
 def test_ops_that_start_in_one_slot_run_at_the_same_time(name, data):
     timeline = drawn(data, name)
-    grid = by_slot(timeline, (0.0, timeline.makespan))
+    grid = by_slot(once(timeline), (0.0, timeline.makespan))
     spans = {span.op: span for span in timeline}
     for c in range(grid.columns):
         together = [spans[block.op] for row in grid.rows for block in row if block.first == c]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +17,12 @@ from zbc.cli.options import PlanJobOrCsv, complete_schedule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
+    from zbc.api import Plan
     from zbc.compiler.schedules import Schedule
+    from zbc.viz.strip import Strip
+    from zbc.viz.terminal import View
 
 _WIDTH = 100  # of pictures that do not go to a terminal
 _NARROWEST = 60
@@ -40,34 +44,51 @@ class By(StrEnum):
 
 def visualize(
     target: PlanJobOrCsv,
-    form: Annotated[Form, typer.Option("--as", help="The form of the picture: text.")] = Form.TERM,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER]", help="A second one, drawn below on the same time axis.")
+    ] = None,
+    form: Annotated[Form, typer.Option("--as", help="The form of the picture.")] = Form.TERM,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
     ] = None,
-    by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell.")] = By.TIME,
+    by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell (text only).")] = By.TIME,
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Draw this many steps in a row.")] = 1,
 ) -> None:
     """Draw when each rank does what."""
     from zbc.api import open_plan
-    from zbc.viz.terminal import View, draw
 
-    plan = open_plan(target)
-    columns = width or (_columns() if output is None else _WIDTH)
-    view = View(
-        width=columns,
-        by=by.value,
-        ranks=None if ranks is None else _parse_ranks(ranks, plan.timeline.ranks),
-        zoom=None if zoom is None else _parse_zoom(zoom, plan.timeline.makespan),
-        unicode=output is not None or "utf" in (sys.stdout.encoding or "").lower(),
-    )
-    picture = draw(plan.program, plan.timeline, plan.costs, view)
-    if output is None:
-        show(picture)
+    plans = [open_plan(path) for path in (target, other) if path is not None]
+    strips = [plan.strip(steps) for plan in plans]
+    shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
+    if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
+        raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
+    window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
+    if form is Form.TERM:
+        columns = width or (_columns() if output is None else _WIDTH)
+        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
+        from zbc.viz.terminal import View
+
+        picture = _text(plans, strips, View(columns, by.value, shown, window, unicode))
+        if output is None:
+            show(picture)
+            return
+        text = picture.plain + "\n"
     else:
-        write_text(output, picture.plain + "\n")
-        tell(f"wrote {output}")
+        raise NotImplementedError
+    write_text(output, text)
+    tell(f"wrote {output}")
+
+
+def _text(plans: Sequence[Plan], strips: Sequence[Strip], view: View) -> Text:
+    from zbc.viz.terminal import Drawn, draw, draw_all
+
+    if len(plans) == 1:
+        return draw(plans[0].program, plans[0].timeline, plans[0].costs, view, strips[0])
+    pairs = zip(plans, strips, strict=True)
+    return draw_all([Drawn(plan.name, plan.program, strip, plan.costs) for plan, strip in pairs], view)
 
 
 def _columns() -> int:

@@ -40,7 +40,7 @@ class WhatIf:
 
 
 def critical_path(compiled: Compiled) -> Path:
-    """Back from the end of the step: to the op that kept each op waiting, its rank's last one or a sender."""
+    """Where the time of the critical path goes (see `chain`)."""
     timeline, costs = compiled.timeline, compiled.costs
     dag = timeline.dag
     rank = _longest(compiled)
@@ -48,23 +48,34 @@ def critical_path(compiled: Compiled) -> Path:
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     transfers, changes = 0.0, 0
-    i, exposed = _before_sums(timeline, rank)
+    _, exposed = _before_sums(timeline, rank)
     if exposed > SAME:
         by_kind[Kind.REDUCE.value] = exposed
-    while i >= 0 and timeline.start[i] >= begin - SAME:
+    before = -1
+    for i in chain(timeline, rank, begin):
         op, r = dag.ops[i], dag.rank[i]
         length = timeline.end[i] - timeline.start[i]
         by_kind[op.kind.value] = by_kind.get(op.kind.value, 0.0) + length
         by_rank[r] = by_rank.get(r, 0.0) + length
-        if i > dag.first[r] and timeline.end[i - 1] >= timeline.start[i] - SAME:
-            i -= 1
-            continue
-        j = dag.source[i]
-        if j >= 0 and dag.rank[j] != r:
-            transfers += costs.transfer(min(op.stage, dag.ops[j].stage), op.pipe)
+        if before >= 0 and dag.rank[before] != r:
+            later = dag.ops[before]
+            transfers += costs.transfer(min(op.stage, later.stage), later.pipe)
             changes += 1
-        i = j
+        before = i
     return Path(by_kind, by_rank, transfers, changes)
+
+
+def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
+    """The ops of the critical path that ends `rank`'s step, from its last one back to `begin` ms.
+
+    Before each op comes the one that kept it waiting: its rank's last one, or the sender of what it needs.
+    """
+    dag = timeline.dag
+    i, _ = _before_sums(timeline, rank)
+    while i >= 0 and timeline.start[i] >= begin - SAME:
+        yield i
+        ready = i > dag.first[dag.rank[i]] and timeline.end[i - 1] >= timeline.start[i] - SAME
+        i = i - 1 if ready else dag.source[i]
 
 
 def _before_sums(timeline: Timeline, rank: int) -> tuple[int, float]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.compiler.simulate import Timeline
 from zbc.ir import Kind, Op
+from zbc.viz.strip import Piece, Strip
 
 Window = tuple[float, float]  # ms from the first start on
 _ALMOST = 1e-9  # of a cell: what rounding may make of two equal times
@@ -26,6 +26,7 @@ class Block(NamedTuple):
     first: int
     cells: int
     op: Op
+    id: int = -1  # of the piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +42,36 @@ class Grid:
     hidden: dict[Kind, tuple[int, int]]
 
 
-class _Piece(NamedTuple):
-    id: int  # in the dag
-    op: Op
-    start: float
-    end: float
+def _inside(strip: Strip, rank: int, window: Window) -> Iterator[Piece]:
+    """What a rank does inside the window."""
+    for piece in strip.row(rank):
+        if piece.end > window[0] and piece.start < window[1]:
+            yield piece
 
 
-def _pieces(timeline: Timeline, rank: int, window: Window) -> Iterator[_Piece]:
-    """The ops of a rank that take time inside the window."""
-    dag = timeline.dag
-    begin = min(timeline.first_start(r) for r in range(timeline.ranks))
-    for i in range(dag.first[rank], dag.first[rank + 1]):
-        start, end = timeline.start[i] - begin, timeline.end[i] - begin
-        if end > window[0] and start < window[1]:
-            yield _Piece(i, dag.ops[i], start, end)
-
-
-def by_time(timeline: Timeline, window: Window, room: int) -> Grid:
+def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False) -> Grid:
     """At most `room` cells of equal length over the window.
 
-    Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal.
+    Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal;
+    with `exactly` there are `room` cells all the same, so that several grids line up.
     """
-    pieces = [list(_pieces(timeline, rank, window)) for rank in range(timeline.ranks)]
-    columns = _columns(pieces, window, room)
+    pieces = [list(_inside(strip, rank, window)) for rank in range(strip.ranks)]
+    columns = room if exactly else _columns(pieces, window, room)
     step = (window[1] - window[0]) / columns
     rows = tuple(_row(row, window, columns, step) for row in pieces)
     edges = tuple(window[0] + c * step for c in range(columns + 1))
     return Grid(columns, rows, edges, _hidden(pieces, rows, window))
 
 
-def _hidden(pieces: list[list[_Piece]], rows: Sequence[Sequence[Block]], window: Window) -> dict[Kind, tuple[int, int]]:
-    shown = {block.op for row in rows for block in row}
-    whole = [x for row in pieces for x in row if window[0] <= x.start < x.end <= window[1] + _ALMOST]
+def _hidden(pieces: list[list[Piece]], rows: Sequence[Sequence[Block]], window: Window) -> dict[Kind, tuple[int, int]]:
+    shown = {block.id for row in rows for block in row}
+    whole = [x for row in pieces for x in row if x.id >= 0 and window[0] <= x.start < x.end <= window[1] + _ALMOST]
     total = Counter(piece.op.kind for piece in whole)
-    missing = Counter(piece.op.kind for piece in whole if piece.op not in shown)
+    missing = Counter(piece.op.kind for piece in whole if piece.id not in shown)
     return {kind: (missing[kind], total[kind]) for kind in sorted(missing)}
 
 
-def _columns(pieces: list[list[_Piece]], window: Window, room: int) -> int:
+def _columns(pieces: list[list[Piece]], window: Window, room: int) -> int:
     """The number of cells: a multiple of the beats in the window if there is a beat, else all the room."""
     lengths = {round(piece.end - piece.start, 9) for row in pieces for piece in row} - {0.0}
     if not lengths or len(lengths) > 64:
@@ -99,31 +91,31 @@ def _whole(ratio: float) -> bool:
     return abs(ratio - round(ratio)) < 1e-6
 
 
-def _row(pieces: list[_Piece], window: Window, columns: int, step: float) -> tuple[Block, ...]:
+def _row(pieces: list[Piece], window: Window, columns: int, step: float) -> tuple[Block, ...]:
     most, busy = [0.0] * columns, [0.0] * columns
-    owner: list[Op | None] = [None] * columns
+    owner: list[Piece | None] = [None] * columns
     for piece in pieces:
         start, end = (max(0.0, piece.start - window[0]) / step, min(window[1], piece.end) / step - window[0] / step)
         for c in range(int(start), min(columns, int(end) + 1)):
             covered = min(end, c + 1) - max(start, c)
             busy[c] += max(0.0, covered)
             if covered > most[c] + _ALMOST:
-                most[c], owner[c] = covered, piece.op
+                most[c], owner[c] = covered, piece
     blocks: list[Block] = []
-    for c, op in enumerate(owner):
-        if op is None or busy[c] < 0.5 - _ALMOST:
+    for c, shown in enumerate(owner):
+        if shown is None or busy[c] < 0.5 - _ALMOST:
             continue
-        if blocks and blocks[-1].op == op and sum(blocks[-1][:2]) == c:
+        if blocks and blocks[-1][2:] == (shown.op, shown.id) and sum(blocks[-1][:2]) == c:
             blocks[-1] = blocks[-1]._replace(cells=blocks[-1].cells + 1)
         else:
-            blocks.append(Block(c, 1, op))
+            blocks.append(Block(c, 1, shown.op, shown.id))
     return tuple(blocks)
 
 
-def by_slot(timeline: Timeline, window: Window) -> Grid:
-    """One column per turn, over the ops that run inside the window."""
-    rows = [list(_pieces(timeline, rank, window)) for rank in range(timeline.ranks)]
-    length = max(timeline.makespan, 1e-12)
+def by_slot(strip: Strip, window: Window) -> Grid:
+    """One column per turn, over the ops that run inside the window; collectives have no turn."""
+    rows = [[piece for piece in _inside(strip, rank, window) if piece.id >= 0] for rank in range(strip.ranks)]
+    length = max(strip.length, 1e-12)
     order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
     column: dict[int, int] = {}
     edges: list[float] = []
@@ -138,7 +130,7 @@ def by_slot(timeline: Timeline, window: Window) -> Grid:
     return Grid(len(edges), tuple(blocks), (*edges, window[1]), {})
 
 
-def _spread(row: list[_Piece], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
+def _spread(row: list[Piece], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
     """Each op from its own column on through those that open before it ends."""
     blocks = []
     for k, piece in enumerate(row):
@@ -147,5 +139,5 @@ def _spread(row: list[_Piece], column: dict[int, int], edges: list[float], almos
         cells = 1
         while first + cells < stop and edges[first + cells] < piece.end - almost:
             cells += 1
-        blocks.append(Block(first, cells, piece.op))
+        blocks.append(Block(first, cells, piece.op, piece.id))
     return tuple(blocks)

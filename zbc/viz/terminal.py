@@ -10,33 +10,31 @@ Lower case is every second stage of a rank, so that the legs of a V and the chun
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from rich.text import Text
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.memory import curve
 from zbc.compiler.simulate import Timeline
-from zbc.ir import Kind, Op, Program
+from zbc.ir import COMPUTE, Kind, Program
 from zbc.text import percent, short, wrap
 from zbc.viz.cells import Block, Grid, Window, by_slot, by_time
+from zbc.viz.look import chunks, legend, letter, look, odd_stages
+from zbc.viz.look import label as label_of
+from zbc.viz.strip import Strip, longest, once
 
-LETTERS = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "D"}
-_NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward for the input",
-    Kind.W: "backward for the weights",
-    Kind.BW: "both backwards in one",
-}
 # Two shades per kind, by microbatch, keep neighbours of one kind apart.
 _STYLES = {
     Kind.F: ("white on color(25)", "white on color(31)"),
-    Kind.B: ("black on color(79)", "black on color(115)"),
-    Kind.W: ("black on color(221)", "black on color(229)"),
-    Kind.BW: ("black on color(108)", "black on color(151)"),
+    Kind.B: ("black on color(215)", "black on color(223)"),
+    Kind.W: ("black on color(187)", "black on color(230)"),
+    Kind.BW: ("black on color(72)", "black on color(115)"),
 }
+_OTHERS = ("black on color(146)", "black on color(146)")  # collectives
 _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SPARK = 10  # cells of a memory line
@@ -54,25 +52,93 @@ class View:
     unicode: bool = True
 
 
-def draw(program: Program, timeline: Timeline, costs: Costs, view: View = View()) -> Text:
-    """The picture with title, axis and legend; lines are at most `view.width` wide and end without a newline."""
-    ranks = view.ranks if view.ranks is not None else tuple(range(timeline.ranks))
-    window = view.zoom or (0.0, timeline.makespan or 1.0)
-    label = len(str(timeline.ranks - 1)) + 1
-    lines = [Text(title(program))]
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One plan among several in a picture."""
+
+    name: str
+    program: Program
+    strip: Strip
+    costs: Costs
+
+
+def draw(program: Program, timeline: Timeline, costs: Costs, view: View = View(), strip: Strip | None = None) -> Text:
+    """The picture with title, axis and legend; lines are at most `view.width` wide and end without a newline.
+
+    `strip` is there to show several steps of `timeline`'s program.
+    """
+    strip = strip or once(timeline)
+    window = view.zoom or (0.0, strip.length or 1.0)
+    panel, grid = _panel(program, strip, costs, view, window, _tails(strip, costs, view, window))
+    notes = [*_legend([(program, strip)], view), *wrap(verdict(timeline).split("; "), view.width, between="; ")]
+    notes += _steps(strip, view) + _notes(grid, window, view)
+    return Text("\n").join([Text(_title(program, view.width)), *panel, Text(), *(Text(note) for note in notes)])
+
+
+def draw_all(drawn: Sequence[Drawn], view: View = View()) -> Text:
+    """Several plans below one another on one time axis, so that what is shorter looks shorter."""
+    window = view.zoom or (0.0, longest([one.strip for one in drawn]))
+    tails = [_tails(one.strip, one.costs, view, window) for one in drawn]
+    width = max((len(tail) for found in tails for tail in found), default=0)
+    lines: list[Text] = []
+    notes: list[str] = []
+    for one, found in zip(drawn, tails, strict=True):
+        aligned_tails = [tail.ljust(width) for tail in found]
+        panel, grid = _panel(one.program, one.strip, one.costs, view, window, aligned_tails, exactly=True)
+        lines += [Text(_title(one.program, view.width, one.name)), *panel]
+        lines += [Text(note) for note in wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")]
+        lines.append(Text())
+        notes += [note for note in _notes(grid, window, view) if note not in notes]
+    legend = _legend([(one.program, one.strip) for one in drawn], view)
+    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *_steps(drawn[0].strip, view), *notes])])
+
+
+def _panel(
+    program: Program,
+    strip: Strip,
+    costs: Costs,
+    view: View,
+    window: Window,
+    tails: Sequence[str],
+    *,
+    exactly: bool = False,
+) -> tuple[list[Text], Grid]:
+    """The rows of one plan with its axis, and the cells they show."""
+    ranks = _ranks(strip, view)
+    label = len(str(strip.ranks - 1)) + 1
     if view.by == "slot":
-        grid = by_slot(timeline, window)
-        lines += _panels(program, grid, ranks, label, view.width)
-    else:
-        tails = _memory_lines(timeline, costs, ranks, window) if _has_memory(view) else [""] * len(ranks)
-        room = max(1, view.width - label - 3 - max(map(len, tails)))
-        grid = by_time(timeline, window, room)
-        rows = [_row(program, grid, rank, 0, grid.columns) for rank in ranks]
-        for rank, row, tail in zip(ranks, rows, tails, strict=True):
-            lines.append(Text.assemble(f"{rank:>{label}} |", row, f"|{tail}"))
-        lines.append(Text(f"{'ms':>{label}} {_ticks(grid, room + 1)}".rstrip()))
-    notes = [*_legend(program, view), *_notes(program, timeline, grid, window, view)]
-    return Text("\n").join([*lines, Text(), *(Text(note) for note in notes)])
+        grid = by_slot(strip, window)
+        return _panels(program, grid, ranks, label, view.width), grid
+    room = max(1, view.width - label - 3 - max(map(len, tails), default=0))
+    grid = by_time(strip, window, room, exactly=exactly)
+    rows = [_row(program, grid, rank, 0, grid.columns) for rank in ranks]
+    lines = [
+        Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|")
+        for rank, row, tail in zip(ranks, rows, tails, strict=True)
+    ]
+    return [*lines, Text(f"{'ms':>{label}} {_ticks(grid, room + 1)}".rstrip())], grid
+
+
+def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
+    return view.ranks if view.ranks is not None else tuple(range(strip.ranks))
+
+
+def _title(program: Program, width: int, name: str | None = None) -> str:
+    """The title, cut to the width of the picture: plan names are paths."""
+    text = title(program) if name is None else f"{name}: {title(program)}"
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
+
+
+def _steps(strip: Strip, view: View) -> list[str]:
+    """What several steps in a row take."""
+    if len(strip.steps) == 1:
+        return []
+    ends = [max(timeline.closes(rank) for rank in range(strip.ranks)) for timeline in strip.steps]
+    words = [
+        f"{len(ends)} steps, {short(strip.length)} ms",
+        f"the last ends {short(ends[-1] - ends[-2])} ms after the one before",
+    ]
+    return wrap(words, view.width, between="; ")
 
 
 def title(program: Program) -> str:
@@ -101,32 +167,34 @@ def verdict(timeline: Timeline) -> str:
 def _row(program: Program, grid: Grid, rank: int, first: int, stop: int, cell: int = 1) -> Text:
     """Columns first..stop of a rank, `cell` characters each."""
     row, at = Text(), first
-    stages = program.placement.stages_of(rank)
-    for block in grid.rows[rank]:
+    odds = odd_stages(program.placement, rank)
+    blocks = grid.rows[rank]
+    for block in islice(blocks, max(0, bisect_right(blocks, first, key=_first_cell) - 1), None):
+        if block.first >= stop:
+            break
         begin, end = max(block.first, first), min(block.first + block.cells, stop)
         if begin >= end:
             continue
         row.append("." * (cell * (begin - at)), _IDLE_STYLE)
-        odd = stages.index(block.op.stage) % 2 == 1
-        row.append(_label(block, odd, cell * (end - begin)), _STYLES[block.op.kind][block.op.mb % 2])
+        odd = (block.op.pipe, block.op.stage) in odds
+        style = _STYLES.get(block.op.kind, _OTHERS)[block.op.mb % 2]
+        row.append(_label(block, odd, cell * (end - begin)), style)
         at = end
     return row.append("." * (cell * (stop - at)), _IDLE_STYLE)
 
 
+def _first_cell(block: Block) -> int:
+    return block.first
+
+
 def _label(block: Block, odd: bool, room: int) -> str:
-    letter = _letter(block.op, odd)
-    text = f"{letter}{block.op.mb}"
-    return (text if len(text) <= room else letter).ljust(room)
-
-
-def _letter(op: Op, odd: bool) -> str:
-    letter = LETTERS[op.kind]
-    return letter.lower() if odd else letter
+    text = label_of(block.op, odd=odd)
+    return (text if len(text) <= room else letter(block.op, odd=odd)).ljust(room)
 
 
 def _panels(program: Program, grid: Grid, ranks: Sequence[int], label: int, width: int) -> list[Text]:
     """The slots in as many panels, one below the other, as the width demands."""
-    cell = 1 + len(str(program.microbatches - 1))
+    cell = 1 + len(str(program.microbatches - 1)) + (1 + len(str(program.slices - 1)) if program.slices > 1 else 0)
     per_panel = max(1, (width - label - 3) // cell)
     lines: list[Text] = []
     for first in range(0, grid.columns, per_panel):
@@ -168,16 +236,18 @@ def _has_memory(view: View) -> bool:
     return view.unicode and view.width >= _SPARK_FROM
 
 
-def _memory_lines(timeline: Timeline, costs: Costs, ranks: Sequence[int], window: Window) -> list[str]:
-    """Per rank, the activation units held over the window, and their peak over the whole step."""
-    curves = [list(curve(timeline, rank, costs)) for rank in range(timeline.ranks)]
+def _tails(strip: Strip, costs: Costs, view: View, window: Window) -> list[str]:
+    """Per rank, the activation units held over the window, and their peak over the whole strip."""
+    ranks = _ranks(strip, view)
+    if not _has_memory(view) or view.by == "slot":
+        return [""] * len(ranks)
+    curves = [list(strip.memory(rank, costs)) for rank in range(strip.ranks)]
     peaks = [max((units for _, units in found), default=0.0) for found in curves]
     highest = max(peaks) or 1.0
     digits = max(len(short(peak, 3)) for peak in peaks)
-    begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     lines = []
     for rank in ranks:
-        levels = _most_per_part([(time - begin, units) for time, units in curves[rank]], window, _SPARK)
+        levels = _most_per_part(curves[rank], window, _SPARK)
         spark = "".join(_LEVELS[math.ceil(round(8 * level / highest, 6))] for level in levels)
         lines.append(f" {spark} {short(peaks[rank], 3):>{digits}}")
     return lines
@@ -196,23 +266,25 @@ def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts:
     return most
 
 
-def _legend(program: Program, view: View) -> list[str]:
-    """What letters, case and the memory lines mean, as far as this picture has them."""
-    present = {op.kind for ops in program.ranks for op in ops}
-    words = [f"{letter} {_NAMES[kind]}" for kind, letter in LETTERS.items() if kind in present] + [". idle"]
-    chunks = max(len(program.placement.stages_of(rank)) for rank in range(program.placement.ranks))
-    if chunks > 1:
-        words.append("lower case: the rank's second stage" if chunks == 2 else "lower case: every second stage")
+def _legend(drawn: Sequence[tuple[Program, Strip]], view: View) -> list[str]:
+    """What letters, case and the memory lines mean, as far as these pictures have them."""
+    present = {op.kind for program, _ in drawn for ops in program.ranks for op in ops if op.kind in COMPUTE}
+    present |= {kind for _, strip in drawn for kind in strip.collectives}
+    placement = max((program.placement for program, _ in drawn), key=lambda found: len(found.pipes))
+    words = [*legend(placement, present), ". idle"]
+    most = max(chunks(program.placement) for program, _ in drawn)
+    if most > 1:
+        words.append("lower case: the rank's second stage" if most == 2 else "lower case: every second stage")
     if view.by == "time" and _has_memory(view):
         words.append("right: activation units held, and their peak")
     return wrap(words, view.width)
 
 
-def _notes(program: Program, timeline: Timeline, grid: Grid, window: Window, view: View) -> list[str]:
-    notes = wrap(verdict(timeline).split("; "), view.width, between="; ")
+def _notes(grid: Grid, window: Window, view: View) -> list[str]:
+    notes = []
     if grid.hidden:
         cell = short((window[1] - window[0]) / grid.columns, 3)
-        counts = [f"{few} of {all_} {LETTERS[kind]}" for kind, (few, all_) in grid.hidden.items()]
+        counts = [f"{few} of {all_} {look(kind).letter}" for kind, (few, all_) in grid.hidden.items()]
         words = [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:], "see --zoom A-B and --width N"]
         notes += wrap(words, view.width, between=", ")
     if view.by == "slot":

@@ -1,0 +1,145 @@
+"""What can be told apart without colour: kinds, stages of a rank, pipes, slices, collectives, steps and plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.compiler.grid import FIXED, make, timed
+from tests.listing import listing
+from zbc.compiler.cost import Costs
+from zbc.compiler.simulate import Sum, simulate, steady_state
+from zbc.ir import COMPUTE, Kind, Op, Placement
+from zbc.viz.look import LOOKS, RESERVED, label, letter
+from zbc.viz.strip import once, repeated
+from zbc.viz.terminal import Drawn, View, draw, draw_all
+
+UP_AND_DOWN = """
+    rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
+    rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
+"""
+SLICED = "rank 0: F s0 m0, F s0 m0.1, BW s0 m0.1, BW s0 m0"
+
+
+def rows(text):
+    return [line.split("|")[1] for line in text.split("\n") if line.count("|") == 2]
+
+
+def test_no_two_things_share_a_letter():
+    mine = [found.letter for found in LOOKS.values()]
+    second = [found.other for found in LOOKS.values() if found.other != found.letter]
+    letters = [*mine, *second, *RESERVED.values()]
+    assert len(letters) == len(set(letters))
+    assert all(len(found) == 1 and found.isupper() for found in letters)
+    assert LOOKS.keys() >= COMPUTE
+
+
+def luminance(fill):
+    red, green, blue = (int(fill[k : k + 2], 16) / 255 for k in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_fills_of_compute_kinds_stay_apart_in_grey():
+    shades = {kind: [luminance(fill) for fill in LOOKS[kind].fills] for kind in COMPUTE}
+    for one, mine in shades.items():
+        for other, theirs in shades.items():
+            if one is not other:
+                assert abs(min(mine) - min(theirs)) > 0.08, (one, other)
+                assert not (min(theirs) < max(mine) < max(theirs)), (one, other)
+
+
+def test_ink_is_readable_on_every_fill():
+    """Contrast of at least 4.5 to 1 (WCAG 2.1, AA)."""
+
+    def linear(fill):
+        parts = [int(fill[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    for found in LOOKS.values():
+        for fill in found.fills:
+            bright, dark = sorted([linear(fill), linear(found.ink)], reverse=True)
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5, found
+
+
+def test_the_second_pipe_has_letters_of_its_own():
+    program = listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2)
+    costs = Costs.uniform(program.placement)
+    text = draw(program, simulate(program, costs), costs, View(width=80, by="slot")).plain
+    assert rows(text) == ["F0P1Q1D0", "P1F0D0Q1"]
+    assert "F/P forward" in text
+    assert "second letters: the pipe that runs upwards" in text
+    assert "lower case" not in text
+
+
+def test_slices_are_numbered_behind_a_point():
+    program = listing(SLICED)
+    costs = Costs.uniform(program.placement)
+    text = draw(program, simulate(program, costs), costs, View(width=80, by="slot")).plain
+    assert rows(text)[0].split() == ["F0", "F0.1D0.1D0"]
+
+
+def test_labels_name_stage_microbatch_and_pipe():
+    assert [label(Op(Kind.F, 0, 3)), label(Op(Kind.F, 4, 3), odd=True)] == ["F3", "f3"]
+    assert label(Op(Kind.BW, 0, 2, 1, 1)) == "Q2.1"
+    assert letter(Op(Kind.REDUCE, 0)) == "S"
+
+
+def test_sums_are_shown_where_they_make_a_step_longer():
+    timeline = timed(make("1f1b", 2, 2), 1.0, 1.0, 1.0)
+    late = replace(timeline, sums=(Sum(Op(Kind.REDUCE, 0), (0,), timeline.makespan - 0.5, timeline.makespan + 2.0),))
+    program = make("1f1b", 2, 2)
+    text = draw(program, late, Costs.uniform(program.placement), View(width=80)).plain
+    assert rows(text)[0].rstrip().endswith("S")
+    assert "S sum of gradients" in text
+    assert "S" not in rows(text)[1]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_steps_with_a_barrier_repeat_and_without_one_settle(name):
+    program = make(name, 4, 8)
+    costs = Costs.uniform(program.placement, 1.0, 1.2, 0.7, 0.1)
+    timeline = simulate(program, costs)
+    strip = repeated(timeline, program, costs, 3, barrier=True)
+    assert strip.length == pytest.approx(3 * timeline.makespan)
+    for rank in range(4):
+        pieces = list(strip.pieces(rank))
+        size = len(pieces) // 3
+        for k, piece in enumerate(pieces):
+            assert piece.op == pieces[k % size].op
+            assert piece.start == pytest.approx(pieces[k % size].start + k // size * timeline.makespan)
+    free = repeated(timeline, program, costs, 8, barrier=False)
+    ends = [step.last_end(0) for step in free.steps]
+    assert ends[-1] - ends[-2] == pytest.approx(steady_state(timeline.dag, program, costs), rel=1e-6)
+    assert free.length <= 8 * timeline.makespan + 1e-9
+    ids = [piece.id for rank in range(4) for piece in strip.pieces(rank)]
+    assert len(ids) == len(set(ids)) == len(list(strip.sources()))
+
+
+def test_three_steps_say_how_far_apart_they_end():
+    program = make("zb-h1", 4, 8)
+    costs = Costs.uniform(program.placement)
+    timeline = simulate(program, costs)
+    text = draw(program, timeline, costs, View(width=120), repeated(timeline, program, costs, 3, barrier=True)).plain
+    assert "3 steps, 81 ms; the last ends 27 ms after the one before" in text
+    assert "|80" in text
+
+
+def test_two_plans_share_one_time_axis():
+    found = []
+    for name in ("1f1b", "zb-h1"):
+        program = make(name, 4, 8)
+        costs = Costs.uniform(program.placement)
+        found.append(Drawn(name, program, once(simulate(program, costs)), costs))
+    text = draw_all(found, View(width=120)).plain
+    lines = text.split("\n")
+    widths = {len(row) for row in rows(text)}
+    assert len(widths) == 1
+    first, second = (k for k, line in enumerate(lines) if line.startswith("ms"))
+    assert lines[first] == lines[second]
+    assert max(map(len, lines)) <= 120
+    long, short = (rows(text)[k].rstrip(".") for k in (0, 4))
+    assert len(short) / len(long) == pytest.approx(27 / 33, abs=0.02)
+    assert "makespan 33 ms" in text
+    assert "makespan 27 ms" in text

@@ -1,0 +1,107 @@
+"""What pictures are made of: the ops of each rank with their times, over one step or several in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import curve
+from zbc.compiler.simulate import Timeline, run
+from zbc.ir import Kind, Op, Program
+
+
+class Piece(NamedTuple):
+    """An op that takes time; ms from the first start of the strip. Ids count through the ranks, then the steps."""
+
+    id: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The timelines of consecutive steps of one program, on one axis."""
+
+    steps: tuple[Timeline, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.steps[0].ranks
+
+    @property
+    def begin(self) -> float:
+        """The first start, in the time of the timelines."""
+        return min(self.steps[0].first_start(rank) for rank in range(self.ranks))
+
+    @property
+    def length(self) -> float:
+        """ms from the first start to the last end."""
+        return max(self.steps[-1].closes(rank) for rank in range(self.ranks)) - self.begin
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """The compute ops of a rank, in order."""
+        begin = self.begin
+        for step, timeline in enumerate(self.steps):
+            dag = timeline.dag
+            base = step * len(dag.ops)
+            for i in range(dag.first[rank], dag.first[rank + 1]):
+                yield Piece(base + i, dag.ops[i], timeline.start[i] - begin, timeline.end[i] - begin)
+
+    def sums(self, rank: int) -> Iterator[Piece]:
+        """The collectives a rank takes part in, which run beside its compute ops; their ids are -1."""
+        begin = self.begin
+        for timeline in self.steps:
+            for one in timeline.sums:
+                if rank in one.ranks:
+                    yield Piece(-1, one.op, one.start - begin, one.end - begin)
+
+    def row(self, rank: int) -> Iterator[Piece]:
+        """The compute ops of a rank and what it has of collectives while no op of its step is left."""
+        begin, row = self.begin, [*self.pieces(rank)]
+        for timeline in self.steps:
+            last = timeline.last_end(rank) - begin
+            for one in timeline.sums:
+                start, end = max(last, one.start - begin), one.end - begin
+                if rank in one.ranks and end > start:
+                    row.append(Piece(-1, one.op, start, end))
+                    last = end
+        return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
+
+    @property
+    def collectives(self) -> set[Kind]:
+        """The kinds of collectives that take time."""
+        return {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
+
+    def sources(self) -> Iterator[int]:
+        """Per piece in the order of ids, the id of what feeds it, -1 for nothing."""
+        for step, timeline in enumerate(self.steps):
+            base = step * len(timeline.dag.ops)
+            yield from (base + j if j >= 0 else -1 for j in timeline.dag.source)
+
+    def memory(self, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
+        """(ms, activation units held from then on)."""
+        begin = self.begin
+        for timeline in self.steps:
+            yield from ((ms - begin, units) for ms, units in curve(timeline, rank, costs))
+
+
+def once(timeline: Timeline) -> Strip:
+    return Strip((timeline,))
+
+
+def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, barrier: bool) -> Strip:
+    """`steps` steps: with a barrier each begins when the one before has ended everywhere, else each rank goes on."""
+    timelines = [timeline]
+    for _ in range(steps - 1):
+        last = timelines[-1]
+        ends = [last.closes(rank) for rank in range(last.ranks)]
+        timelines.append(run(last.dag, program, costs, [max(ends)] * len(ends) if barrier else ends))
+    return Strip(tuple(timelines))
+
+
+def longest(strips: Sequence[Strip]) -> float:
+    """The length of the longest of several strips, ms; 1 if nothing takes time."""
+    return max((strip.length for strip in strips), default=0.0) or 1.0
