@@ -93,7 +93,9 @@ def main() -> None:
     rows, missing = [], []
     for name, where, costs, m, limit, objective in cases():
         problem = Problem.make(where, costs, m, limit)
-        found = search(problem, objective, Effort(20_000_000), engine, orders=[("one by one", one_by_one(problem))])
+        found = search(
+            problem, objective, Effort(20_000_000), engine, orders=[("one by one", one_by_one(problem))]
+        ).best
         if found is None:
             sys.exit(f"{name}: no order")
         began = time.perf_counter()

@@ -104,7 +104,9 @@ def test_every_order_a_whole_search_looks_at_is_legal_and_fits(objective, compil
     for seed in range(100, 130):
         given = instance(seed)
         benches.clear()
-        best = portfolio.search(given.problem, objective, portfolio.Effort(300_000), compiled, orders=given.simplest)
+        best = portfolio.search(
+            given.problem, objective, portfolio.Effort(300_000), compiled, orders=given.simplest
+        ).best
         (bench,) = [bench for bench in benches if bench.problem.m == given.m]
         assert best.order in bench.seen
         assert best.cost(objective) <= min(row[objective == "makespan"] for row in bench.seen.values()) + 1e-9

@@ -19,7 +19,8 @@ class Request:
 
     `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
     means no limit.
-    `objective` is "makespan" or "span"; `budget` is the seconds a search may take.
+    `objective` is "makespan" or "span"; `budget` is the seconds a search may take. With `smaller_limits` a search also
+    goes through smaller limits, as far as something better than `beat` ms could be found there.
     """
 
     p: int
@@ -31,6 +32,8 @@ class Request:
     objective: str = "makespan"
     budget: float = 0.0  # the fast tier alone
     seed: int = 0
+    smaller_limits: bool = False
+    beat: float = float("inf")
 
     def limits(self) -> list[float] | None:
         """The limit of each rank."""

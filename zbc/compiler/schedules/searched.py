@@ -26,7 +26,8 @@ from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import least, one_by_one
-from zbc.compiler.search.portfolio import Effort, search
+from zbc.compiler.search.ladder import Question, climb
+from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -81,15 +82,20 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
     problem = Problem.make(placement, costs, request.m, request.limits())
     _check_feasible(name, problem, request)
     engine = Engine(available() and request.budget > 0)  # loading compiled code takes longer than the fast tier
-    target = bounds(placement, costs, request.m, request.limits())
-    best = search(
+
+    def bound(limits: Sequence[float]) -> float:
+        found = bounds(placement, costs, request.m, limits)
+        return found.makespan if request.objective == "makespan" else found.span
+
+    question = Question(
         problem,
         request.objective,
         Effort.seconds(request.budget, engine, request.seed),
         engine,
-        orders=_by_hand(problem, placement, request, split),
-        target=target.makespan if request.objective == "makespan" else target.span,
+        orders=lambda other: _by_hand(other, placement, request),
+        bound=bound,
     )
+    best = climb(question, lower=request.smaller_limits, beat=request.beat)
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
     program = problem.program(best.order, name)
@@ -129,9 +135,7 @@ def _round_up(share: float) -> str:
     return (digits if float(digits) >= share - 1e-9 else f"{share + 1e-6:.6f}").rstrip("0").rstrip(".")
 
 
-def _by_hand(
-    problem: Problem, placement: Placement, request: Request, split: bool
-) -> Iterator[tuple[str, Sequence[int]]]:
+def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders for this placement that need no search."""
     plain = Request(request.p, request.m, placement.stages // placement.ranks)
     programs: Iterable[Program] = ()

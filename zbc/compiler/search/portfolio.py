@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 from zbc.compiler.search import patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Recipe
@@ -43,6 +44,13 @@ class Effort:
         return cls(int(seconds * (COMPILED_RATE if engine.compiled else PLAIN_RATE)), seed)
 
 
+class Found(NamedTuple):
+    """The best order, or None if nothing fits, and the recipes that the fast tier liked best."""
+
+    best: Candidate | None
+    liked: list[Recipe]
+
+
 def search(
     problem: Problem,
     objective: str,
@@ -51,25 +59,34 @@ def search(
     *,
     orders: Iterable[tuple[str, Sequence[int]]] = (),
     target: float = 0.0,
-) -> Candidate | None:
-    """The best order found for `problem`, or None if nothing fits. `target` is a lower bound at which to stop."""
+) -> Found:
+    """The best order found for `problem`. `target` is a lower bound at which to stop.
+
+    What a smaller effort tries is the beginning of what a larger one tries.
+    """
     full = Bench(problem, engine, objective)
     for origin, order in orders:
         full.order(order, origin)
     small = _reduced(problem)
     if small is None:
         _fast_tier(full, target)
-        _patterns(full, effort.visits // 4, target)
+        liked = _recipes(full)
+        _patterns(full, effort.visits, target)
         _rounds(full, effort.visits, effort.seed, target)
     else:
         bench = Bench(small, engine, objective)
         _fast_tier(bench, 0.0)
+        liked = _recipes(bench)
         _rounds(bench, effort.visits // 2, effort.seed, 0.0)
         recipes = [(c.recipe, c.origin) for c in bench.found if c.recipe is not None]
         for recipe, origin in recipes[: FINALISTS if effort.visits else 2]:
             full.decode(recipe, origin)
         _anneal_only(full, effort.visits - bench.spent, effort.seed, target)
-    return full.best
+    return Found(full.best, liked)
+
+
+def _recipes(bench: Bench) -> list[Recipe]:
+    return [c.recipe for c in bench.found if c.recipe is not None]
 
 
 def _reduced(problem: Problem) -> Problem | None:

@@ -1,0 +1,112 @@
+"""The search under a limit and under smaller ones: more memory and more effort never give a worse answer.
+
+A search has an effort of its own and shares of it. A share goes to each coarse rung of rungs.py, so the answers under
+two limits have all rungs below the smaller one in common, searched alike. A fine rung tries the recipes that the fast
+tier liked best on the coarse rung below. Efforts above ENOUGH also search the very limit in full; what that finds is in
+no other answer, so exactness in the limit ends there, and what remains is as good as the shares are.
+
+Rungs whose lower bound is not below the best order known are left out: nothing there could be better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from zbc.compiler.search.candidates import Bench, Candidate, Recipe
+from zbc.compiler.search.engine import Engine
+from zbc.compiler.search.portfolio import Effort, Found, search
+from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.rungs import Grid
+
+INF = float("inf")
+LARGE = 4000  # ops from which only the limit itself is searched
+ENOUGH, SHARE = 2_000_000, 32  # op visits, and what part of more than that a rung gets
+RECIPES = 4  # that fine rungs try
+SAME = 1e-12
+
+Orders = Iterable[tuple[str, Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is searched, and what is known: orders that need no search, and a lower bound for any limits."""
+
+    problem: Problem
+    objective: str
+    effort: Effort
+    engine: Engine
+    orders: Callable[[Problem], Orders]
+    bound: Callable[[Sequence[float]], float]
+
+    def search(self, problem: Problem, visits: int) -> Found:
+        """As `portfolio.search`, under other limits."""
+        return search(
+            problem,
+            self.objective,
+            replace(self.effort, visits=visits),
+            self.engine,
+            orders=self.orders(problem),
+            target=self.bound(problem.limit),
+        )
+
+
+def climb(ask: Question, *, lower: bool = False, beat: float = INF) -> Candidate | None:
+    """The best order found, or None if nothing fits.
+
+    Under the limit itself or the rung below it; with `lower`, under all rungs where better than `beat` ms is possible.
+    """
+    if ask.problem.size > LARGE:
+        return ask.search(ask.problem, ask.effort.visits).best
+    ladder = _Ladder(ask, beat)
+    if ask.effort.visits > ENOUGH:
+        ladder.add(ask.search(ask.problem, ask.effort.visits).best)
+    share = min(ask.effort.visits, max(ENOUGH, ask.effort.visits // SHARE))
+    grid = Grid.of(ask.problem)
+    high = grid.top
+    for rung in grid.coarse():
+        if ladder.settles(grid.at(high)):
+            break
+        ladder.segment(grid, rung, high, share)
+        high = rung
+        if not lower:
+            break
+    return ladder.best
+
+
+class _Ladder:
+    """The best order so far, and the limits that were searched."""
+
+    def __init__(self, ask: Question, beat: float) -> None:
+        self.ask, self.beat = ask, beat
+        self.best: Candidate | None = None
+        self._seen: set[tuple[float, ...]] = set()
+
+    def add(self, candidate: Candidate | None) -> None:
+        key = self.ask.objective
+        if candidate is not None and (self.best is None or candidate.rank(key) < self.best.rank(key)):
+            self.best = candidate
+            self.beat = min(self.beat, candidate.cost(key))
+
+    def settles(self, problem: Problem) -> bool:
+        """Whether no order under these limits, or smaller ones, could be better than what is known."""
+        return self.best is not None and self.ask.bound(problem.limit) >= self.beat * (1 - SAME)
+
+    def segment(self, grid: Grid, rung: float, high: float, share: int) -> None:
+        """A coarse rung, and the fine ones above it up to `high`."""
+        found = self.ask.search(grid.at(rung), share)
+        self._seen.add(tuple(grid.at(rung).limit))
+        self.add(found.best)
+        for fine in grid.fine(rung, high):
+            problem = grid.at(fine)
+            if self.settles(problem):
+                return
+            if tuple(problem.limit) not in self._seen:
+                self._seen.add(tuple(problem.limit))
+                self._try(problem, found.liked[:RECIPES])
+
+    def _try(self, problem: Problem, recipes: Sequence[Recipe]) -> None:
+        bench = Bench(problem, self.ask.engine, self.ask.objective)
+        for recipe in recipes:
+            bench.decode(recipe, "building block")
+        self.add(bench.best)

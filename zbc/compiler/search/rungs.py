@@ -1,0 +1,85 @@
+"""Which memory limits are searched for a limit: a fixed grid, so that more memory only ever adds candidates.
+
+A search under a limit is a heuristic; under a larger one it may do a little worse. What is found under every limit of a
+grid that does not exceed the given one, taken together, cannot: a larger limit includes all of it. The grid is the same
+for all limits of a problem. Its coarse rungs are searched, its fine ones only try what did well on the coarse rung
+below. In activation units, up to what 1F1B holds (p); beyond, each doubling of the limit doubles the steps:
+
+    ranks      coarse   fine
+    1 and 2    1/4      1/40
+    3 to 5     1/2      1/20
+    6 and up   1        1/10
+
+Where ranks have limits of their own, a rung takes the same from each of them, down to the least it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, floor, log2
+
+from zbc.compiler.search.feasible import least
+from zbc.compiler.search.problem import Problem
+
+FINE = 10  # fine rungs for a coarse one
+SLACK = 1e-6  # limits this close are one, as in every comparison of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The rungs of one problem. A rung is named by the limit of the rank that has the largest."""
+
+    problem: Problem
+    least: tuple[float, ...]
+    below: tuple[float, ...]  # by how much each rank's limit is less than the largest
+    top: float  # the limit itself; no more than `everything`
+    everything: float  # a rung of its own: all microbatches fit at once
+    unit: float  # what each op holds, where all ops hold the same: only multiples of it make a difference; else 0
+
+    @classmethod
+    def of(cls, problem: Problem) -> Grid:
+        largest = max(problem.limit)
+        below = tuple(round(largest - limit, 9) for limit in problem.limit)
+        most = [0.0] * problem.p
+        for s, rank in enumerate(problem.rank):
+            most[rank] += problem.m * max(problem.keep_b[s], problem.keep_w[s])
+        everything = max(a + b for a, b in zip(most, below, strict=True))
+        units = {*problem.keep_b, *problem.keep_w}
+        unit = units.pop() if len(units) == 1 else 0.0
+        return cls(problem, tuple(least(problem)), below, min(largest, everything), everything, unit)
+
+    def at(self, rung: float) -> Problem:
+        """The problem under the limits of a rung; never more than its own, never less than some order needs."""
+        limits = []
+        for rank, (need, below) in enumerate(zip(self.least, self.below, strict=True)):
+            limit = max(need, rung - below)
+            if self.unit > 0:
+                limit = max(need, floor(limit / self.unit + SLACK) * self.unit)
+            limits.append(min(limit, self.problem.limit[rank]))
+        return replace(self.problem, limit=limits)
+
+    def coarse(self) -> Iterator[float]:
+        """The coarse rungs from the largest within the limits down to one at which no rank has more than it needs."""
+        rung = self.top if self.top >= self.everything else self._floor(self.top, 1)
+        lowest = min(need + below for need, below in zip(self.least, self.below, strict=True))
+        while True:
+            yield rung
+            if rung <= lowest:
+                return
+            rung = self._floor(rung - 2 * SLACK, 1)
+
+    def fine(self, low: float, high: float) -> Iterator[float]:
+        """The fine rungs above `low`, up to and with `high`, from the largest down."""
+        rung = self._floor(high, FINE)
+        while rung > low + SLACK:
+            yield rung
+            rung = self._floor(rung - 2 * SLACK, FINE)
+
+    def _floor(self, limit: float, parts: int) -> float:
+        """The largest rung not above `limit`, of a grid with `parts` rungs for each coarse one."""
+        p = self.problem.p
+        doublings = max(0, ceil(log2(limit / p) - SLACK)) if limit > 0 else 0
+        base = p * 2.0 ** (doublings - 1) if doublings else 0.0
+        step = (0.25 if p <= 2 else 0.5 if p <= 5 else 1.0) * 2.0**doublings / parts
+        return round(base + floor((limit - base + SLACK) / step) * step, 9)
