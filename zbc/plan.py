@@ -80,6 +80,17 @@ class Manifest(_Strict):
     def dumps(self) -> str:
         return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
 
+    @property
+    def world(self) -> int:
+        """The ranks of a run: those of one pipeline times its copies. Rank r of copy d is `d * ranks + r` of them."""
+        return self.ranks * self.copies
+
+    def name(self, rank: int) -> str:
+        """A rank of a run for messages: `rank 5`, or with copies `rank 5 [dp 1, pp 1]`."""
+        if self.copies == 1 or not 0 <= rank < self.world:
+            return f"rank {rank}"
+        return f"rank {rank} [dp {rank // self.ranks}, pp {rank % self.ranks}]"
+
     def to_placement(self) -> Placement:
         return Placement(tuple(zip(*self.placement, strict=True)))
 
@@ -113,6 +124,12 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
     history = (manifest.schedule, *manifest.passes)
     m = manifest
     return Program(m.to_placement(), m.microbatches, ranks, history, m.slices, m.copies, m.tied, m.sharded)
+
+
+def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
+    """The ranks of a run, over all copies of the pipeline, that take part in a collective."""
+    members = program_of(manifest, ((),) * manifest.ranks).members(op)
+    return tuple(copy * manifest.ranks + rank for copy in range(manifest.copies) for rank in members)
 
 
 def rank_file(rank: int) -> str:

@@ -432,15 +432,32 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
 
 
+def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
+    """What cannot go together with copies of a stage, or with weights that two stages share."""
+    model: Model | None = draft.sections.get("model")
+    optimizer: Optimizer | None = draft.sections.get("optimizer")
+    where = draft.document.where
+    if model is not None and model.tie_embeddings and not model.builtin:
+        text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
+        yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
+    if optimizer is None or not optimizer.zero1:
+        return
+    if optimizer.sync == "post-validate":
+        text = 'config: optimizer.zero1 needs the barrier, optimizer.sync is "post-validate"'
+        hint = 'set sync = "before-step", or zero1 = false'
+        yield ZbcError("E110", text, where=where(("optimizer", "zero1")), hint=hint)
+    if model is not None and model.parameters == "bfloat16":
+        text = "config: optimizer.zero1 shares out float32 parameters, model.parameters is bfloat16"
+        hint = 'set model.parameters = "float32", or zero1 = false'
+        yield ZbcError("E110", text, where=where(("optimizer", "zero1")), hint=hint)
+
+
 def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     """Values the format reserves for later; refused rather than ignored."""
     get, where = draft.sections.get, draft.document.where
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
-        ("model", "tie_embeddings", lambda s: s.tie_embeddings, "set it to false"),
-        ("parallel", "dp", lambda s: s.dp > 1, "set it to 1"),
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
-        ("optimizer", "zero1", lambda s: s.zero1, "set it to false"),
         ("optimizer", "sync", lambda s: s.sync != "before-step", 'set it to "before-step"'),
         ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
@@ -461,6 +478,7 @@ RULES = (
     _memory_limit_rule,
     _partition_rules,
     _activation_rules,
+    _copies_rule,
     _unsupported,
 )
 

@@ -22,7 +22,8 @@ def open_network(plan: Plan) -> Network:
 
 
 def open_worker(rank: int, plan: Plan) -> Worker:
-    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), open_network(plan), CPU)
+    part = rank % plan.manifest.ranks
+    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), open_network(plan), CPU)
 
 
 def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
@@ -30,7 +31,7 @@ def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], 
     worker = open_worker(rank, plan)
     results = [run_step(worker, step) for step in range(steps)]
     worker.transport.close()
-    parameters = {name: p for optimizer in worker.counted() for name, p in optimizer.parameters.items()}
+    parameters = worker.primary()
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

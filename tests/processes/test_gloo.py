@@ -9,7 +9,8 @@ from tests.processes.gloo_ranks import open_network, train, unpack, without_step
 from tests.runtime.small_plans import make_plan, make_program, reference
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.ir import Message, Placement
+from zbc.ir import Message, Placement, Program
+from zbc.plan import assemble
 from zbc.runtime.network import directions, gatherings
 
 
@@ -176,7 +177,29 @@ def test_each_direction_between_two_ranks_has_a_group_of_its_own():
     assert directions(Placement.linear(1)) == []
 
 
-def test_only_holders_of_replicated_stages_get_a_group_to_sum_in():
-    assert gatherings(Placement.vshape(4)) == []
-    assert gatherings(Placement.bidirectional([0, 1, 2, 3])) == [(0, 3), (1, 2)]
-    assert gatherings(Placement.bidirectional([0, 1])) == []  # all ranks have one already
+def groups(placement, **how):
+    """The groups that ranks of a plan sum in."""
+    empty = Program(placement, 1, ((),) * placement.ranks, ("none",), **how)
+    layers = [["x"]] * placement.stages
+    manifest, _ = assemble(
+        empty,
+        parameters={},
+        layers=layers,
+        boundaries=[None] * (placement.stages - 1),
+        microbatch_size=1,
+        predicted={},
+        planning={},
+        training={},
+    )
+    return gatherings(manifest)
+
+
+def test_only_ranks_that_hold_copies_of_something_get_a_group_to_sum_in():
+    assert groups(Placement.vshape(4)) == []
+    assert groups(Placement.bidirectional([0, 1, 2, 3])) == [(0, 3), (1, 2)]
+    assert groups(Placement.bidirectional([0, 1])) == []  # all ranks have one already
+    assert groups(Placement.linear(2), copies=3) == [(0, 2, 4), (1, 3, 5)]
+    assert groups(Placement.linear(3), tied=True) == [(0, 2)]
+    assert groups(Placement.vshape(2), tied=True, copies=2) == [(0, 2), (1, 3)]
+    assert groups(Placement.linear(3), tied=True, copies=2) == [(0, 2, 3, 5), (0, 3), (1, 4), (2, 5)]
+    assert groups(Placement.bidirectional([0, 1, 2, 3]), copies=2) == [(0, 3, 4, 7), (1, 2, 5, 6)]

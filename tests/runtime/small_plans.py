@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,11 +29,11 @@ LLAMA = {**GPT, "family": "llama", "kv_heads": 2, "ffn_hidden": 48, "vocab": 67}
 NOISE = {"kind": "synthetic"}
 
 
-def make_program(schedule: str, p: int, m: int, v: int | None = None) -> Program:
-    """A complete, checked program."""
+def make_program(schedule: str, p: int, m: int, v: int | None = None, **how: Any) -> Program:
+    """A complete, checked program; `how` sets its `copies`, `tied` and `sharded`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
-    program = lower(found.make(Request(p=p, m=m, v=v)))
+    program = lower(replace(found.make(Request(p=p, m=m, v=v)), **how))
     check_all(program)
     return program
 
@@ -82,7 +82,7 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 
 def make_worker(plan: Plan, rank: int = 0, hub: Hub | None = None) -> Worker:
-    hub = hub or Hub(plan.manifest.ranks)
+    hub = hub or Hub(plan.manifest.world)
     return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU)
 
 
@@ -99,11 +99,16 @@ class Reference:
 def reference(plan: Plan, steps: int = 1) -> Reference:
     """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
-    m, seed = manifest.microbatches, settings.train.seed
+    m, seed = manifest.microbatches * manifest.copies, settings.train.seed
     samples = build_samples(settings.data, settings.model, seed)
     batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
-    weights = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
+    if settings.model.tie_embeddings:
+        layers[-1][1].logits.weight = layers[0][1].tokens.weight
+    named = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
+    weights = {
+        name: p for name, p in named.items() if (name, settings.model.tie_embeddings) != ("head.logits.weight", True)
+    }
     criterion = model.loss(settings.model.loss)
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
     optimizer = _optimizer(settings.optimizer, [p for p in masters.values() if p.requires_grad])

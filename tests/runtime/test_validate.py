@@ -9,7 +9,7 @@ import torch
 
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.runtime.threads import run_threads
-from zbc.runtime.validate import Layout, Verdict, flatten, sum_of_squares, unflatten
+from zbc.runtime.validate import CHUNK, Layout, Verdict, squares_of
 
 LAYOUT = Layout(("a", "b", "c"), microbatches=2, ranks=2)
 
@@ -57,9 +57,22 @@ def test_clipping_follows_torch():
 def test_sums_of_squares_are_exact_where_float32_is_not():
     grad = torch.full((5, 2**21), 0.1)
     value = float(torch.tensor(0.1)) ** 2
-    assert sum_of_squares(grad).item() == pytest.approx(grad.numel() * value, rel=1e-10)
-    assert sum_of_squares(torch.zeros(0, 3)).item() == 0.0
-    assert sum_of_squares(torch.tensor([1e30])).item() == pytest.approx(1e60)
+    assert len(squares_of(grad)) == -(-grad.numel() // CHUNK)
+    assert squares_of(grad).sum().item() == pytest.approx(grad.numel() * value, rel=1e-10)
+    assert squares_of(torch.zeros(0, 3)).tolist() == [0.0]
+    assert squares_of(torch.tensor([1e30])).item() == pytest.approx(1e60)
+
+
+def test_every_chunk_of_a_parameter_has_an_entry_of_its_own():
+    layout = Layout(("a", "b"), 2, 1, sizes=(2 * CHUNK + 1, 3))
+    assert layout.size == 3 + 1 + 2 + 1 + 2
+    both = torch.zeros(layout.size, dtype=torch.float64)
+    for part in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0.0, 4.0, 0.0])):  # two ranks that share out `a`
+        vector = torch.zeros_like(both)
+        squares = {"a": part.double(), "b": torch.tensor([8.0]).double()}
+        layout.fill(vector, squares, {}, rank=0, stop=False, busy=0.0, peak=0)
+        both += vector
+    assert layout.read(both).grad_norm == (1 + 4 + 4 + 16) ** 0.5
 
 
 def test_the_norm_is_the_same_double_for_every_cut_of_the_model():
@@ -68,14 +81,3 @@ def test_the_norm_is_the_same_double_for_every_cut_of_the_model():
         plan = make_plan(make_program(schedule, p, 4))
         norms.add(run_threads(plan, 1)[0].results[0].grad_norm)
     assert len(norms) == 1
-
-
-def test_flat_gradients_come_back_in_shape_and_absent_ones_stay_absent():
-    like = [torch.zeros(2, 3), torch.zeros(4), torch.zeros(())]
-    grads = [torch.randn(2, 3), None, torch.tensor(2.0)]
-    flat = flatten(grads, like)
-    assert flat.shape == (6 + 4 + 1 + 3,)
-    back = unflatten(flat, like)
-    assert torch.equal(back[0], grads[0]) and back[1] is None and torch.equal(back[2], grads[2])
-    both = unflatten(flat + flatten([None, torch.ones(4), None], like), like)
-    assert torch.equal(both[0], grads[0]) and torch.equal(both[1], torch.ones(4))

@@ -34,6 +34,11 @@ class Beat:
     seconds: float
 
 
+def plain_name(rank: int) -> str:
+    """A rank for messages, where there is one copy of the pipeline."""
+    return f"rank {rank}"
+
+
 class Board:
     """One thread's view of the shared table."""
 
@@ -84,19 +89,19 @@ class Board:
         self._store.wait(keys, limit)
         return [text.decode() for text in self._store.multi_get(keys)]
 
-    def agree(self, identity: Mapping[str, str], limit: timedelta) -> None:
+    def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
         """Wait until every rank has said the same `identity`. Raises E605 that names the ranks that differ."""
         said = [json.loads(text) for text in self.meet("identity", limit, json.dumps(dict(identity)))]
-        for name in identity:
-            _check_same(name, [str(one.get(name)) for one in said])
+        for what in identity:
+            _check_same(what, [str(one.get(what)) for one in said], name)
 
 
-def _check_same(name: str, values: list[str]) -> None:
+def _check_same(what: str, values: list[str], name: Callable[[int], str]) -> None:
     usual, _ = Counter(values).most_common(1)[0]
     odd = [rank for rank, value in enumerate(values) if value != usual]
     if odd:
-        who = ", ".join(f"rank {rank} has {values[rank]}" for rank in odd)
-        text = f"run: the ranks differ in {name}: {who}, the others {usual}"
+        who = ", ".join(f"{name(rank)} has {values[rank]}" for rank in odd)
+        text = f"run: the ranks differ in {what}: {who}, the others {usual}"
         raise ZbcError("E605", text, hint="give every machine the same plan directory and the same environment")
 
 

@@ -30,7 +30,7 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
             handler(worker, op)
     except Exception as error:
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
-        error.add_note(f"while rank {worker.plan.rank} ran {place}: {progress.op}")
+        error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")
         raise
     verdict = _finish(worker)
     return StepResult(
@@ -47,7 +47,7 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
 
 def _finish(worker: Worker) -> Verdict:
     """Check that the step used up everything, and wait until what was sent has arrived."""
-    where = f"rank {worker.plan.rank} after step {worker.step + 1}"
+    where = f"{worker.plan.manifest.name(worker.rank)} after step {worker.step + 1}"
     if worker.verdict is None:
         text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
         raise ZbcError("E703", text, where=where)
@@ -55,6 +55,7 @@ def _finish(worker: Worker) -> Verdict:
     if left:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
         raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=where, details=shown)
+    worker.finish_gathers()
     worker.progress.waiting = True
     worker.transport.finish_step()
     worker.progress.waiting = False

@@ -12,10 +12,11 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Kept, Worker, name_of, take
-from zbc.runtime.validate import flatten, peak_bytes, unflatten
+from zbc.runtime.validate import peak_bytes
 
 __all__ = ["HANDLERS", "Worker"]
 
@@ -28,11 +29,11 @@ def forward(worker: Worker, op: Op) -> None:
     if key in worker.kept:
         raise ZbcError("E703", f"run: {op} runs twice")
     x = _stage_input(worker, key, stage, message)
-    target = _to_device(_batches(worker).targets(worker.step, op.mb), worker.device) if end else None
+    target = _to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
     slot = Slot()
     worker.clock.start()
     finish = stage.fit if target is None else functools.partial(_loss, worker.loss, target)
-    y, tape = stage.forward(x, worker.step, op.mb, finish, slot)
+    y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)
     if end:
         worker.losses[op.mb] = y.detach()
     else:
@@ -46,7 +47,7 @@ def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None
     if message is not None:
         x = worker.wait(message)
     elif key.stage == 0:
-        x = _to_device(_batches(worker).inputs(worker.step, key.mb), worker.device)
+        x = _to_device(_batches(worker).inputs(worker.step, worker.number(key.mb)), worker.device)
     else:
         x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
     takes = stage.takes
@@ -157,23 +158,20 @@ def receive_backward(worker: Worker, op: Op) -> None:
 
 
 def reduce(worker: Worker, op: Op) -> None:
-    """REDUCE: sum the gradients of a stage over the ranks that hold a copy, in one flat message."""
-    parameters = [p for p in worker.stages[op.stage].parameters.values() if p.requires_grad]
-    if not parameters:
-        return
-    flat = flatten([p.grad for p in parameters], parameters)
-    worker.all_reduce(flat, tuple(sorted(set(worker.placement.holders(op.stage)))))
-    for parameter, grad in zip(parameters, unflatten(flat, parameters), strict=True):
-        parameter.grad = grad
+    """REDUCE, TIE: start to sum the gradients of a stage, or of a weight that two share, over all that hold a copy."""
+    one = worker.sums[op]
+    one.start(worker.transport)
+    worker.summing.append(one)
 
 
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
+    worker.finish_sums()
     layout = worker.layout
-    squares = {name: value for optimizer in worker.counted() for name, value in optimizer.squares().items()}
     vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
     busy, peak = worker.clock.read(), peak_bytes(worker.device)
-    layout.fill(vector, squares, worker.losses, rank=worker.plan.rank, stop=worker.stop, busy=busy, peak=peak)
+    losses = {worker.number(mb): loss for mb, loss in worker.losses.items()}
+    layout.fill(vector, worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak)
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
     worker.verdict = layout.read(vector)
@@ -187,6 +185,15 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if not verdict.skipped:
         optimizer.step(verdict.clip(worker.clip))
     optimizer.drop()
+
+
+def gather(worker: Worker, op: Op) -> None:
+    """GATHER: start to collect the weights of a stage from the ranks that each stepped a part of them."""
+    optimizer = worker.optimizers[op.stage]
+    if not isinstance(optimizer, Sharded):
+        raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
+    optimizer.start_gather(worker.transport)
+    worker.gathering.append(optimizer)
 
 
 def refuse(worker: Worker, op: Op) -> None:
@@ -204,13 +211,13 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.SEND_B: send_backward,
     Kind.RECV_B: receive_backward,
     Kind.REDUCE: reduce,
+    Kind.TIE: reduce,
     Kind.VALIDATE: validate,
     Kind.STEP: optimizer_step,
-    Kind.TIE: refuse,
-    Kind.GATHER: refuse,
     Kind.TENTATIVE: refuse,
     Kind.NORM: refuse,
     Kind.VERDICT: refuse,
     Kind.REDO: refuse,
     Kind.COMMIT: refuse,
+    Kind.GATHER: gather,
 }

@@ -7,13 +7,33 @@ until its message is in it, and when all ranks wait for something that cannot co
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Message
+
+
+class Offer(NamedTuple):
+    """What a rank brings to a collective, and where it wants the result."""
+
+    what: Literal["sum", "scatter", "gather"]
+    source: Tensor
+    target: Tensor
+
+
+@dataclass
+class Round:
+    """One collective."""
+
+    ranks: tuple[int, ...]
+    offers: dict[int, Offer] = field(default_factory=dict)
+    over: bool = False
 
 
 class Hub:
@@ -23,7 +43,9 @@ class Hub:
         self._lock = threading.Lock()
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
         self._letters: dict[tuple[int, Message], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
-        self._rounds: dict[tuple[int, ...], dict[int, Tensor]] = {}  # ranks of a collective -> who is there
+        self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
+        self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> how many it has started
+        self._queues: list[deque[tuple[tuple[int, ...], int]]] = [deque() for _ in range(ranks)]
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> what it waits for
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
@@ -71,20 +93,44 @@ class Hub:
         with self._lock:
             self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
 
-    def reduce(self, rank: int, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        """Meet `ranks` and sum, in the order of the ranks."""
+    def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
+        """Start to meet `ranks`. A rank's collectives happen in the order in which it starts them, as on one device."""
         with self._lock:
             self._check()
-            present = self._rounds.setdefault(ranks, {})
-            present[rank] = tensor
-            if len(present) < len(ranks):
-                self._block(rank, lambda: not present, f"a sum over ranks {', '.join(map(str, ranks))}")
-                return
-            del self._rounds[ranks]
-            _sum([present[r] for r in ranks], rank)
-            present.clear()  # what the others wait for
-            for other in ranks:
-                self._wake[other].notify()
+            if rank not in ranks:
+                text = f"run: a collective over ranks {', '.join(map(str, ranks))}, to which it does not belong"
+                raise ZbcError("E703", text, where=f"rank {rank}")
+            number = self._joined.get((rank, ranks), 0)
+            self._joined[rank, ranks] = number + 1
+            meeting = self._rounds.setdefault((ranks, number), Round(ranks))
+            meeting.offers[rank] = offer
+            self._queues[rank].append((ranks, number))
+            self._meet()
+            return meeting
+
+    def complete(self, rank: int, meeting: Round) -> None:
+        """Wait until a collective has happened."""
+        with self._lock:
+            self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
+
+    def _meet(self) -> None:
+        """Let every collective happen that is the next of all its ranks."""
+        waiting = True
+        while waiting:
+            waiting = False
+            for queue in self._queues:
+                key = queue[0] if queue else None
+                if key is not None and all(self._queues[r] and self._queues[r][0] == key for r in key[0]):
+                    waiting = True
+                    self._happen(self._rounds.pop(key))
+
+    def _happen(self, meeting: Round) -> None:
+        offers = [meeting.offers[r] for r in meeting.ranks]
+        _combine(offers, meeting.ranks[0])
+        meeting.over = True
+        for r in meeting.ranks:
+            self._queues[r].popleft()
+            self._wake[r].notify()
 
     def _block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
         self._check()
@@ -130,16 +176,34 @@ class Hub:
         return any(source == rank for source, _ in self._letters.values())
 
 
-def _sum(tensors: Sequence[Tensor], rank: int) -> None:
-    shapes = {(tuple(t.shape), t.dtype) for t in tensors}
+def _combine(offers: Sequence[Offer], rank: int) -> None:
+    """Do what the ranks of a collective asked for, all of them the same; sums are in the order of the ranks."""
+    shapes = {(offer.what, tuple(offer.source.shape), offer.source.dtype) for offer in offers}
     if len(shapes) > 1:
         text = f"run: ranks sum tensors of different shapes: {sorted(map(str, shapes))}"
         raise ZbcError("E703", text, where=f"rank {rank}")
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    for tensor in tensors:
-        tensor.copy_(total)
+    if offers[0].what == "gather":
+        rows = torch.stack([offer.source for offer in offers])
+        for offer in offers:
+            offer.target.copy_(rows)
+        return
+    total = offers[0].source.clone()
+    for offer in offers[1:]:
+        total += offer.source
+    for index, offer in enumerate(offers):
+        offer.target.copy_(total[index] if offer.what == "scatter" else total)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A `Pending`."""
+
+    hub: Hub
+    rank: int
+    meeting: Round
+
+    def wait(self) -> None:
+        self.hub.complete(self.rank, self.meeting)
 
 
 class HubTransport:
@@ -172,8 +236,20 @@ class HubTransport:
             raise ZbcError("E505", text, where=f"rank {self.rank}")
         return buffer.copy_(tensor)
 
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("sum", tensor, tensor), ranks)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("scatter", parts, mine), ranks)
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("gather", mine, parts), ranks)
+
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self._hub.reduce(self.rank, tensor, ranks)
+        self.start_sum(tensor, ranks).wait()
+
+    def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
+        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks))
 
     def finish_step(self) -> None:
         if self._posted:

@@ -103,7 +103,10 @@ def _check_target(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
-    wanted, env = manifest.ranks, os.environ
+    wanted, env = manifest.world, os.environ
+    plan_wants = f"plan wants {wanted} ranks"
+    if manifest.copies > 1:
+        plan_wants += f" ({manifest.ranks} pp x {manifest.copies} dp)"
     torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {folder}"
     if "WORLD_SIZE" in env and "RANK" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
@@ -112,7 +115,7 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
             raise ZbcError("E604", text, hint=f"let torchrun set them: {torchrun}")
         if int(env["WORLD_SIZE"]) != wanted:
             found = env["WORLD_SIZE"]
-            text = f"run: plan wants {wanted} ranks, torchrun started {found} (WORLD_SIZE={found})"
+            text = f"run: {plan_wants}, torchrun started {found} (WORLD_SIZE={found})"
             raise ZbcError("E601", text, hint=f"run: {torchrun}")
     elif local is None:
         text = "run: nothing has started the ranks of this plan"
@@ -122,7 +125,7 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         ]
         raise ZbcError("E604", text, details=details)
     elif local != wanted:
-        text = f"run: plan wants {wanted} ranks, --local asks for {local}"
+        text = f"run: {plan_wants}, --local asks for {local}"
         raise ZbcError("E601", text, hint=f"run: zbc run {folder} --local {wanted}")
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.plan import Manifest
-from zbc.runtime.board import Board, Connect, connector, prefixed
+from zbc.runtime.board import Board, Connect, connector, plain_name, prefixed
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
@@ -68,20 +68,21 @@ class Parent:
     emit: Callable[[str], None]
     board: Board
     children: dict[int, Child] = field(default_factory=dict)
+    name: Callable[[int], str] = plain_name  # of a rank, for messages
     asked: str | None = None
     insisted: bool = False
     stopped: bool = False
 
 
 def run_local(folder: Path, manifest: Manifest, options: RunOptions, emit: Callable[[str], None]) -> None:
-    """Train with one process per rank of the plan.
+    """Train with one process per rank of the plan, for each copy of the pipeline.
 
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
     KeyboardInterrupt when SIGINT or SIGTERM ended the run.
     """
     store, port = _host_store()
-    board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.ranks)
-    parent = Parent(emit, board)
+    board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.world)
+    parent = Parent(emit, board, name=manifest.name)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -92,11 +93,11 @@ def run_local(folder: Path, manifest: Manifest, options: RunOptions, emit: Calla
         parent.insisted = True
         os.write(write, b"i")
 
-    threads = max(1, cores() // manifest.ranks)
+    threads = max(1, cores() // manifest.world)
     try:
         with Signals(asked, insisted), _ended(parent):
-            for rank in range(manifest.ranks):
-                order = Order(rank, manifest.ranks, port, threads, folder.absolute(), options)
+            for rank in range(manifest.world):
+                order = Order(rank, manifest.world, port, threads, folder.absolute(), options)
                 parent.children[rank] = _start(order)
             _supervise(parent, read)
     finally:
@@ -200,7 +201,7 @@ def _bury(parent: Parent, rank: int) -> None:
             hint = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
     else:
         how, hint = f"ended with exit code {code}", None
-    raise ZbcError("E702", f"run: rank {rank} {how}", hint=hint, details=_last_seen(parent, rank))
+    raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint=hint, details=_last_seen(parent, rank))
 
 
 def _last_seen(parent: Parent, rank: int) -> list[str]:

@@ -50,7 +50,7 @@ class RunLog:
         self._log, self._lr = manifest.training["log"], manifest.training["optimizer"]["lr"]
         seq_len = manifest.planning["model"].get("seq_len")
         self._unit = "samples" if seq_len is None else "tokens"
-        self._per_step = manifest.microbatches * manifest.microbatch_size * (seq_len or 1)
+        self._per_step = manifest.copies * manifest.microbatches * manifest.microbatch_size * (seq_len or 1)
         try:
             self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
             (self.folder / RUN).write_text(json.dumps(self._about(), indent=1) + "\n", encoding="utf-8")
@@ -70,7 +70,8 @@ class RunLog:
 
     def headline(self) -> str:
         m = self._manifest
-        ranks = _count(m.ranks, f"{self._settings.device} rank")
+        ranks = _count(m.world, f"{self._settings.device} rank")
+        ranks += f" ({m.ranks} pp x {m.copies} dp)" if m.copies > 1 else ""
         work = f"{_count(m.microbatches, 'microbatch', 'microbatches')} of {m.microbatch_size}"
         return f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
 
@@ -110,7 +111,7 @@ class RunLog:
             f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
             f"{numbers['step_ms']:.1f} ms",
             f"bubble {percent(numbers['bubble_rate_makespan'])}",
-            f"peak {size(peak)} (rank {numbers['peak_bytes'].index(peak)})",
+            f"peak {size(peak)} ({self._manifest.name(numbers['peak_bytes'].index(peak))})",
         ]
         return "  ".join(parts)
 
@@ -123,6 +124,7 @@ class RunLog:
             "plan_folder": str(self._settings.plan),
             "schedule": m.schedule,
             "ranks": m.ranks,
+            "copies": m.copies,
             "stages": m.stages,
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,

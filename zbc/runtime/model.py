@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
 
+TIED = "embed.tokens.weight"  # the weight that embedding and head share, under the name of the first
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -34,12 +36,14 @@ class LayerPlan:
 
     Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
     overwrites the initial weights of a layer that has been built.
+    `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
     """
 
     name: str
     make: Callable[[], nn.Module]
     like: str | None = None
     fill: Callable[[nn.Module], None] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -80,10 +84,11 @@ def _family(model: spec.Model) -> list[LayerPlan]:
         raise ZbcError("E105", text)
     embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=not model.rotary)
     block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
+    ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
         LayerPlan("embed", embed),
         *(LayerPlan(f"layers.{i}", block, like="block") for i in range(model.layers)),
-        LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab)),
+        LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab), ties=ties),
     ]
 
 

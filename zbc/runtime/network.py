@@ -7,6 +7,9 @@ order is wrong hangs, where the watchdog sees it, instead of handing a tensor to
 
 On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead until
 VALIDATE reads its result.
+
+Sums of gradients have groups of their own, one for each set of ranks that hold copies of a stage, and start without
+waiting. All ranks start them in one order, and NCCL runs those of one device one after the other in that order.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Message, Placement
-from zbc.plan import Manifest
+from zbc.ir import Kind, Message, Op, Placement
+from zbc.plan import Manifest, meeting
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
+from zbc.runtime.transport import Pending
 
 _MAX_TAG = 2**31
 
@@ -52,10 +57,16 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def gatherings(placement: Placement) -> list[tuple[int, ...]]:
-    """The sets of ranks that sum over something, besides all ranks: the holders of each replicated stage."""
-    holders = {tuple(sorted(set(placement.holders(stage)))) for stage in range(placement.stages)}
-    return sorted(ranks for ranks in holders if 1 < len(ranks) < placement.ranks)
+def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
+
+    They are the holders of each stage that has more than one, over all copies, and those of a weight that the first and
+    the last stage share.
+    """
+    sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
+    sums += [Op(Kind.TIE, 0)] if manifest.tied else []
+    groups = {meeting(manifest, op) for op in sums}
+    return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.world)
 
 
 class Network:
@@ -66,12 +77,14 @@ class Network:
         self.rank = dist.get_rank()
         self._manifest, self._nccl = manifest, device.type == "cuda"
         self._pairs: dict[tuple[int, int], Any] = {}
-        for pair in directions(placement):
-            group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
-            if self.rank in pair:
-                self._pairs[pair] = group
-        self._sums: dict[tuple[int, ...], Any] = {tuple(range(placement.ranks)): dist.group.WORLD}
-        for ranks in gatherings(placement):
+        for copy in range(manifest.copies):
+            for a, b in directions(placement):
+                pair = copy * manifest.ranks + a, copy * manifest.ranks + b
+                group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
+                if self.rank in pair:
+                    self._pairs[pair] = group
+        self._sums: dict[tuple[int, ...], Any] = {tuple(range(manifest.world)): dist.group.WORLD}
+        for ranks in gatherings(manifest):
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
                 self._sums[ranks] = group
@@ -112,18 +125,35 @@ class Network:
             raise self._lost(message, peer, False, error) from error
         return buffer
 
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        if ranks == (self.rank,):
+            return _Done()
+        return self._collective(ranks, partial(dist.all_reduce, tensor))
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return self._collective(ranks, partial(_reduce_scatter, mine, parts.view(-1)))
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return self._collective(ranks, partial(_all_gather, parts.view(-1), mine))
+
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        if len(ranks) == 1:
-            return
+        self.start_sum(tensor, ranks).wait()
+
+    def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
+        """Start a collective in the group of `ranks`."""
         group = self._sums.get(ranks)
         if group is None:
             raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
+        lost = partial(self._lost_sum, ranks)
         try:
-            dist.all_reduce(tensor, group=group)
+            return _Collective(_started(start(group=group, async_op=True)), lost)
         except RuntimeError as error:
-            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
-            text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
-            raise ZbcError("E702", text, details=[_first_line(error)]) from error
+            raise lost(error) from error
+
+    def _lost_sum(self, ranks: tuple[int, ...], error: BaseException) -> ZbcError:
+        others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+        text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
+        return ZbcError("E702", text, details=[_first_line(error)])
 
     def finish_step(self) -> None:
         if self._posted:
@@ -173,6 +203,31 @@ class Network:
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
         for ranks in sorted(self._sums):
             self.all_reduce(number, ranks)
+
+
+# torch renames these; the old names warn where the new ones exist.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Done:
+    """A `Pending` that nobody else takes part in."""
+
+    def wait(self) -> None:
+        return None
+
+
+class _Collective(NamedTuple):
+    """A `Pending`."""
+
+    work: dist.Work
+    lost: Callable[[BaseException], ZbcError]
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
 
 
 def _started(work: dist.Work | None) -> dist.Work:

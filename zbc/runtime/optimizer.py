@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zbc import spec
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
-from zbc.runtime.validate import sum_of_squares
+from zbc.runtime.validate import squares_of
 
 _BATCH = 2**22  # elements that a tentative step copies at a time
 
@@ -34,7 +34,7 @@ class StageOptimizer(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     def squares(self) -> dict[str, Tensor]:
-        """Sum of squares of each gradient this rank answers for, as float64 scalars by global name."""
+        """Sums of squares of each gradient this rank answers for, one float64 number per chunk, by global name."""
 
     def step(self, scale: float | None) -> None:
         """Multiply the gradients by `scale` (None: leave them) and update the working weights with them."""
@@ -54,7 +54,7 @@ class InPlace:
         self._casts = tuple(casts)
 
     def squares(self) -> dict[str, Tensor]:
-        return {name: sum_of_squares(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: squares_of(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, scale: float | None) -> None:
         _scale(self.parameters.values(), scale)
@@ -93,7 +93,7 @@ class Masters:
         lower_precision(parameters.values(), lowered)
 
     def squares(self) -> dict[str, Tensor]:
-        return {name: sum_of_squares(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: squares_of(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, scale: float | None) -> None:
         self.commit(scale)

@@ -46,10 +46,11 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the whole model looks like: per stage its input, and every parameter name of the model, sorted."""
+    """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size."""
 
     inputs: tuple[TensorSpec, ...]
     parameters: tuple[str, ...]
+    sizes: tuple[int, ...]
 
 
 def derive(
@@ -67,25 +68,26 @@ def derive(
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are.
     """
     _check_layers(plans, manifest)
-    names: list[str] = []
+    sizes: dict[str, int] = {}
     behind = [first]  # behind[i]: the input of layer i
-    known: dict[tuple[str, TensorSpec], tuple[list[str], TensorSpec]] = {}
+    known: dict[tuple[str, TensorSpec], tuple[dict[str, int], TensorSpec]] = {}
     for plan in plans:
         place = (plan.like or plan.name, behind[-1])
         if place not in known:
             module = plan.on_meta()
-            inner = [local for local, _ in module.named_parameters()]
+            inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             known[place] = inner, _output(plan, module, behind[-1], autocast, lowered)
         inner, output = known[place]
-        names += [f"{plan.name}.{local}" for local in inner]
+        sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
     inputs, position = [first], 0
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
         free = autocast is not None
         inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], free_dtype=free))
-    return Shapes(tuple(inputs), tuple(sorted(names)))
+    names = sorted(sizes)
+    return Shapes(tuple(inputs), tuple(names), tuple(sizes[name] for name in names))
 
 
 def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:

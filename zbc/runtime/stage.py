@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -104,6 +104,33 @@ class Stage:
         if autocast and y.shape == gives.shape and y.dtype.is_floating_point and gives.dtype.is_floating_point:
             return y.to(gives.dtype)
         raise mismatch(f"output of stage {self.index}", y, gives)
+
+
+def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:
+    """Let layers that are tied to a parameter of another one use it, under its name.
+
+    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get a
+    copy with the same initial values. To be called with all stages of a rank, before anything holds their parameters.
+    """
+    found = list(stages)
+    owned = {name: p for stage in found for name, p in stage.parameters.items()}
+    ties = {plan.name: plan.ties for plan in plans}
+    for stage in found:
+        for layer in stage.layers:
+            for local, target in ties[layer.name].items():
+                del stage.parameters[f"{layer.name}.{local}"]
+                shared = owned.get(target)
+                if shared is None:
+                    stage.parameters[target] = shared = _initial(target, plans, seed, device)
+                path, _, leaf = local.rpartition(".")
+                setattr(layer.module.get_submodule(path), leaf, shared)
+
+
+def _initial(name: str, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> nn.Parameter:
+    """A parameter of a layer that another rank holds, with its initial values."""
+    plan = next(plan for plan in plans if name.startswith(f"{plan.name}."))
+    found = plan.build(seed).get_parameter(name.removeprefix(f"{plan.name}."))
+    return nn.Parameter(found.detach().to(device), found.requires_grad)
 
 
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:

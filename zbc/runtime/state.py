@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import RANK_WIDE, Key, Kind, Message, Op, message_of
 from zbc.plan import RankPlan
+from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.progress import Progress, StepResult
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Tape
@@ -49,7 +51,7 @@ class Route(NamedTuple):
     key: Key
     stage: Stage
     message: Message | None  # a transfer's own; of F, B and BW the one that brings what they need
-    peer: int  # of a transfer
+    peer: int  # of a transfer, in the run
     local: Key | None  # of F, B and BW: where the result goes in memory, if the neighbour is on this rank
     end: bool  # the last stage: F ends in the loss, B and BW begin there
 
@@ -67,6 +69,8 @@ class Worker:
     optimizers: dict[int, StageOptimizer]
     clip: float | None
     layout: Layout
+    sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
+    tied: str | None = None  # the name of the weight that the first and the last stage share
 
     step: int = 0
     stop: bool = False
@@ -81,10 +85,15 @@ class Worker:
     input_grads: dict[Key, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    summing: list[GradientSum] = field(default_factory=list)  # started, not finished
+    gathering: list[Sharded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.placement = self.plan.manifest.to_placement()
-        self.everyone = tuple(range(self.placement.ranks))
+        manifest = self.plan.manifest
+        self.placement = manifest.to_placement()
+        self.everyone = tuple(range(manifest.world))
+        self.rank = self.transport.rank  # of the run
+        self.copy = self.rank // manifest.ranks  # of the pipeline
         self.clock = clock_for(self.device)
         self.routes = {op: route for op in self.plan.ops if (route := _route(self, op)) is not None}
         self.script: list[tuple[Callable[[Worker, Op], None], Op, str]] = []  # what execute.py runs
@@ -104,18 +113,62 @@ class Worker:
         self.transport.all_reduce(tensor, ranks)
         self.progress.waiting = False
 
+    def finish_sums(self) -> None:
+        """Block until every sum of gradients that was started is there."""
+        self.progress.waiting = True
+        for one in self.summing:
+            one.finish()
+        self.summing.clear()
+        self.progress.waiting = False
+
+    def finish_gathers(self) -> None:
+        """Block until the weights that other ranks stepped are here."""
+        self.progress.waiting = True
+        for one in self.gathering:
+            one.finish_gather()
+        self.gathering.clear()
+        self.progress.waiting = False
+
+    def number(self, mb: int) -> int:
+        """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
+        return self.copy * self.plan.manifest.microbatches + mb
+
     def share(self, dtype: torch.dtype) -> Tensor:
-        """1/m, the gradient of a step's loss by the loss of one microbatch: the step's is their mean."""
+        """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
         share = self._shares.get(dtype)
         if share is None:
-            part = 1.0 / self.plan.manifest.microbatches
+            part = 1.0 / self.layout.microbatches
             share = self._shares[dtype] = torch.tensor(part, dtype=dtype, device=self.device)
         return share
 
     def counted(self) -> list[StageOptimizer]:
-        """The stages whose gradients this rank reports: of several copies of a stage the one in pipe 0 counts."""
+        """The stages whose gradients this rank answers for in the norm of all.
+
+        Of several copies of a stage the one in pipe 0 of the first pipeline counts; where they share out its optimizer,
+        each counts its part.
+        """
         rank, placement = self.plan.rank, self.placement
-        return [self.optimizers[s] for s in self.stages if placement.rank_of(s) == rank]
+        return [
+            optimizer
+            for s, optimizer in self.optimizers.items()
+            if isinstance(optimizer, Sharded) or (self.copy == 0 and placement.rank_of(s) == rank)
+        ]
+
+    def primary(self) -> dict[str, nn.Parameter]:
+        """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
+        rank, placement = self.plan.rank, self.placement
+        mine = [s for s in self.stages if self.copy == 0 and placement.rank_of(s) == rank]
+        found = {name: p for s in mine for name, p in self.optimizers[s].parameters.items()}
+        if self.tied is not None and placement.rank_of(0) != rank:
+            found.pop(self.tied, None)
+        return found
+
+    def squares(self) -> dict[str, Tensor]:
+        """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
+        found = {name: value for optimizer in self.counted() for name, value in optimizer.squares().items()}
+        if self.tied is not None and self.tied not in self.primary():
+            found.pop(self.tied, None)
+        return found
 
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""
@@ -128,6 +181,7 @@ class Worker:
             ("B {} has no W", self.slots),
         ]
         found = [text.format(name_of(key)) for text, store in stores for key in store]
+        found += ["a sum of gradients was started and never used"] * len(self.summing)
         return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses)]
 
 
@@ -144,7 +198,7 @@ def _route(worker: Worker, op: Op) -> Route | None:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        return Route(key, stage, message_of(op), peer, None, end)
+        return Route(key, stage, message_of(op), peer + worker.rank - worker.plan.rank, None, end)
     source, sink = (op.stage - 1, op.stage + 1) if kind is Kind.F else (op.stage + 1, op.stage - 1)
     message = Message(kind is Kind.F, *key) if placement.neighbours(op.stage, source, op.pipe) else None
     inside = 0 <= sink < placement.stages and not placement.neighbours(op.stage, sink, op.pipe)

@@ -19,22 +19,24 @@ from zbc.runtime.worker import build_worker
 
 
 def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | None = None) -> list[Worker]:
-    """Train `steps` steps on the CPU; the workers, by rank, have their `StepResult`s in `results`.
+    """Train `steps` steps on the CPU; the workers, by rank of the run, have their `StepResult`s in `results`.
 
     `setup` may change each worker before training. The first rank that fails stops the others at their next transfer,
     and its exception is raised here.
     """
-    hub = Hub(plan.manifest.ranks)
+    manifest = plan.manifest
+    hub = Hub(manifest.world)
     device = torch.device("cpu")
     workers = []
-    for rank, ops in enumerate(plan.program.ranks):
-        worker = build_worker(RankPlan(rank, ops, plan.manifest), hub.end(rank), device)
+    for rank in range(manifest.world):
+        part = rank % manifest.ranks
+        worker = build_worker(RankPlan(part, plan.program.ranks[part], manifest), hub.end(rank), device)
         if setup is not None:
             setup(worker)
         workers.append(worker)
     failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
     threads = [
-        threading.Thread(target=_run, args=(worker, steps, hub, failures), name=f"rank {worker.plan.rank}")
+        threading.Thread(target=_run, args=(worker, steps, hub, failures), name=f"rank {worker.rank}")
         for worker in workers
     ]
     for thread in threads:
@@ -62,6 +64,6 @@ def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) ->
                 break
     except BaseException as error:
         failures.append(error)
-        hub.poison(worker.plan.rank, f"{type(error).__name__}: {error}")
+        hub.poison(worker.rank, f"{type(error).__name__}: {error}")
     finally:
         worker.transport.close()

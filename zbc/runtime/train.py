@@ -85,6 +85,7 @@ def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
             seat.board,
             rank=seat.rank,
             ranks=seat.ranks,
+            name=manifest.name,
             limit=float(manifest.training["train"]["watchdog_s"]),
             hung=seat.report,
             orphaned=seat.leave,
@@ -104,9 +105,9 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = seat.board()
     watchdog.phase("waiting for all ranks to start", waiting=True)
-    board.agree(_identity(manifest, steps), limit)
+    board.agree(_identity(manifest, steps), limit, manifest.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
-    plan = read_rank(folder, seat.rank, manifest)
+    plan = read_rank(folder, seat.rank % manifest.ranks, manifest)
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if seat.device.type == "cuda" else "gloo"
     store = prefixed("groups", seat.connect())
@@ -156,7 +157,7 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
     writers = sorted({holders.rank_of(s) for s in range(holders.stages)})
-    parameters = {name: p for optimizer in worker.counted() for name, p in optimizer.parameters.items()}
+    parameters = worker.primary()
     said = ""
     if parameters:
         tensors = hfexport.tensors_of(model, parameters)

@@ -13,6 +13,13 @@ from torch import Tensor
 from zbc.ir import Message
 
 
+class Pending(Protocol):
+    """A collective that was started. Those of one rank happen in the order in which it starts them."""
+
+    def wait(self) -> None:
+        """Block until it has happened (on cuda: make the current stream wait)."""
+
+
 class Transport(Protocol):
     """One rank's end. All methods are called from the rank's own thread."""
 
@@ -26,6 +33,15 @@ class Transport(Protocol):
 
     def wait(self, message: Message) -> Tensor:
         """Block until a posted message is in its buffer; return the buffer."""
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Start to sum `tensor` in place over `ranks`, which all call this."""
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Start to sum `parts` over `ranks`; its row of the result (one per rank) goes into each rank's `mine`."""
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Start to collect every rank's `mine` as the rows of `parts`."""
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum `tensor` in place over `ranks`, which all call this; blocks."""

@@ -2,13 +2,15 @@
 
 Each rank fills its own entries and leaves the others zero, so the sum is exact and every rank reads the same numbers:
 
-    per parameter of the model, by name   sum of squares of its gradient     the rank of pipe 0 that holds it
+    per chunk of each parameter, by name  sum of squares of its gradient     the rank of pipe 0 that holds it
     per microbatch                        its loss                           the rank that ran its last stage
     one                                   1 to stop after this step          any rank
     per rank                              busy seconds                       the rank
     per rank                              peak bytes                         the rank
 
-Since the norm is made of one number per parameter, it is the same double for every cut of the model.
+Since the norm is made of one number per chunk, it is the same double for every cut of the model, and for every way in
+which copies share out the optimizer. With copies of the pipeline the first one answers for the gradients, and each for
+the losses of its own microbatches.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import functools
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-_CHUNK = 2**22  # elements widened to float64 at a time
+CHUNK = 2**20  # elements whose squares are summed in one go; parts of an optimizer begin and end at these marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +60,24 @@ class Layout:
     """Which entry of the vector means what."""
 
     parameters: tuple[str, ...]  # of the whole model, sorted
-    microbatches: int
-    ranks: int
+    microbatches: int  # of all copies
+    ranks: int  # of all copies
+    sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.parameters)}
+        """Where the entries of each parameter begin."""
+        counts = map(chunks, self.sizes) if self.sizes else (1 for _ in self.parameters)
+        starts = list(accumulate(counts, initial=0))
+        return dict(zip(self.parameters, starts, strict=False)) | {"": starts[-1]}
+
+    @property
+    def _count(self) -> int:
+        return self._places[""]
 
     @property
     def size(self) -> int:
-        return len(self.parameters) + self.microbatches + 1 + 2 * self.ranks
+        return self._count + self.microbatches + 1 + 2 * self.ranks
 
     def fill(
         self,
@@ -79,13 +90,13 @@ class Layout:
         busy: float,
         peak: int,
     ) -> None:
-        """Write one rank's entries: sums of squares by parameter name, losses by microbatch."""
-        count, flag = len(self.parameters), len(self.parameters) + self.microbatches
-        entries = {self._places[name]: value for name, value in squares.items()}
-        entries |= {count + mb: loss for mb, loss in losses.items()}
+        """Write one rank's entries: sums of squares per chunk by parameter name, losses by microbatch."""
+        count, flag = self._count, self._count + self.microbatches
+        entries = [(self._places[name], value.reshape(-1)) for name, value in squares.items()]
+        entries += [(count + mb, loss.reshape(-1)) for mb, loss in losses.items()]
         if entries:
-            where = torch.tensor(list(entries), device=vector.device)
-            vector[where] = torch.stack([value.double() for value in entries.values()])
+            where = [place for start, value in entries for place in range(start, start + len(value))]
+            vector[torch.tensor(where, device=vector.device)] = torch.cat([value.double() for _, value in entries])
         vector[flag] = float(stop)
         vector[flag + 1 + rank] = busy
         vector[flag + 1 + self.ranks + rank] = float(peak)
@@ -93,7 +104,7 @@ class Layout:
     def read(self, vector: Tensor) -> Verdict:
         """The verdict in a summed vector."""
         values = vector.tolist()
-        count, flag = len(self.parameters), len(self.parameters) + self.microbatches
+        count, flag = self._count, self._count + self.microbatches
         loss = 0.0
         for value in values[count:flag]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
@@ -106,14 +117,18 @@ class Layout:
         )
 
 
-def sum_of_squares(grad: Tensor) -> Tensor:
-    """Sum of squares as a float64 scalar tensor on the device of `grad`.
+def chunks(size: int) -> int:
+    """Into how many chunks a parameter of `size` elements is cut."""
+    return max(1, -(-size // CHUNK))
+
+
+def squares_of(grad: Tensor) -> Tensor:
+    """Sum of squares of each chunk, as a float64 vector on the device of `grad`.
 
     Depends on the gradient alone (and on the number of threads inside torch's kernels), not on the other parameters.
     """
     flat = grad.detach().reshape(-1)
-    parts = [_square(flat[start : start + _CHUNK].double()) for start in range(0, max(1, len(flat)), _CHUNK)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    return torch.stack([_square(part.double()) for part in torch.split(flat, CHUNK)])
 
 
 def _square(wide: Tensor) -> Tensor:
@@ -131,20 +146,3 @@ def peak_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def flatten(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Gradients as one vector, zeros where there is none; behind them one entry each that says whether there is one."""
-    flat = [
-        torch.zeros_like(p, dtype=p.grad_dtype).reshape(-1) if g is None else g.reshape(-1)
-        for g, p in zip(grads, like, strict=True)
-    ]
-    present = torch.tensor([0.0 if g is None else 1.0 for g in grads], dtype=flat[0].dtype, device=flat[0].device)
-    return torch.cat([*flat, present])
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
-    """What `flatten` put together, in the shapes of `like`; None where no rank had a gradient."""
-    *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in like), len(like)])
-    some = present.tolist()
-    return [part.view_as(p) if there > 0 else None for part, p, there in zip(parts, like, some, strict=True)]

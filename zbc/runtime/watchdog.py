@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from zbc.errors import ZbcError
-from zbc.runtime.board import Beat, Board
+from zbc.runtime.board import Beat, Board, plain_name
 from zbc.runtime.progress import Progress
 
 _ENDED = ZbcError("E702", "run: another rank failed").exit_code
@@ -75,8 +75,10 @@ class Watchdog:
         limit: float,
         hung: Callable[[ZbcError], None],
         orphaned: Callable[[int], None],
+        name: Callable[[int], str] = plain_name,
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
+        self._name = name
         self.tick = min(2.0, max(0.2, limit / 10))
         self._silence = max(1.5, 3 * self.tick + 0.5)
         self._board, self._hung, self._orphaned = board, hung, orphaned
@@ -208,13 +210,13 @@ class Watchdog:
 
     def _row(self, rank: int, heard: Heard | None, now: float, width: int, *, silent: bool) -> str:
         if heard is None:
-            return f"rank {rank}  never heard of"
+            return f"{self._name(rank)}  never heard of"
         beat = heard.beat
         place = f"op {beat.index:3d}/{beat.total}" if beat.total else "outside of a step"
         state = f"{'waiting' if beat.waiting else 'running'} {self._idle(heard, now):.1f} s"
         if silent:
             state = f"not responding (last heard {now - heard.at:.1f} s ago)"
-        return f"rank {rank}  {place}  {beat.op:{width}}  {state}"
+        return f"{self._name(rank)}  {place}  {beat.op:{width}}  {state}"
 
 
 def _blamed(rows: list[str], culprits: list[int]) -> list[str]:

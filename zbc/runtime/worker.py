@@ -10,14 +10,16 @@ import torch
 
 from zbc import spec
 from zbc.errors import ZbcError
-from zbc.ir import Kind
-from zbc.plan import Manifest, RankPlan
+from zbc.ir import SUM, Kind, Op
+from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
+from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.data import Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.shapes import Shapes, derive
-from zbc.runtime.stage import Stage, build_stage
+from zbc.runtime.sharded import Sharded
+from zbc.runtime.stage import Stage, build_stage, share_ties
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import Layout
@@ -82,10 +84,12 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
         stages=stages,
         batches=_batches(settings, manifest, samples) if ends and samples is not None else None,
         loss=model.loss(settings.model.loss),
-        optimizers={s: _optimizer(settings, stages[s]) for s in mine},
+        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
-        layout=Layout(shapes.parameters, manifest.microbatches, manifest.ranks),
+        layout=Layout(shapes.parameters, manifest.microbatches * manifest.copies, manifest.world, shapes.sizes),
+        tied=_tied(manifest),
     )
+    worker.sums |= _sums(worker)
     worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
     return worker
 
@@ -97,10 +101,33 @@ def _layers(settings: Settings) -> list[model.LayerPlan]:
     return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
-def _optimizer(settings: Settings, stage: Stage) -> StageOptimizer:
+def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) -> StageOptimizer:
+    ranks = meeting(manifest, Op(Kind.REDUCE, stage.index))
+    if manifest.sharded and len(ranks) > 1:
+        whole = frozenset({model.TIED} & stage.parameters.keys()) if manifest.tied else frozenset()
+        return Sharded(settings.optimizer, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole)
     return build_optimizer(
         settings.optimizer, stage.parameters, stage.casts, lowered=LOWERED[settings.model.parameters]
     )
+
+
+def _tied(manifest: Manifest) -> str | None:
+    """The name of the weight that the first and the last of several stages share."""
+    return model.TIED if manifest.tied else None
+
+
+def _sums(worker: Worker) -> dict[Op, GradientSum]:
+    """What each REDUCE and TIE of the plan sums."""
+    manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
+    for op in dict.fromkeys(op for op in worker.plan.ops if op.kind in SUM):
+        if op.kind is Kind.TIE:
+            copies = {id(p): p for s in worker.stages.values() if (p := s.parameters.get(model.TIED)) is not None}
+            found[op] = Bucket(list(copies.values()), meeting(manifest, op))
+            continue
+        optimizer = worker.optimizers[op.stage]
+        own = [p for name, p in optimizer.parameters.items() if name != worker.tied]
+        found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op))
+    return found
 
 
 def _samples(settings: Settings, *, needed: bool) -> Samples | None:
@@ -112,7 +139,7 @@ def _samples(settings: Settings, *, needed: bool) -> Samples | None:
 
 def _batches(settings: Settings, manifest: Manifest, samples: Samples) -> Batches:
     count, size = manifest.microbatches, manifest.microbatch_size
-    return Batches(samples, seed=settings.train.seed, microbatches=count, size=size)
+    return Batches(samples, seed=settings.train.seed, microbatches=count * manifest.copies, size=size)
 
 
 def _build_stages(
@@ -134,4 +161,5 @@ def _build_stages(
             splits=s in split,
             recompute=settings.memory.of(s) == "recompute",
         )
+    share_ties(stages.values(), plans, settings.train.seed, device)
     return stages

@@ -1,0 +1,81 @@
+"""Sums of gradients over ranks: one flat vector for all parameters of a stage, started and finished apart.
+
+    REDUCE     start: the gradients move into the vector, and the sum goes on beside what still runs
+    VALIDATE   finish: the sums are there, and gradients are views of the vector
+
+The order in the vector is that of the parameters. Behind them stands one entry each that says whether a rank had a
+gradient at all: where none had, there is none after the sum either, and an optimizer leaves that parameter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.runtime.transport import Pending, Transport
+
+
+class GradientSum(Protocol):
+    """What REDUCE and TIE work on."""
+
+    def start(self, transport: Transport) -> None:
+        """Start the sum over the ranks that hold a copy of the parameters; they have no gradients until it is over."""
+
+    def finish(self) -> None:
+        """Wait until it is there."""
+
+
+class Bucket:
+    """Gradients summed in full on each of `ranks`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
+        trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: str(gradient_type(p)))
+        self._groups = [list(group) for _, group in groupby(trained, gradient_type)]
+        self._ranks = ranks
+        self._flats: list[tuple[Pending, Tensor]] = []
+
+    def start(self, transport: Transport) -> None:
+        if self._flats:
+            raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        for parameters in self._groups:
+            flat = _flatten(parameters)
+            self._flats.append((transport.start_sum(flat, self._ranks), flat))
+
+    def finish(self) -> None:
+        for parameters, (pending, flat) in zip(self._groups, self._flats, strict=True):
+            pending.wait()
+            _spread(flat, parameters)
+        self._flats.clear()
+
+
+def gradient_type(parameter: nn.Parameter) -> torch.dtype:
+    """The type of a parameter's gradient, which may be wider than its own."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Move the gradients into one vector, zeros where there is none, and whether there is one behind them."""
+    first = parameters[0]
+    sizes = [p.numel() for p in parameters]
+    flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_type(first), device=first.device)
+    *parts, present = torch.split_with_sizes(flat, [*sizes, len(sizes)])
+    present.copy_(torch.tensor([float(p.grad is not None) for p in parameters], dtype=flat.dtype))
+    for part, parameter in zip(parts, parameters, strict=True):
+        if parameter.grad is None:
+            part.zero_()
+        else:
+            part.view(parameter.shape).copy_(parameter.grad)
+            parameter.grad = None
+    return flat
+
+
+def _spread(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the parts of a summed vector the gradients."""
+    *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
+    for part, parameter, there in zip(parts, parameters, present.tolist(), strict=True):
+        parameter.grad = part.view(parameter.shape) if there > 0 else None

@@ -1,0 +1,195 @@
+"""ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
+
+Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
+are dealt to the ranks in order, as evenly as they go. A rank keeps state for its own pieces only:
+
+    REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
+    STEP     and updates them, in place: a piece is a view of the working weights
+    GATHER   all ranks collect all pieces (an all-gather)
+
+Element by element that is the arithmetic of the ordinary optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime.bucket import gradient_type
+from zbc.runtime.optimizer import InPlace
+from zbc.runtime.split import SplitLinear
+from zbc.runtime.transport import Pending, Transport
+from zbc.runtime.validate import CHUNK, chunks, squares_of
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a parameter, in memory order."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
+    """The pieces of all parameters, in order. One that is not contiguous in memory stays whole."""
+    pieces = []
+    for name, parameter in parameters.items():
+        count = parameter.numel()
+        step = CHUNK if parameter.is_contiguous() else max(1, count)
+        pieces += [Piece(name, start, min(start + step, count)) for start in range(0, max(1, count), step)]
+    return pieces
+
+
+def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank: runs of neighbours, each piece where its middle falls in an even share of all."""
+    total = sum(piece.size for piece in pieces)
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    before = 0
+    for piece in pieces:
+        place = (2 * before + piece.size) * ranks // (2 * total) if total else 0
+        shares[min(place, ranks - 1)].append(piece)
+        before += piece.size
+    return shares
+
+
+class Sharded:
+    """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
+
+    `whole` names parameters that this rank sums and steps all of by other means.
+    """
+
+    def __init__(
+        self,
+        options: spec.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        casts: Iterable[SplitLinear] = (),
+        *,
+        ranks: tuple[int, ...],
+        rank: int,
+        whole: frozenset[str] = frozenset(),
+    ) -> None:
+        self.parameters = parameters
+        self._ranks, self._mine = ranks, ranks.index(rank)
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
+        types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
+        if len(types) > 1:
+            found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
+            text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {found}"
+            raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
+        self._shares = deal(cut(self._trained), len(ranks))
+        self._length = max(sum(piece.size for piece in share) for share in self._shares)
+        self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
+        self._own = {piece: nn.Parameter(self._view(piece)) for piece in self._shares[self._mine]}
+        names = {str(piece): p for piece, p in self._own.items()} | {name: parameters[name] for name in sorted(whole)}
+        self._inner = InPlace(options, names, casts)
+        self._whole = {name: parameters[name] for name in sorted(whole)}
+        self._sum: tuple[Pending, Tensor, Tensor] | None = None
+        self._weights: tuple[Pending, Tensor] | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._inner.optimizer
+
+    def squares(self) -> dict[str, Tensor]:
+        """Zeros stand for the chunks that other ranks answer for."""
+        found = {name: squares_of(p.grad) for name, p in self._whole.items() if p.grad is not None}
+        for piece, parameter in self._own.items():
+            if parameter.grad is not None:
+                count = chunks(self._trained[piece.name].numel())
+                entry = found.setdefault(piece.name, torch.zeros(count, dtype=torch.float64, device=parameter.device))
+                own = squares_of(parameter.grad)
+                entry[piece.start // CHUNK : piece.start // CHUNK + len(own)] = own
+        return found
+
+    def step(self, scale: float | None) -> None:
+        self._inner.step(scale)
+
+    def drop(self) -> None:
+        self._inner.drop()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def start(self, transport: Transport) -> None:
+        if not self._trained:
+            return
+        if self._sum is not None:
+            raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        first = next(iter(self._trained.values()))
+        parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
+        for row, share in zip(parts, self._shares, strict=True):
+            at = 0
+            for index, piece in enumerate(share):
+                grad = self._trained[piece.name].grad
+                if grad is not None:
+                    row[at : at + piece.size] = _part(grad, piece)
+                    row[self._length + index] = 1.0
+                at += piece.size
+        for parameter in self._trained.values():
+            parameter.grad = None
+        mine = torch.empty_like(parts[0])
+        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine
+
+    def finish(self) -> None:
+        if self._sum is None:
+            return
+        pending, _, mine = self._sum
+        pending.wait()
+        present = mine[self._length :].tolist()
+        at = 0
+        for (piece, parameter), there in zip(self._own.items(), present, strict=False):
+            parameter.grad = mine[at : at + piece.size].view(parameter.shape) if there > 0 else None
+            at += piece.size
+        self._sum = None
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def start_gather(self, transport: Transport) -> None:
+        """Start to collect the weights that the other ranks stepped."""
+        if not self._trained:
+            return
+        first = next(iter(self._trained.values()))
+        mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
+        at = 0
+        for piece, parameter in self._own.items():
+            mine[at : at + piece.size] = parameter.detach().reshape(-1)
+            at += piece.size
+        parts = torch.empty(len(self._ranks), self._length, dtype=first.dtype, device=first.device)
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts
+
+    def finish_gather(self) -> None:
+        """Wait until they are there, and put them in place."""
+        if self._weights is None:
+            return
+        pending, parts = self._weights
+        pending.wait()
+        for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):
+            at = 0
+            for piece in share:
+                if index != self._mine:
+                    view = self._view(piece)
+                    view.copy_(row[at : at + piece.size].view(view.shape))
+                at += piece.size
+        self._weights = None
+        self._inner.drop()  # casts made of the weights as they were
+
+    def _view(self, piece: Piece) -> Tensor:
+        return _part(self._trained[piece.name].detach(), piece, keep_shape=True)
+
+
+def _part(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:
+    """The elements of a piece: a view where `tensor` is contiguous or the piece is all of it and keeps its shape."""
+    whole = piece.size == tensor.numel()
+    if whole and keep_shape:
+        return tensor
+    return tensor.reshape(-1)[piece.start : piece.stop]
