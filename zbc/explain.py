@@ -484,7 +484,8 @@ own: training would go wrong silently. Return the plain layers.
         "layers share a parameter",
         """
 Two layers of the model hold the same parameter (tied weights). On different
-stages it would exist twice and drift apart; give each layer its own.
+stages it would exist twice and drift apart; give each layer its own. The
+built-in families can share embedding and head: model.tie_embeddings = true.
 """,
     ),
     "E520": _entry(
@@ -540,12 +541,14 @@ with an index is complete; without one it may be removed.
     "E601": _entry(
         "the plan wants another number of ranks",
         """
-A plan is made for parallel.pp ranks, and one process runs each.
+A plan is made for parallel.pp ranks in each of parallel.dp copies of the
+pipeline, and one process runs each.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run plan     under torchrun
     zbc run plan --local 4                                       on this CPU
 
-For another number of ranks plan again with --set parallel.pp=N.
+For another number of ranks plan again with --set parallel.pp=N or
+--set parallel.dp=N.
 """,
     ),
     "E602": _entry(

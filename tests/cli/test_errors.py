@@ -98,7 +98,6 @@ JOBS = {
         "zbc.toml:15:16",
         'write "1.0x" or "40 GiB"',
     ),
-    "tied embeddings": (edit(model={"tie_embeddings": True}), 3, "E107", "zbc.toml:9:18", "set it to false"),
     "no barrier yet": (
         edit(optimizer={"sync": "post-validate"}),
         3,

@@ -65,9 +65,10 @@ def plan(
 
 
 def _run_command(job: Job, output: Path) -> str:
+    ranks = job.parallel.pp * job.parallel.dp
     if job.hardware.device == "cuda":
-        return f"torchrun --standalone --nproc-per-node {job.parallel.pp} -m zbc run {output}"
-    return f"zbc run {output} --local {job.parallel.pp}"
+        return f"torchrun --standalone --nproc-per-node {ranks} -m zbc run {output}"
+    return f"zbc run {output} --local {ranks}"
 
 
 def _dump(compiled: Compiled, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     """The summary of a fresh plan."""
     report = compiled.report
     yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    if compiled.timeline.sums:
+        yield labelled("sums", *_sums(compiled))
     yield from reasons.of_step(compiled, verbose=verbose)
     yield labelled("costs", _COSTS[report.costs])
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
@@ -54,6 +57,18 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
     if barrier:
         return [*lines, f"a step takes the makespan; without the optimizer's barrier {settled}"]
     return [*lines, f"the optimizer is no barrier: a step takes {settled} once settled"]
+
+
+def _sums(compiled: Compiled) -> Iterator[str]:
+    """What sums over copies take, and what of it the step has to wait for."""
+    timeline, program = compiled.timeline, compiled.program
+    ranks = range(timeline.ranks)
+    longest = max(sum(one.end - one.start for one in timeline.sums if rank in one.ranks) for rank in ranks)
+    exposed = max(map(timeline.closes, ranks)) - max(map(timeline.last_end, ranks))
+    kinds = Counter(one.op.kind.value for one in timeline.sums)
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    over = f" over {program.copies} copies" if program.copies > 1 else ""
+    yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
 
 
 def _gap(ms: float, bound: float) -> str:

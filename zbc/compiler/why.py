@@ -171,4 +171,4 @@ def _step(job: Job, ordered: Ordered) -> float:
 
 
 def _sequences(job: Job) -> int:
-    return job.schedule.microbatches * job.schedule.microbatch_size
+    return job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size

@@ -146,7 +146,8 @@ def title(program: Program) -> str:
     placement = program.placement
     counts = [(placement.ranks, "rank"), (placement.stages, "stage"), (program.microbatches, "microbatch")]
     name = program.history[0] if program.history else "program"
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts)
+    copies = f", {program.copies} copies of it" if program.copies > 1 else ""
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies
 
 
 def _count(number: int, noun: str) -> str:
