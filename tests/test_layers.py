@@ -21,8 +21,15 @@ LAYERS = [
     ["zbc.hfconfig"],
     ["zbc.spec"],
     ["zbc.plan"],
+    ["zbc.compiler.footprint"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
-    ["zbc.compiler.simulate", "zbc.compiler.memory", "zbc.compiler.bounds", "zbc.compiler.check"],
+    [
+        "zbc.compiler.simulate",
+        "zbc.compiler.transit",
+        "zbc.compiler.memory",
+        "zbc.compiler.bounds",
+        "zbc.compiler.check",
+    ],
     ["zbc.compiler.warmup"],
     ["zbc.compiler.report", "zbc.interop.refused", "zbc.interop.torch_csv", "zbc.interop.sheet_check"],
     [
@@ -56,7 +63,7 @@ RUNTIME = [
     ["zbc.runtime.shapes"],
     ["zbc.runtime.data", "zbc.runtime.tape", "zbc.runtime.stage"],
     ["zbc.runtime.state"],
-    ["zbc.runtime.handlers"],
+    ["zbc.runtime.handlers", "zbc.runtime.measure"],
     ["zbc.runtime.worker", "zbc.runtime.execute"],
     ["zbc.runtime"],
 ]

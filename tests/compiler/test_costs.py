@@ -108,8 +108,10 @@ def test_transfers_are_latency_plus_bytes_over_the_link():
 def test_memory_by_category_is_float32_weights_gradients_and_two_adam_states():
     sizes = costs(job()).bytes
     table = estimate.layers(job())
-    assert sum(s.weights for s in sizes) == 4 * sum(layer.params for layer in table)
-    assert all(s.gradients == s.weights and s.optimizer == 2 * s.weights for s in sizes)
+    positions = 8 * 16  # the numbers of the places
+    assert sum(s.weights for s in sizes) == 4 * sum(layer.params for layer in table) + positions
+    assert all(s.optimizer == 2 * s.gradients for s in sizes)
+    assert all(s.gradients == s.weights for s in sizes[1:]) and sizes[0].weights - sizes[0].gradients == positions
     assert all(s.boundary == 2 * 16 * 32 * 4 for s in sizes)
     assert sum(s.optimizer for s in costs(job(optimizer={"kind": "sgd"})).bytes) == 0
 
@@ -126,8 +128,10 @@ def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inpu
     plain, every = costs(job()), costs(job(memory={"activations": "recompute"}))
     assert every.b == pytest.approx(tuple(b + f for b, f in zip(plain.b, plain.f, strict=True)))
     assert (every.f, every.w, every.act_w) == (plain.f, plain.w, plain.act_w)
-    inputs = 4 * 32 * 16 * 2  # of a block: float32, hidden, tokens, sequences
-    assert every.bytes[1].act_b == 2 * inputs and every.bytes[0].act_b == 8 * 16 * 2 + 2 * inputs
+    tokens = 16 * 2
+    inputs = 4 * 32 * tokens  # of a block: float32, hidden
+    assert every.bytes[3].act_b == 3 * inputs + 8 * tokens  # of the head, and the targets
+    assert every.bytes[1].act_b == 2 * inputs and every.bytes[0].act_b == 8 * tokens + 2 * inputs
     for s in range(4):
         share = every.bytes[s].act_b / plain.bytes[s].act_b
         assert every.act_b[s] == pytest.approx(share * plain.act_b[s])  # units stay those of all activations

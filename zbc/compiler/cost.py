@@ -11,7 +11,8 @@ from itertools import pairwise
 from operator import truediv
 
 from zbc.compiler import estimate
-from zbc.compiler.estimate import GRAD_BYTES, Layer, Machine
+from zbc.compiler.estimate import Layer, Machine
+from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.spec import Job
@@ -30,6 +31,9 @@ class StageBytes:
     act_b: float
     act_w: float
     boundary: float  # the tensor it receives from, or sends to, a neighbour
+    more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
+    largest: float = 0.0  # elements of its largest parameter
+    step: float = 0.0  # what the optimizer needs while it steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,15 @@ class Costs:
             return 0.0
         stage = self.bytes[op.stage]
         return _delta(op.kind, stage.act_b, stage.act_w)
+
+    def more_bytes(self, op: Op) -> float:
+        """What a compute op needs while it runs beyond the larger of what is held before and after it."""
+        if self.bytes is None:
+            return 0.0
+        more = self.bytes[op.stage].more
+        if op.kind is Kind.B and op.stage == 0:  # there is no result after it to count the gradient that it ends with
+            return more.b + self.bytes[0].boundary
+        return {Kind.F: more.f, Kind.B: more.b, Kind.W: more.w, Kind.BW: more.bw}[op.kind]
 
 
 _TABLES = {
@@ -220,7 +233,7 @@ def _recomputed(job: Job, placement: Placement) -> set[int]:
 
 
 def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:
-    return sum(table[i].entry for i in part)
+    return sum(table[i].size.entry for i in part)
 
 
 def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
@@ -271,8 +284,15 @@ def _bytes(
     state = (4 if options.momentum else 0) if options.kind == "sgd" else 8
     low = job.model.parameters == "bfloat16"
     master = 4 if low or options.sync == "post-validate" else 0
+    # On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none.
+    temporaries = (
+        0 if job.hardware.device == "cuda" else 8 if options.kind != "sgd" else 4 if options.weight_decay else 0
+    )
     result = []
     for s, part in enumerate(stages):
+        sizes = [table[i].size for i in part]
+        largest = max((z.largest for z in sizes), default=0.0)
+        constant = sum(z.casts + z.tables for z in sizes)
         params = sum(table[i].params for i in part)
         tied = sum(table[i].tied for i in part)
         if s == len(stages) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
@@ -281,13 +301,16 @@ def _bytes(
         whole = tied if len(stages) > 1 else 0  # each of its holders steps all of a weight that two stages share
         result.append(
             StageBytes(
-                weights=(2.0 if low else 4.0) * params,
+                weights=(2.0 if low else 4.0) * params + constant,
                 gradients=float(GRAD_BYTES * params),
                 masters=master * ((params - whole) / holders + whole),
                 optimizer=state * ((params - whole) / holders + whole),
-                act_b=sum(table[i].act_b for i in part),
-                act_w=sum(table[i].act_w for i in part),
+                act_b=sum(z.act_b for z in sizes),
+                act_w=sum(z.act_w for z in sizes),
                 boundary=boundary,
+                more=more(sizes, job.memory.of(s) == "recompute"),
+                largest=largest,
+                step=temporaries * largest,
             )
         )
     return tuple(result)

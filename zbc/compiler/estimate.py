@@ -6,16 +6,9 @@ MLP of width f, sequence length s, n-byte activations and P weights in its linea
 
     F   2 P + 2 s q (causal attention, half of the square)        W   2 P
     B   2 P + 5 s q (attention backward computes the scores anew)
-    kept F -> B   two residual inputs in float32 (8h) and, n bytes each: norm outputs 2h, q k v, attention out twice (as
-                  it is and with heads joined), MLP in and out: gpt 2f, llama 4f (gate, up, silu of gate, product);
-                  with rotary positions q and k once more, since v keeps alive what they were turned from
-    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
 
-    family   P                                B -> W                     gpt with q = k = h and f = 4h
-    gpt      h (2q + 2k) + 2 h f              4h + 2q + 2k + 2f          24 h^2, 15 h n, 16 h n
-    llama    h (2q + 2k) + 3 h f              4h + 2q + 2k + 3f
-
-The head adds 2 h V per token to each of F, B and W, and keeps the logits and their float32 log-probabilities.
+P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. The head adds 2 h V
+per token to each of F, B and W. Bytes kept are counted in footprint.py.
 These are estimates; measured times given in [costs] replace them.
 """
 
@@ -24,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zbc.compiler import footprint
+from zbc.compiler.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes
 from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model, Optimizer
-
-GRAD_BYTES = 4  # gradients, master weights and optimizer state are float32
 
 _DEFAULTS = {  # (tflops, memory GB/s, link Gbit/s, link us)
     "cuda": (312.0, 2000.0, 200.0, 10.0),
@@ -42,10 +35,8 @@ class Layer:
     f: float
     b: float
     w: float
-    act_b: float = 0.0
-    act_w: float = 0.0
     params: int = 0
-    entry: float = 0.0  # bytes of its input, all that F keeps where it recomputes
+    size: Footprint = NOTHING
     tied: int = 0  # of them, those of the weight that embedding and head share
 
     @property
@@ -88,7 +79,9 @@ class Machine:
 
 def layers(job: Job) -> list[Layer]:
     """Every layer in order, with given per-layer costs where the job has them."""
-    table = _family(job.model, job.schedule.microbatch_size, Machine.of(job.hardware))
+    hardware = job.hardware
+    cuda = hardware.device == "cuda"
+    table = _family(job.model, job.schedule.microbatch_size, Machine.of(hardware), cuda)
     if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
         table = [Layer(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(job.model.layers)]
     if job.costs.per == "layer" and job.costs.f is not None:
@@ -96,70 +89,70 @@ def layers(job: Job) -> list[Layer]:
     return table
 
 
-def _family(model: Model, size: int, machine: Machine) -> list[Layer] | None:
+def _family(model: Model, size: int, machine: Machine, cuda: bool) -> list[Layer] | None:
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
-    h, s, vocab = model.hidden, model.seq_len, model.vocab
-    n = 2 if model.dtype == "bfloat16" else 4
-    tokens = size * s
-    norm = h if model.family == "llama" else 2 * h
-    embedding = _embedding(h, vocab, 0 if model.rotary else s, tokens, machine)
-    block = _block(model, h, s, n, tokens, machine)
+    sizes = Sizes(
+        hidden=model.hidden,
+        heads=model.heads or 1,
+        queries=(model.heads or 1) * model.head_width,
+        keys=model.kv_width,
+        mlp=model.mlp_width,
+        gated=model.family == "llama",
+        cuda=cuda,
+        vocab=model.vocab,
+        seq_len=model.seq_len,
+        sequences=size,
+        width=2 if model.dtype == "bfloat16" else 4,
+        stream=2 if model.parameters == "bfloat16" else 4,
+        rotary=model.rotary,
+    )
+    block = _block(sizes, machine)
     blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
-    head = _head(h, vocab, norm, n, tokens, machine)
-    tied = vocab * h if model.tie_embeddings else 0
-    return [replace(embedding, tied=tied), *blocks, replace(head, tied=tied)]
+    tied = model.vocab * model.hidden if model.tie_embeddings else 0
+    return [replace(_embedding(sizes, machine), tied=tied), *blocks, replace(_head(sizes, machine), tied=tied)]
 
 
-def _embedding(h: int, vocab: int, positions: int, tokens: int, machine: Machine) -> Layer:
-    params = (vocab + positions) * h
-    moved = 8 * tokens * h
+def _embedding(z: Sizes, machine: Machine) -> Layer:
+    params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
+    moved = 8 * z.tokens * z.hidden
     return Layer(
         "embed",
         f=machine.ms(0, moved),
         b=0.0,
         w=machine.ms(0, moved + 3 * GRAD_BYTES * params),  # a dense gradient is filled, then added
-        act_b=8 * tokens,
-        act_w=(8 + 4 * h) * tokens,
         params=params,
-        entry=8 * tokens,
+        size=footprint.embedding(z),
     )
 
 
-def _block(model: Model, h: int, s: int, n: int, tokens: int, machine: Machine) -> Layer:
-    heads = model.heads or 1
-    q, k, f = heads * model.head_width, model.kv_width, model.mlp_width
-    gated = model.family == "llama"
-    matrices = h * (2 * q + 2 * k) + (3 if gated else 2) * h * f
-    others = 2 * h if gated else (q + 2 * k) + h + f + h + 4 * h  # norms; of gpt also biases
+def _block(z: Sizes, machine: Machine) -> Layer:
+    h, q, k, f = z.hidden, z.queries, z.keys, z.mlp
+    others = 2 * h if z.gated else (q + 2 * k) + h + f + h + 4 * h  # norms; of gpt also biases
     # Norms, residual sums, rotary positions and the MLP's activation read and write what no matrix product does.
-    turned = q + k if model.rotary else 0
-    moved = (10 * h + (5 if gated else 2) * f + 2 * turned) * n * tokens
-    linear = 2 * matrices * tokens
+    turned = q + k if z.rotary else 0
+    moved = (10 * h + (5 if z.gated else 2) * f + 2 * turned) * z.width * z.tokens
+    linear = 2 * z.matrices * z.tokens
     return Layer(
         "block",
-        f=machine.ms(linear + 2 * s * q * tokens, moved),
-        b=machine.ms(linear + 5 * s * q * tokens, 2 * moved),
-        w=machine.ms(linear, 3 * GRAD_BYTES * (matrices + others)),
-        act_b=(8 * h + (2 * h + 3 * q + 2 * k + turned + (4 if gated else 2) * f) * n) * tokens,
-        act_w=(4 * h + 2 * q + 2 * k + (3 if gated else 2) * f) * n * tokens,
-        params=matrices + others,
-        entry=4 * h * tokens,
+        f=machine.ms(linear + 2 * z.seq_len * q * z.tokens, moved),
+        b=machine.ms(linear + 5 * z.seq_len * q * z.tokens, 2 * moved),
+        w=machine.ms(linear, 3 * GRAD_BYTES * (z.matrices + others)),
+        params=z.matrices + others,
+        size=footprint.block(z),
     )
 
 
-def _head(h: int, vocab: int, norm: int, n: int, tokens: int, machine: Machine) -> Layer:
-    params = h * vocab + norm
-    flops = 2 * h * vocab * tokens
+def _head(z: Sizes, machine: Machine) -> Layer:
+    params = z.hidden * z.vocab + (z.hidden if z.gated else 2 * z.hidden)
+    flops = 2 * z.hidden * z.vocab * z.tokens
     return Layer(
         "head",
-        f=machine.ms(flops, 12 * vocab * tokens),
-        b=machine.ms(flops, 12 * vocab * tokens),
+        f=machine.ms(flops, 12 * z.vocab * z.tokens),
+        b=machine.ms(flops, 12 * z.vocab * z.tokens),
         w=machine.ms(flops, 3 * GRAD_BYTES * params),
-        act_b=(4 * h + h * n + vocab * n + 4 * vocab) * tokens,
-        act_w=(h + vocab) * n * tokens,
         params=params,
-        entry=4 * h * tokens,
+        size=footprint.head(z),
     )
 
 

@@ -65,7 +65,8 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds whatever the order."""
     stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
     state = sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
-    return state + BUFFERS * max((s.boundary for s in stages), default=0.0)
+    most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
+    return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 
 
 def _refuse(job: Job, needs: list[float], given: str, enough: str, unit: float) -> None:

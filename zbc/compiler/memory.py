@@ -1,19 +1,20 @@
 """How much each rank holds over a step: activation units by op order, bytes by category.
 
-Within a rank ops run one after another, so the peak follows from the order alone; times are not needed.
+Within a rank ops run one after another, so what is held follows from the order alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.transit import in_transit
 from zbc.ir import COMPUTE, Kind, Op, Program
 
-_CONSUMERS = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.BW: Kind.RECV_B}
+WIDE = 2**22  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +29,40 @@ class RankMemory:
     masters: float
     optimizer: float
     activations: float
-    buffers: float  # posted receive buffers, and one send in flight per direction
+    buffers: float  # tensors on their way (see transit.py), and what the running op needs beyond what is held
 
     @property
     def bytes(self) -> float:
         return self.weights + self.gradients + self.masters + self.optimizer + self.activations + self.buffers
 
 
-def peaks(program: Program, costs: Costs) -> list[RankMemory]:
-    """The memory of every rank of a compute-only or complete program."""
-    return [_rank(program, rank, costs) for rank in range(len(program.ranks))]
+def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> list[RankMemory]:
+    """The memory of every rank of a compute-only or complete program, whose timeline is simulated if it is not given.
+
+    Times only decide how long what a rank sends stays with it; all else follows from the order.
+    """
+    buffers = [0.0] * len(program.ranks)
+    if costs.bytes is not None:
+        moving = in_transit(program, costs, timeline or simulate(program, costs))
+        buffers = [_buffers(program, rank, costs, moving[rank]) for rank in range(len(program.ranks))]
+    return [_rank(program, rank, costs, buffers[rank]) for rank in range(len(program.ranks))]
 
 
-def _rank(program: Program, rank: int, costs: Costs) -> RankMemory:
+def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemory:
     units = peak = held = most = 0.0
-    flight = at_peak = posted = most_posted = 0
+    flight = at_peak = 0
     where: Op | None = None
-    receives = any(op.kind.is_recv for op in program.ranks[rank])
     for op in program.ranks[rank]:
         kind = op.kind
-        if kind in COMPUTE:
-            change = costs.held(op)
-            held += costs.held_bytes(op)
-            units += change
-            flight += (kind is Kind.F) - (kind is Kind.B or kind is Kind.BW)
-            if receives and kind in _CONSUMERS and _remote(program, op):
-                posted -= 1
-        elif kind.is_recv:
-            posted += 1
+        if kind not in COMPUTE:
+            continue
+        held += costs.held_bytes(op)
+        units += costs.held(op)
+        flight += (kind is Kind.F) - (kind is Kind.B or kind is Kind.BW)
         if units > peak + 1e-9:
             peak, where, at_peak = units, op, flight
-        most, most_posted = max(most, held), max(most_posted, posted)
-    sizes = costs.bytes
-    mine = [sizes[s] for s in program.placement.stages_of(rank)] if sizes else []
-    boundary = max((s.boundary for s in mine), default=0.0)
+        most = max(most, held)
+    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
     return RankMemory(
         units=peak,
         peak_op=where,
@@ -71,13 +72,29 @@ def _rank(program: Program, rank: int, costs: Costs) -> RankMemory:
         masters=sum(s.masters for s in mine),
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
-        buffers=(most_posted + 2) * boundary if receives else 0.0,
+        buffers=buffers,
     )
 
 
-def _remote(program: Program, op: Op) -> bool:
-    before = op.stage - 1 if op.kind is Kind.F else op.stage + 1
-    return program.placement.neighbours(op.stage, before, op.pipe)
+def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[int]) -> float:
+    """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself."""
+    sizes = costs.bytes or ()
+    mine = [sizes[s] for s in program.placement.stages_of(rank)]
+    boundary = max((s.boundary for s in mine), default=0.0)
+    widened = 8 * min(max((s.largest for s in mine), default=0.0), WIDE)
+    summed = most = 0.0
+    for op, count in zip(program.ranks[rank], moving, strict=True):
+        own = 0.0
+        if op.kind in COMPUTE:
+            own = costs.more_bytes(op)
+        elif op.kind is Kind.REDUCE:  # gradients in one message, until VALIDATE has waited for it
+            summed += sizes[op.stage].gradients
+        elif op.kind is Kind.VALIDATE:
+            own, summed = widened, 0.0
+        elif op.kind is Kind.STEP:
+            own = sizes[op.stage].step
+        most = max(most, count * boundary + summed + own)
+    return most
 
 
 class Held(NamedTuple):

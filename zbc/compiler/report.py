@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 def build(program: Program, costs: Costs, timeline: Timeline, bounds: Bounds, name: str) -> Report:
     """The report of a program that passed check/."""
-    memory = peaks(program, costs)
+    memory = peaks(program, costs, timeline)
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,

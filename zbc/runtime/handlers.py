@@ -13,7 +13,7 @@ from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.slot import Slot
+from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Kept, Worker, name_of, take
 from zbc.runtime.validate import peak_bytes
@@ -93,7 +93,11 @@ def _backward(worker: Worker, op: Op, *, split: bool) -> Slot:
         grad = _output_grad(worker, key, stage, message)
     worker.clock.start()
     slot.split = split
-    tape.backward(grad, slot)
+    before = swap_slot(slot)
+    try:
+        tape.backward(grad)
+    finally:
+        swap_slot(before)
     if key.stage > 0:
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if x.grad is None else x.grad

@@ -84,6 +84,11 @@ class SplitLinear:
         low = self._cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         return _apply(_Linear, x, module.weight, module.bias, low, slot)
 
+    @property
+    def low(self) -> Tensor | None:
+        """The cast that is kept now, if any."""
+        return None if self._low is None else self._low[1]
+
     def _cast(self, dtype: torch.dtype) -> Tensor | None:
         weight = self.module.weight
         if weight.dtype == dtype:
@@ -204,12 +209,13 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 Patch = SplitLinear | SplitEmbedding | SplitLeaf
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SPLIT: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
 # By name: importing torch.distributed.fsdp takes a second, and FSDP2 gives each wrapped module a class of its own.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
-def split_backward(root: nn.Module) -> list[Patch]:
-    """Let every linear, embedding and convolution inside `root` defer its weight gradient; return what was installed.
+def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) -> list[Patch]:
+    """Let every layer of `kinds` inside `root` defer its weight gradient; return what was installed.
 
     A module stays as it is, and its weight gradient is computed in B, if patching could change what it does: it has a
     forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, sparse or
@@ -218,7 +224,8 @@ def split_backward(root: nn.Module) -> list[Patch]:
     compiled = {id(inner) for outer in root.modules() if _is(outer, "OptimizedModule") for inner in outer.modules()}
     installed: list[Patch] = []
     for module in root.modules():
-        patch = None if id(module) in compiled or not _plain(module) else _patch_for(module)
+        fit = isinstance(module, kinds) and id(module) not in compiled and _plain(module)
+        patch = _patch_for(module) if fit else None
         if patch is not None:
             module.forward = patch
             installed.append(patch)

@@ -15,7 +15,7 @@ from zbc.runtime.model import LayerPlan
 from zbc.runtime.seeding import drawing, draws, seed_of
 from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.split import SplitLinear, split_backward
+from zbc.runtime.split import SPLIT, SplitLinear, split_backward
 from zbc.runtime.tape import Graph, Inputs, Tape
 
 
@@ -152,13 +152,16 @@ def build_stage(
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
-    `splits`: the plan runs B and W of this stage apart; without it the layers stay as they are and cost what they cost.
+    `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
     """
     layers = []
     for plan in plans:
         module = plan.build(seed).to(device)
         layers.append(Layer(plan.name, module, draws(module)))
-    patches = [patch for layer in layers if splits for patch in split_backward(layer.module)]
-    autocast = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    low = dtype == "bfloat16"
+    # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all of them.
+    kinds = SPLIT if splits else (nn.Linear,) if low else ()
+    patches = [patch for layer in layers for patch in split_backward(layer.module, kinds)]
+    autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
     return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, casts=casts)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from zbc.runtime.slot import Slot, swap_slot
-
 
 class Tape(Protocol):
-    def backward(self, grad: Tensor | None, slot: Slot) -> None:
-        """Add the gradients of the stage's input and of the weights, those that do not wait in `slot`.
+    def backward(self, grad: Tensor | None) -> None:
+        """Add the gradients of the stage's input and of the weights, those that do not wait in the slot.
 
-        `grad` is the gradient of the stage's output, of its dtype. Once only: it releases what F kept.
+        The microbatch's slot has to be current, for layers that run their forward again. `grad` is the gradient of the
+        stage's output, of its dtype. Once only: it releases what F kept.
         """
 
 
@@ -36,14 +35,9 @@ class Graph:
     def __init__(self, output: Tensor) -> None:
         self._edge = get_gradient_edge(output) if output.requires_grad else None
 
-    def backward(self, grad: Tensor | None, slot: Slot) -> None:
-        if self._edge is None:
-            return
-        before = swap_slot(slot)  # for layers that run their forward again in backward (checkpointing)
-        try:
+    def backward(self, grad: Tensor | None) -> None:
+        if self._edge is not None:
             torch.autograd.backward((self._edge,), (grad,))
-        finally:
-            swap_slot(before)
 
 
 class Inputs:
@@ -57,16 +51,12 @@ class Inputs:
     def __init__(self, inputs: list[Tensor], run: Callable[[int, Tensor], Tensor], first: int) -> None:
         self._inputs, self._run, self._first = inputs, run, first
 
-    def backward(self, grad: Tensor | None, slot: Slot) -> None:
-        before = swap_slot(slot)
-        try:
-            while len(self._inputs) > self._first:
-                grad = self._layer(grad)
-                if grad is None:  # a stage's first layer ends here; so does one that passes no gradient on
-                    return
-        finally:
-            self._inputs.clear()
-            swap_slot(before)
+    def backward(self, grad: Tensor | None) -> None:
+        while len(self._inputs) > self._first:
+            grad = self._layer(grad)
+            if grad is None:  # a stage's first layer ends here; so does one that passes no gradient on
+                break
+        self._inputs.clear()
 
     def _layer(self, grad: Tensor | None) -> Tensor | None:
         """Backward of the last layer that is left: the gradient of its input, None if it has none."""
@@ -74,7 +64,6 @@ class Inputs:
         index = len(self._inputs)
         if index:  # behind the first layer the kept tensor is no leaf yet; what nobody trains needs no gradient
             x = x.detach().requires_grad_(index > self._first and x.is_floating_point())
-        y = self._run(index, x)
-        if y.requires_grad:
-            torch.autograd.backward((y,), (grad,))
+        graph = Graph(self._run(index, x))
+        graph.backward(grad)
         return x.grad

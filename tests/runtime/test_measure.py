@@ -1,0 +1,100 @@
+"""What a rank really holds, and that the compiler knows it: by category, for shapes the formulas were not made from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import job
+from tests.runtime.small_plans import make_worker, plan_of
+from tests.runtime.test_gradients import VECTORS, user
+from zbc.compiler.compile import compile_job
+from zbc.compiler.memory import peaks
+from zbc.ir import Placement
+from zbc.plan import Plan
+from zbc.runtime.execute import run_step
+from zbc.runtime.measure import Ledger, Scale
+from zbc.runtime.threads import run_threads
+
+
+def both(tmp_path, **changes):
+    """Per rank the predicted and the measured memory of a job's second step."""
+    compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
+    compiled.write(tmp_path / "plan")
+    scales = []
+    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    return list(zip(peaks(compiled.program, compiled.costs), (scale.held for scale in scales), strict=True))
+
+
+CASES = {
+    "fp32": {"model": {"hidden": 48, "heads": 3, "seq_len": 24}},
+    "bf16": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "vocab": 700, "dtype": "bfloat16"}},
+    "masters": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "dtype": "bfloat16", "parameters": "bfloat16"}},
+    "rotary": {"model": {"hidden": 48, "heads": 2, "seq_len": 40, "positions": "rotary"}, "pp": 2},
+    "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
+}
+KINDS = ["gpipe", "1f1b", "zb-h1", "zb-v"]
+SOME = [("fp32", kind, how) for kind in KINDS for how in ("keep", "recompute")]
+SOME += [(case, *rest) for case in CASES if case != "fp32" for rest in (("zb-v", "keep"), ("1f1b", "recompute"))]
+
+
+@pytest.mark.parametrize(("case", "kind", "activations"), SOME)
+def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case, kind, activations):
+    found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
+    for predicted, measured in found:
+        for name in ("weights", "gradients", "masters", "optimizer", "activations"):
+            assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
+        assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dtype):
+    changes = {"model": {"hidden": 40, "heads": 4, "vocab": 900, "dtype": dtype}, "layers": 3, "m": 2, "pp": 1}
+    for kind in ("1f1b", "zb-h1"):
+        ((predicted, measured),) = both(tmp_path / kind, kind=kind, memory={"activations": activations}, **changes)
+        assert predicted.buffers == pytest.approx(measured.buffers, rel=0.03)
+
+
+def test_a_ledger_counts_storages_once_and_until_they_are_freed():
+    before = torch.ones(100)
+    with Ledger() as ledger:
+        a = torch.zeros(10)
+        views = a[2:], a.view(2, 5), before[:3]
+        assert ledger.kept == 40
+        b = a + 1
+        assert ledger.kept == 80
+        del a, views
+        assert ledger.kept == 40 and ledger.peak == 80
+        ledger.move(ledger.numbers([b]))
+        assert ledger.kept == 0
+        ledger.keep(ledger.numbers([b]))
+        assert ledger.kept == 40
+        del b
+    assert ledger.kept == 0 and not ledger.sizes
+
+
+def test_what_autograd_saves_is_seen():
+    x = torch.ones(4, 8, requires_grad=True)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
+    with Ledger() as ledger:
+        y = net(x)
+        assert ledger.kept == 2 * 4 * 8 * 4  # both tanh outputs; the linear layer's own is not needed
+        y.sum().backward()
+        assert ledger.kept == 4 * 8 * 4 + sum(p.grad.nbytes for p in [x, *net.parameters()])
+
+
+def test_categories_of_a_step():
+    ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
+    plan = plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS)
+    worker = make_worker(plan)
+    scale = Scale(worker)
+    for step in range(2):
+        run_step(worker, step)
+    held, params = scale.held, sum(p.nbytes for p in worker.stages[0].parameters.values())
+    assert (held.weights, held.gradients, held.optimizer) == (params, params, 2 * params)
+    assert held.masters == 0 and held.activations > 0 and held.buffers > 0
+    texts = [str(reading.op) for reading in scale.readings]
+    assert texts == ["F s0 m0", "B s0 m0", "W s0 m0", "VALIDATE", "STEP s0"]
+    assert [reading.activations > 1000 for reading in scale.readings] == [True, True, False, False, False]

@@ -1,0 +1,186 @@
+"""How many bytes a layer of a built-in model keeps for one microbatch, and how many more its ops need while they run.
+
+Counted from what torch allocates (zbc/runtime/measure.py weighs it). Per token of a block of width h, with queries of
+width q (all heads), keys and values of width k each, an MLP of width f, n-byte activations and a residual stream of r
+bytes:
+
+    kept F -> B   2 h r: the residual input of both halves; n bytes each: norm outputs 2h, q k v, attention out q, MLP
+                  in and out: gpt 2f, llama 4f (gate, up, silu of gate, product); with rotary positions 2q + k more:
+                  turned q and k, since v keeps alive what they were turned from, and a copy of the attention's
+                  output, which lies in another order then; 4 per head and the norms' statistics
+    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
+
+    gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) beside 2 h r, and 16 h n
+    llama                          (4h + 2q + 2k + 3f) n from B to W
+
+The head keeps its input, the norm's output and float32 log-probabilities. With recompute F keeps a layer's `entry`
+only.
+An op's `more` is beyond what is held before it and, for F, after it: gradients on their way through GELU or
+softmax, and a weight gradient that is to be added to the sum. It is counted as if nothing of the layer had been
+released yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GRAD_BYTES = 4  # gradients and optimizer state are float32
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one layer for one microbatch, and elements of its largest parameter."""
+
+    act_b: float = 0.0
+    act_w: float = 0.0
+    entry: float = 0.0  # its input
+    more_f: float = 0.0
+    more_alone: float = 0.0  # F that keeps nothing
+    more_b: float = 0.0
+    more_w: float = 0.0
+    more_bw: float = 0.0
+    casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
+    tables: float = 0.0  # constants beside the parameters
+    largest: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the footprints of a GPT follow from.
+
+    `width` is the bytes of an activation inside the layers, `stream` of one of the residual stream, which has the type
+    of the parameters.
+    """
+
+    hidden: int
+    heads: int
+    queries: int  # width of all heads
+    keys: int  # of all heads of keys, and of values
+    mlp: int
+    gated: bool  # llama: SwiGLU, RMSNorm
+    cuda: bool
+    vocab: int
+    seq_len: int
+    sequences: int
+    width: int
+    stream: int
+    rotary: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+    @property
+    def matrices(self) -> int:
+        """Weights in the linear layers of a block."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + (3 if self.gated else 2) * self.mlp)
+
+    @property
+    def norm(self) -> int:
+        """Bytes per token that a norm keeps beside its input and output: its statistics.
+
+        RMSNorm on a CPU is made of single operations, and keeps the normalized input too.
+        """
+        if not self.gated:
+            return 2 * self.stream
+        return 4 if self.cuda else 4 + self.stream * self.hidden
+
+    @property
+    def cast(self) -> bool:
+        """Whether the layers compute in another type than their weights have."""
+        return self.width < self.stream
+
+
+def _weight_grad(elements: float, width: int) -> float:
+    """Bytes a weight gradient takes before it is added: as it is computed, and as float32."""
+    return elements * (GRAD_BYTES + (width if width < GRAD_BYTES else 0))
+
+
+def embedding(z: Sizes) -> Footprint:
+    rows = z.stream * z.hidden * z.tokens
+    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len  # one row per position, for all sequences
+    more = 0 if z.rotary else rows + places
+    table = _weight_grad(z.vocab * z.hidden, z.stream)
+    return Footprint(
+        act_b=8 * z.tokens,
+        act_w=8 * z.tokens + rows + places,
+        entry=8 * z.tokens,
+        more_f=more,
+        more_alone=more,
+        more_b=places,
+        more_w=max(0, table - places),
+        more_bw=max(table, places),
+        tables=8 * z.seq_len,
+        largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
+    )
+
+
+def block(z: Sizes) -> Footprint:
+    h, q, k, f, n, t = z.hidden, z.queries, z.keys, z.mlp, z.width, z.tokens
+    grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
+    turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
+    inside = 2 * h + 2 * q + 2 * k + turned + (4 if z.gated else 2) * f
+    down, up = _weight_grad(h * f, n), _weight_grad(h * f * (2 if z.gated else 1), n)
+    return Footprint(
+        act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads) * t,
+        act_w=(4 * h + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t,
+        entry=z.stream * h * t,
+        more_f=h * n * t,
+        more_alone=(4 if z.gated else 2) * f * n * t,
+        more_b=(3 if z.gated else 2) * f * n * t + grad,
+        more_w=max(down, up - (f + h) * n * t),
+        more_bw=max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0),
+        casts=z.matrices * n if z.cast else 0,
+        tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
+        largest=h * max(q + 2 * k, 2 * f if z.gated else f),
+    )
+
+
+def head(z: Sizes) -> Footprint:
+    h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
+    logits = n * vocab * t
+    wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
+    gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
+    weight = _weight_grad(h * vocab, n)
+    return Footprint(
+        act_b=(z.stream * h + z.norm + h * n + 4 * vocab + 8) * t,
+        act_w=(h + vocab) * n * t,
+        entry=(z.stream * h + 8) * t,
+        more_f=logits + wide,
+        more_alone=logits + wide + 4 * vocab * t,
+        more_b=8 * vocab * t,
+        more_w=weight,
+        more_bw=max(8 * vocab * t, h * n * t + weight + gone),
+        casts=h * vocab * n if z.cast else 0,
+        largest=h * vocab,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """Bytes that the ops of one stage need beyond the larger of what is held before and after them."""
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    bw: float = 0.0
+
+
+def more(layers: Sequence[Footprint], recompute: bool) -> More:
+    """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then."""
+    kept = [z.entry if recompute else z.act_b for z in layers]
+    again = [z.act_b - z.entry if recompute else 0.0 for z in layers]
+    f = b = w = bw = 0.0
+    behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
+    for z, keep, load in zip(reversed(layers), reversed(kept), reversed(again), strict=True):
+        f = max(f, (z.more_alone if recompute else z.more_f) - behind)
+        b = max(b, load + z.more_b + left)
+        bw = max(bw, load + z.more_bw - behind)
+        w = max(w, z.more_w - released)
+        behind, left, released = behind + keep, left + z.act_w - keep, released + z.act_w
+    return More(f, max(0.0, b - max(0.0, left)), w, bw)
+
+
+NO_MORE = More()
+NOTHING = Footprint()
