@@ -95,9 +95,9 @@ class Recorder(Bench):
         super().__init__(*arguments)
         self.seen: dict[tuple[int, ...], tuple[float, float, str]] = {}
 
-    def _keep(self, span, makespan, order, origin, recipe):
-        self.seen[tuple(int(op) for op in order)] = (float(span), float(makespan), origin)
-        return super()._keep(span, makespan, order, origin, recipe)
+    def _keep(self, candidate, among, most):
+        self.seen[candidate.order] = (candidate.span, candidate.makespan, candidate.origin)
+        return super()._keep(candidate, among, most)
 
 
 def planned(given: Instance, objective: str, visits: int, seed: int = 0) -> Program:

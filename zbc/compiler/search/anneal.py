@@ -36,13 +36,14 @@ def anneal(
     seed: int,
     by_makespan: bool,
     target: float,
+    most: int,
 ) -> int:
     """Improve a feasible rank-major `order` by simulated annealing; `best` receives the best order found.
 
     A move shifts one op within its rank by up to REACH places, keeping microbatch order per stage, F before B before W
     of a microbatch, and the memory limit (`change` is what each op adds to it). The temperature falls geometrically
     from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus EVEN of the mean span. Stops early
-    at `target`. Returns what it cost in op visits: ops timed, and a little for each move.
+    at `target` and after `most` op visits. Returns the op visits: ops timed, and a little for each move.
     """
     size = len(order)
     per_rank = size // p
@@ -70,6 +71,8 @@ def anneal(
     heat = hot
     links = 0  # of the chain; 0: to be traced
     for _ in range(moves):
+        if work >= most:
+            break
         work += MOVE_VISITS
         heat *= cooling
         state = _next(state)

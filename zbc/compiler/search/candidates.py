@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,15 +12,18 @@ from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.rounds import Filling, filled
 from zbc.compiler.search.timing import wires
 
 TINY = 1e-9
+NO_END = 10**18
 # What a step costs in op visits, so that one budget counts them all alike.
 LIST_VISITS = 10
+FILL_VISITS = 20
+DECODE_VISITS = 2000  # to prepare it, whatever its size
 TIME_VISITS = 1
 
-
-Recipe = Genes | tuple[float, ...]  # genes, or the knobs of a policy
+Recipe = Genes | Filling | tuple[float, ...]  # the last: knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +47,18 @@ class Candidate:
 class Bench:
     """Evaluates candidates of one problem and keeps the best of each origin.
 
-    `spent` counts op visits; it depends only on what was tried, never on the clock.
+    `spent` counts op visits; it depends only on what was tried, never on the clock. Once it reaches `most`, there is
+    to be no more searching; an annealing stops in the middle.
     """
 
-    KEEP = 8
+    KEEP, ROOTS = 8, 48
 
     def __init__(self, problem: Problem, engine: Engine, objective: str) -> None:
         self.problem, self.engine, self.objective = problem, engine, objective
         self.decoder = Decoder(problem)
         self.found: list[Candidate] = []  # best first
-        self.spent = 0
+        self.roots: list[Candidate] = []  # the best of those that are not annealed, best first
+        self.spent, self.most = 0, NO_END
         n = engine.numbers
         self._times = (n(problem.f), n(problem.b), n(problem.w), n(problem.lag))
         self._limit = n(problem.limit)
@@ -74,11 +80,22 @@ class Bench:
         return self.problem.p, self.problem.m, self.problem.v
 
     @property
+    def over(self) -> bool:
+        return self.spent >= self.most
+
+    def reached(self, target: float) -> bool:
+        return self.best is not None and self.best.cost(self.objective) <= target * (1 + TINY)
+
+    @property
     def best(self) -> Candidate | None:
         return self.found[0] if self.found else None
 
     def decode(self, recipe: Recipe, origin: str) -> Candidate | None:
-        """The schedule of a gene vector or of a list-scheduler policy; None if the decoder gets stuck."""
+        """The schedule of a recipe for this problem; None if its decoder gets stuck."""
+        if isinstance(recipe, Filling):
+            self.spent += FILL_VISITS * self.problem.size
+            order = filled(self.problem, recipe)
+            return self._timed(self.engine.numbers(order), origin, recipe) if order and self.fits(order) else None
         if not isinstance(recipe, Genes):
             return self._listed(list(recipe), self._plain, origin, recipe)
         key_f, key_b = self.decoder.keys(recipe)
@@ -87,7 +104,7 @@ class Bench:
         return self._listed(self.decoder.knobs(recipe), keys, origin, recipe)
 
     def _listed(self, knobs: list[float], keys: Any, origin: str, recipe: Recipe) -> Candidate | None:
-        self.spent += LIST_VISITS * self.problem.size
+        self.spent += LIST_VISITS * self.problem.size + DECODE_VISITS
         status, _, _ = self.engine.list_schedule(
             *self._shape,
             self._rank,
@@ -113,13 +130,20 @@ class Bench:
         return self._timed(self.engine.numbers(list(order)), origin, None)
 
     def _timed(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
-        """None if the order blocks."""
+        """A root; None if the order blocks."""
+        found = self._time(order, origin, recipe)
+        if found is None:
+            return None
+        self._keep(found, self.roots, self.ROOTS)
+        return self._keep(found, self.found, self.KEEP)
+
+    def _time(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
         p, engine = self.problem.p, self.engine
         engine.locate(order, self._position)
         if engine.run(p, order, self._position, *self._wires, self._starts, self._end) < 0:
             return None
         span, makespan, _ = engine.steps(p, order, self._wires[0], self._end)
-        return self._keep(span, makespan, order, origin, recipe)
+        return Candidate(float(span), float(makespan), tuple(int(op) for op in order), origin, recipe)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
         """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""
@@ -142,8 +166,11 @@ class Bench:
             seed,
             self.objective == "makespan",
             target,
+            self.most - self.spent,
         )
-        return self.order([int(op) for op in best], f"{start.origin}, annealed")
+        self.spent += TIME_VISITS * problem.size
+        found = self._time(best, f"{start.origin}, annealed", None)
+        return self._keep(found, self.found, self.KEEP) if found else None
 
     def fits(self, order: Sequence[int]) -> bool:
         """Whether every rank keeps to its limit."""
@@ -154,20 +181,15 @@ class Bench:
                 return False
         return True
 
-    def _keep(self, span: float, makespan: float, order: Any, origin: str, recipe: Recipe | None) -> Candidate:
+    def _keep(self, candidate: Candidate, among: list[Candidate], most: int) -> Candidate:
         """Remember it if it is among the best of different cost."""
-        span, makespan = float(span), float(makespan)
-        candidate = Candidate(span, makespan, (), origin, recipe)
         key = candidate.rank(self.objective)
-        worst = self.found[-1].rank(self.objective) if len(self.found) == self.KEEP else None
-        if worst is not None and key >= worst:
+        if len(among) == most and key >= among[-1].rank(self.objective):
             return candidate
-        if any(abs(span - c.span) < TINY and abs(makespan - c.makespan) < TINY for c in self.found):
-            return candidate
-        candidate = Candidate(span, makespan, tuple(int(op) for op in order), origin, recipe)
-        self.found.append(candidate)
-        self.found.sort(key=lambda c: c.rank(self.objective))
-        del self.found[self.KEEP :]
+        span, makespan = candidate.span, candidate.makespan
+        if not any(abs(span - c.span) < TINY and abs(makespan - c.makespan) < TINY for c in among):
+            insort(among, candidate, key=lambda c: c.rank(self.objective))
+            del among[most:]
         return candidate
 
 

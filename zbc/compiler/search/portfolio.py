@@ -1,16 +1,17 @@
 """The search: an anytime portfolio under a budget that counts work, not seconds, so that a plan can be made again.
 
 1. The fast tier: orders made elsewhere (named schedules that fit), fixed policies, and gene vectors learned offline.
-2. Building blocks of the V placement, for at most a quarter of the budget.
-3. Rounds, until the budget is spent or the lower bound is reached: a chain of mutations of the best genes, then an
-   annealing of the best orders, each round longer than the one before.
-With more than 4p microbatches the first two run on 4p of them and their best recipes are decoded in full.
+2. Building blocks of the V placement.
+3. Rounds, until the budget is spent or the lower bound is reached: a chain of mutations of the best genes, then
+   annealings of many orders, longer ones of fewer, each round longer than the one before.
+With more than 4p microbatches all that runs on 4p of them; its best recipes are decoded in full, and half of the work
+goes into annealing those. What is done never depends on the budget, only how much of it, so that more is never worse.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -22,12 +23,13 @@ from zbc.compiler.search.keys import Genes, mutate, random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.rounds import Filling
 
 # Op visits per second, cautiously: what turns seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
-LEAST_TRIED, FAST_VISITS = 6, 6_000_000
-FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 600, 1.5
+LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 6_000_000, 4_000_000
+FIRST_CHAIN, FIRST_MOVES, GROWTH, WIDTH = 60, 0.5, 2.0, 8
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 
@@ -67,26 +69,46 @@ def search(
     full = Bench(problem, engine, objective)
     for origin, order in orders:
         full.order(order, origin)
-    small = _reduced(problem)
-    if small is None:
+    few = _reduced(problem)
+    if few is None:
         _fast_tier(full, target)
         liked = _recipes(full)
-        _patterns(full, effort.visits, target)
-        _rounds(full, effort.visits, effort.seed, target)
+        full.most = effort.visits
+        _patterns(full, target)
+        for _ in _rounds(full, effort.seed, target):
+            pass
     else:
-        bench = Bench(small, engine, objective)
-        _fast_tier(bench, 0.0)
-        liked = _recipes(bench)
-        _rounds(bench, effort.visits // 2, effort.seed, 0.0)
-        recipes = [(c.recipe, c.origin) for c in bench.found if c.recipe is not None]
-        for recipe, origin in recipes[: FINALISTS if effort.visits else 2]:
-            full.decode(recipe, origin)
-        _anneal_only(full, effort.visits - bench.spent, effort.seed, target)
+        small = Bench(few, engine, objective)
+        _fast_tier(small, 0.0)
+        liked = _recipes(small)
+        _in_turn(small, full, effort, target)
     return Found(full.best, liked)
 
 
 def _recipes(bench: Bench) -> list[Recipe]:
-    return [c.recipe for c in bench.found if c.recipe is not None]
+    return [c.recipe for c in bench.roots if c.recipe is not None]
+
+
+def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
+    """Search with few microbatches and with all of them, each with half of what has been spent so far."""
+    rounds = {small: _rounds(small, effort.seed, 0.0), full: _rounds(full, effort.seed, target, chains=False)}
+    carried: set[Recipe] = set()
+    _carry(small, full, 2, carried)
+    going = True
+    while going:
+        small.most, full.most = effort.visits - full.spent, effort.visits - small.spent
+        bench = small if small.spent <= full.spent else full
+        if bench is full and not full.over:
+            _carry(small, full, FINALISTS, carried)
+        going = next(rounds[bench], False)
+
+
+def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe]) -> None:
+    """Decode the best recipes found with few microbatches for all of them, each once."""
+    for candidate in [c for c in small.roots if c.recipe is not None][:most]:
+        if candidate.recipe is not None and candidate.recipe not in carried:
+            carried.add(candidate.recipe)
+            full.decode(candidate.recipe, candidate.origin)
 
 
 def _reduced(problem: Problem) -> Problem | None:
@@ -98,56 +120,64 @@ def _reduced(problem: Problem) -> Problem | None:
 def _fast_tier(bench: Bench, target: float) -> None:
     """Policies and learned genes in turn, best first; of large problems only as many as a second or so allows."""
     v = bench.problem.v
-    known: list[tuple[Recipe, str]] = []
+    known: list[tuple[Recipe, str]] = [(Filling(fill), "rounds") for fill in (True, False)] if v == 2 else []
     blocks = [(genes, f"building block {index}") for index, genes in enumerate(learned(v))]
     for index, policy in enumerate(policies(v)):
         known += [(policy, f"policy {index}"), *blocks[2 * index : 2 * index + 2]]
     known += blocks[2 * len(policies(v)) :]
     for tried, (recipe, origin) in enumerate(known):
-        if _reached(bench, target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
+        if bench.reached(target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
             return
         bench.decode(recipe, origin)
 
 
-def _patterns(bench: Bench, visits: int, target: float) -> None:
-    """Building blocks, while a share of the budget lasts."""
+def _patterns(bench: Bench, target: float) -> None:
+    """Building blocks, of large problems only as many as a fixed share of work allows."""
+    began = bench.spent
     for origin, order in patterns.orders(bench.problem):
-        if bench.spent >= visits or _reached(bench, target):
+        if bench.over or bench.spent - began > PATTERN_VISITS or bench.reached(target):
             return
         bench.order(order, origin)
 
 
-def _rounds(bench: Bench, visits: int, seed: int, target: float) -> None:
-    """Chains and annealings of growing length while the budget lasts."""
-    rng = Random(seed)
-    length, moves, turn = float(FIRST_CHAIN), float(FIRST_MOVES), 0
-    while bench.spent < visits and not _reached(bench, target):
-        _chain(bench, int(length), rng, visits, fresh=turn % 3 == 2)
-        for place in (0, 1 + 3 * turn % (Bench.KEEP - 1)):
-            if bench.spent < visits and place < len(bench.found) and not _reached(bench, target):
-                bench.anneal(bench.found[place], int(moves), HEATS[turn % len(HEATS)], seed + 7 * turn + place, target)
-        length, moves, turn = length * GROWTH, moves * GROWTH, turn + 1
+def _rounds(bench: Bench, seed: int, target: float, *, chains: bool = True) -> Iterator[bool]:
+    """Brackets of growing length, a step at a time, while the budget lasts.
+
+    A bracket makes new roots by a chain, anneals WIDTH of what there is, the better half of these twice as long, and
+    so on down to one. Half of what it starts from is what earlier brackets ended with, half has not been annealed yet.
+    """
+    objective, rng = bench.objective, Random(seed)
+    heads: list[Candidate] = []
+    used: set[tuple[float, float]] = set()
+    length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * bench.problem.size, 0
+    while not bench.over and bench.roots:
+        if chains:
+            yield from _chain(bench, int(length), rng, target, fresh=turn % 3 == 2)
+        heads = heads[: WIDTH // 2]
+        fresh = [c for c in bench.roots if c.rank(objective) not in used][: WIDTH - len(heads)]
+        used |= {c.rank(objective) for c in fresh}
+        heads += fresh
+        width, each = WIDTH, moves
+        while width:
+            heads.sort(key=lambda c: c.rank(objective))
+            for place, head in enumerate(heads[:width]):
+                if bench.over or bench.reached(target):
+                    return
+                seed += 1
+                heads[place] = bench.anneal(head, int(each), HEATS[turn % len(HEATS)], seed, target) or head
+                yield True
+            width, each, turn = width // 2, each * 2, turn + 1
+        length, moves = length * GROWTH, moves * GROWTH
 
 
-def _anneal_only(bench: Bench, visits: int, seed: int, target: float) -> None:
-    moves, turn = float(FIRST_MOVES), 0
-    while bench.spent + moves * bench.problem.size < visits and bench.found and not _reached(bench, target):
-        bench.anneal(bench.found[0], int(moves), HEATS[0], seed + turn, target)
-        moves, turn = moves * GROWTH, turn + 1
-
-
-def _reached(bench: Bench, target: float) -> bool:
-    return bench.best is not None and bench.best.cost(bench.objective) <= target * (1 + 1e-9)
-
-
-def _chain(bench: Bench, length: int, rng: Random, visits: int, *, fresh: bool) -> None:
+def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool) -> Iterator[bool]:
     """Mutate genes, accepting a worse one now and then; starts from the best known, or afresh."""
     v = bench.problem.v
-    known = [c for c in bench.found if isinstance(c.recipe, Genes)]
+    known = [c for c in bench.roots if isinstance(c.recipe, Genes)]
     current: Candidate | None = None
     genes = known[0].recipe if known and not fresh else random_genes(rng, v)
     for step in range(length):
-        if bench.spent >= visits:
+        if bench.over or bench.reached(target):
             return
         if step:
             genes = (
@@ -156,6 +186,7 @@ def _chain(bench: Bench, length: int, rng: Random, visits: int, *, fresh: bool) 
                 else mutate(rng, _genes(current), 2 * bench.problem.n_stages - 1)
             )
         candidate = bench.decode(_some(genes), "building block search")
+        yield True
         if candidate is None:
             continue
         heat = WARM * bench.decoder.period * (1 - step / length)
