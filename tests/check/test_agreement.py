@@ -17,7 +17,7 @@ from tests.check.programs import BREAKS, Broken, broken, correct
 from tests.listing import listing, show
 from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
 from zbc.errors import ZbcError
-from zbc.ir import Program
+from zbc.ir import COLLECTIVE, Program
 
 PROGRAMS = 2500
 BATCHES = [range(start, start + 250) for start in range(0, PROGRAMS, 250)]
@@ -156,9 +156,11 @@ def test_the_outcome_does_not_depend_on_who_goes_first():
 
 def test_the_programs_are_of_every_kind():
     """Agreement on programs of one kind would say little."""
-    codes, breaks, states = Counter(), Counter(), Counter()
+    codes, breaks, states, collectives = Counter(), Counter(), Counter(), Counter()
     for seed in range(PROGRAMS):
-        _, result = case(seed)
+        program, result = case(seed)
+        kinds = {op.kind.value for _, _, op in program if op.kind in COLLECTIVE}
+        collectives.update([*kinds, f"{program.copies} copies"])
         error = rejected(seed)
         codes[error.code if error else "passes"] += 1
         states[ran(seed, True).state] += 1
@@ -167,6 +169,7 @@ def test_the_programs_are_of_every_kind():
     assert codes["passes"] >= 800 and PROGRAMS - codes["passes"] >= 1500, codes
     assert min(states.values()) >= 500, states
     assert min(breaks[how] for how in BREAKS) >= 100, breaks
+    assert min(collectives[name] for name in ("REDUCE", "TIE", "GATHER", "VALIDATE", "2 copies")) >= 100, collectives
 
 
 def test_a_listing_reads_back_what_show_writes():

@@ -1,0 +1,144 @@
+"""Two copies of a pipeline of two ranks, as four processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.processes.gloo_ranks import open_network, train, unpack
+from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
+from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from zbc.errors import ZbcError
+from zbc.plan import Plan
+from zbc.runtime.threads import run_threads
+
+TWO = {"pp": 2, "dp": 2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_kernel():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plan_of(schedule, *, zero1=False, tied=False):
+    model = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16, "tie_embeddings": tied}
+    options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1}
+    program = make_program(schedule, 2, 4, copies=2, sharded=zero1, tied=tied)
+    return make_plan(program, model=model, optimizer=options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [("1f1b", {}), ("zb-v", {"zero1": True}), ("zb-h1", {"tied": True}), ("zb-h1", {"tied": True, "zero1": True})],
+)
+def test_processes_compute_what_threads_compute(pool, schedule, how):
+    """Sums of two terms have one order; those of a tied weight have four."""
+    plan = plan_of(schedule, **how)
+    found, workers = pool.run(train, plan, 3), run_threads(plan, 3)
+    losses, norms = ([getattr(r, key) for r in workers[0].results] for key in ("loss", "grad_norm"))
+    rel = 1e-6 if how.get("tied") else 0.0
+    assert all(one[0] == pytest.approx(losses, rel=rel) and one[1] == pytest.approx(norms, rel=rel) for one in found)
+    assert found[0][:2] == found[1][:2] == found[2][:2] == found[3][:2]
+    weights = unpack([weights for *_, weights in found])
+    for name, parameter in parameters(workers).items():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=rel, atol=1e-4 if rel else 0.0)
+    assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-6)
+
+
+def every_weight(rank, plan, steps):
+    """The bytes of all weights of a rank after some steps, by name."""
+    from tests.processes.gloo_ranks import open_worker
+    from zbc.runtime.execute import run_step
+
+    worker = open_worker(rank, plan)
+    for step in range(steps):
+        run_step(worker, step)
+    worker.transport.close()
+    named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
+    return {name: p.detach().numpy().tobytes() for name, p in named.items()}
+
+
+def test_copies_of_a_weight_keep_the_same_bits_in_every_process(pool):
+    seen: dict[str, bytes] = {}
+    holders = 0
+    for weights in pool.run(every_weight, plan_of("zb-h1", tied=True, zero1=True), 3):
+        for name, content in weights.items():
+            assert seen.setdefault(name, content) == content, name
+            holders += name == "embed.tokens.weight"
+    assert holders == 4
+
+
+def overlapping(rank, plan):
+    """A sum goes on while its rank computes, and two go on at once."""
+    network = open_network(plan)
+    pair = (0, 2) if rank in (0, 2) else (1, 3)
+    one, two = torch.full((3,), float(rank)), torch.full((2,), 10.0 * rank)
+    first, second = network.start_sum(one, pair), network.start_sum(two, pair)
+    second.wait()
+    first.wait()
+    mine, parts = torch.empty(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + rank)
+    network.start_scatter(parts, mine, pair).wait()
+    rows = torch.empty(2, 2)
+    network.start_gather(mine, rows, pair).wait()
+    return one.tolist(), two.tolist(), mine.tolist(), rows.tolist()
+
+
+def test_sums_scatters_and_gathers_between_copies(pool):
+    found = pool.run(overlapping, plan_of("1f1b"))
+    assert [one for one, *_ in found] == [[2.0] * 3, [4.0] * 3] * 2
+    assert [two for _, two, *_ in found] == [[20.0] * 2, [40.0] * 2] * 2
+    assert [mine for _, _, mine, _ in found] == [[4.0, 8.0], [6.0, 12.0], [12.0, 16.0], [18.0, 24.0]]
+    assert [rows for *_, rows in found] == [[[4.0, 8.0], [12.0, 16.0]], [[6.0, 12.0], [18.0, 24.0]]] * 2
+
+
+# ---- as a user starts it ---------------------------------------------------------------------------------------
+
+
+def fails(*args, **options):
+    with pytest.raises(ZbcError) as raised:
+        run_here(*args, **options)
+    return raised.value
+
+
+def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path):
+    plan = write_plan(
+        tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "tie_embeddings": True}
+    )
+    lines = run_here(plan, 4, tmp_path / "out", save_hf=tmp_path / "hf")
+    expected = reference(Plan.read(plan), 3)
+    found = metrics(tmp_path / "out")
+    assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)
+    assert [row["grad_norm"] for row in found] == pytest.approx(expected.norms, rel=1e-5)
+    assert found[0]["tokens_per_s"] == pytest.approx(2 * 4 * 2 * 8 / found[0]["step_ms"] * 1e3)
+    assert len(found[0]["busy_ms"]) == len(found[0]["peak_bytes"]) == 4
+    assert lines[0].startswith("1f1b on 4 cpu ranks (2 pp x 2 dp), 4 microbatches of 2, 3 steps")
+    assert " [dp " in lines[1]
+    saved = {name: t for file in (tmp_path / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
+    torch.testing.assert_close(
+        saved["transformer.wte.weight"], expected.weights["embed.tokens.weight"], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_another_number_of_ranks_is_refused_in_ranks_of_pipeline_and_copies(tmp_path):
+    plan = write_plan(tmp_path, parallel=TWO)
+    error = fails(plan, 2, tmp_path / "out")
+    assert (error.code, error.message) == ("E601", "run: plan wants 4 ranks (2 pp x 2 dp), --local asks for 2")
+    assert error.hint == f"run: zbc run {plan} --local 4"
+
+
+def test_a_rank_that_dies_is_named_with_its_copy(tmp_path):
+    plan = write_plan(tmp_path, parallel=TWO, train={"steps": 10**6})
+
+    def kill(line):
+        if line.split()[:2] == ["step", "3/1000000"]:
+            os.kill(processes(tmp_path / "out")[3], signal.SIGKILL)
+
+    error = fails(plan, 4, tmp_path / "out", each=kill)
+    assert (error.code, error.message) == ("E702", "run: rank 3 [dp 1, pp 1] was killed by SIGKILL")

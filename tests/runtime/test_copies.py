@@ -1,0 +1,234 @@
+"""Copies of the pipeline train as one pipeline with all their microbatches would, whoever keeps optimizer state."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.test_gradients import VECTORS, user, without_step
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.runtime.bucket import Bucket
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.sharded import Sharded
+from zbc.runtime.threads import run_threads
+
+TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}
+REAL = {"model": {**GPT, "layers": 4, "vocab": 256}, "data": TEXT}
+CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
+
+
+def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=None, **how):
+    """The plan of a GPT on real text, or what `how` says."""
+    sharded = how.get("optimizer", {}).get("zero1", False)
+    several = make_program(schedule, p, m, v).placement.stages > 1
+    program = make_program(schedule, p, m, v, copies=copies, sharded=sharded, tied=tied and several)
+    options = {**REAL, "optimizer": CLIPPED, **how}
+    return make_plan(program, keep=keep, **{**options, "model": {**options["model"], "tie_embeddings": tied}})
+
+
+def alike(workers):
+    """Assert that all copies of a parameter have the same bits; the parameters by name."""
+    found = parameters(workers)
+    for worker in workers:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                assert torch.equal(parameter, found[name]), (worker.rank, name)
+    return found
+
+
+@cache
+def whole(copies, m, tied=False):
+    """One process with the microbatches of all copies."""
+    return reference(copies_of("1f1b", 1, m, copies, tied=tied), 3)
+
+
+@cache
+def trained(schedule, p, m, copies, zero1=False, tied=False):
+    optimizer = {**CLIPPED, "zero1": zero1}
+    return run_threads(copies_of(schedule, p, m, copies, optimizer=optimizer, tied=tied), 3)
+
+
+def results(workers):
+    every = [[(r.loss, r.grad_norm) for r in worker.results] for worker in workers]
+    assert all(one == every[0] for one in every)
+    return every[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_copies_train_like_one_process_with_all_microbatches(schedule):
+    workers, expected = trained(schedule, 2, 4, 2), whole(2, 4)
+    for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
+        assert loss == pytest.approx(one, abs=1e-6) and norm == pytest.approx(two, rel=1e-6)
+    assert len(workers) == 4 and alike(workers).keys() == expected.weights.keys()
+
+
+def test_with_copies_too_every_schedule_has_the_same_bits():
+    names = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b"]
+    assert len({tuple(results(trained(name, 2, 4, 2))) for name in names}) == 1
+
+
+@pytest.mark.parametrize(("p", "copies"), [(1, 3), (3, 2), (2, 4)])
+def test_other_numbers_of_ranks_and_copies(p, copies):
+    expected = whole(copies, 3)
+    found = results(trained("zb-h1", p, 3, copies))
+    assert [loss for loss, _ in found] == pytest.approx(expected.losses, abs=1e-6)
+    assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "breadth-first"])
+def test_sharing_out_the_optimizer_changes_no_bit(schedule):
+    """Loss, norm, clipping and weights."""
+    plain, shared = trained(schedule, 2, 4, 2), trained(schedule, 2, 4, 2, zero1=True)
+    assert results(plain) == results(shared)
+    before, after = alike(plain), alike(shared)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_optimizer_state_is_shared_out():
+    def held(workers):
+        return [
+            sum(t.numel() for o in worker.optimizers.values() for s in o.optimizer.state.values() for t in s.values())
+            for worker in workers
+        ]
+
+    all_of_it, parts = held(trained("1f1b", 2, 4, 2)), held(trained("1f1b", 2, 4, 2, zero1=True))
+    assert sum(parts) == pytest.approx(sum(all_of_it) / 2, rel=0.01)
+    assert max(parts) < 0.8 * max(all_of_it)  # whole matrices are dealt, and here there are few
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1):
+    plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1})
+
+    def poison(worker):
+        stage = worker.stages[worker.plan.rank]
+        forward, parameter = stage.forward, next(iter(stage.parameters.values()))
+
+        def broken(x, step, mb, *rest):
+            if (worker.rank, step, mb) == (3, 1, 3):  # the last microbatch of the second copy
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            return forward(x, step, mb, *rest)
+
+        stage.forward = broken
+
+    one, two, three = (run_threads(plan, steps, setup=poison) for steps in (1, 2, 3))
+    assert [[r.skipped for r in worker.results] for worker in three] == [[False, True, False]] * 4
+    before, after = alike(one), alike(two)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the skipped step left no trace"
+    assert not all(torch.equal(before[name], p) for name, p in alike(three).items())
+
+
+def test_dropout_draws_by_the_number_of_the_microbatch_among_those_of_all_copies():
+    plan = copies_of("zb-h1", 2, 2, 2, model=user("residual", dropout=0.4), **VECTORS)
+    expected = reference(plan, 2)
+    assert [loss for loss, _ in results(run_threads(plan, 2))] == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_every_copy_reads_samples_of_its_own():
+    plan = copies_of("1f1b", 2, 3, 2)
+    read: dict[int, list[int]] = {}
+
+    def listen(worker):
+        if worker.batches is not None:
+            inputs, found = worker.batches.inputs, read.setdefault(worker.rank, [])
+            indices = worker.batches.indices
+            worker.batches.inputs = lambda step, mb: (found.extend(indices(step, mb)), inputs(step, mb))[1]
+
+    run_threads(plan, 2, setup=listen)
+    first, second = read[0], read[2]
+    assert len(first) == len(second) == 2 * 3 * 2 and not set(first) & set(second)
+    assert len(set(first)) == len(first)
+
+
+def test_a_layer_that_does_not_train_gets_no_gradient_on_any_copy():
+    plan = copies_of("1f1b", 2, 2, 2, model=user("frozen", which=[0]), keep=without_step, **VECTORS)
+    workers = run_threads(plan, 1)
+    assert all(w.stages[0].parameters["layers.0.up.weight"].grad is None for w in workers if w.plan.rank == 0)
+
+
+def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
+    hub = Hub(1)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    bucket = Bucket([parameter], (0,))
+    bucket.start(hub.end(0))
+    with pytest.raises(ZbcError, match="started twice"):
+        bucket.start(hub.end(0))
+    plan = copies_of("1f1b", 1, 1, 2)
+    program = plan.program.with_ranks([[*ops[:-1], Op(Kind.REDUCE, 0)] for ops in plan.program.ranks], by="test")
+    hub = Hub(2)
+    worker = make_worker(type(plan)(plan.manifest, program), 0, hub)
+    worker.finish_sums = lambda: None
+    worker.all_reduce = lambda tensor, ranks: None
+    with pytest.raises(ZbcError, match="a sum of gradients was started"):
+        run_step(worker, 0)
+
+
+# ---- a weight that two stages share --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tied_embeddings_have_the_gradients_of_one_process(schedule):
+    """Two terms of a sum in another order, so 1e-6."""
+    plan = copies_of(schedule, 2, 4, 1, tied=True, keep=without_step)
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    assert found.keys() == expected.grads.keys() and "head.logits.weight" not in found
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(found[name].grad, grad, rtol=1e-6, atol=1e-6, msg=name)
+    for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
+        assert loss == one and norm == pytest.approx(two, rel=1e-6), "the norm counts the weight once"
+
+
+def test_within_one_stage_a_tied_weight_is_one_parameter():
+    plan = copies_of("1f1b", 1, 4, 1, tied=True, keep=without_step)
+    (worker,), expected = run_threads(plan, 1), reference(plan)
+    stage = worker.stages[0]
+    assert stage.layers[-1].module.logits.weight is stage.layers[0].module.tokens.weight
+    torch.testing.assert_close(
+        stage.parameters["embed.tokens.weight"].grad, expected.grads["embed.tokens.weight"], rtol=1e-8, atol=1e-8
+    )
+
+
+def test_where_both_stages_are_on_one_rank_they_share_the_weight_and_nothing_travels():
+    plan = copies_of("zb-v", 2, 4, 1, tied=True)
+    assert not any(op.kind is Kind.TIE for _, _, op in plan.program)
+    worker = run_threads(plan, 2)[0]
+    head, embed = worker.stages[3].layers[-1].module, worker.stages[0].layers[0].module
+    assert head.logits.weight is embed.tokens.weight
+    assert "embed.tokens.weight" not in worker.stages[3].parameters, "only the first stage steps it"
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 2), ("1f1b", 3), ("zb-h1", 2), ("interleaved-1f1b", 2)])
+def test_both_copies_of_a_tied_weight_stay_bit_identical(schedule, p):
+    workers, expected = trained(schedule, p, 4, 1, tied=True), whole(1, 4, tied=True)
+    found = [w.stages[s].parameters["embed.tokens.weight"] for w in workers for s in w.stages if s in (0, _last(w))]
+    assert len(found) == 2 and found[0] is not found[1] and torch.equal(*found)
+    assert [loss for loss, _ in results(workers)] == pytest.approx(expected.losses, abs=1e-6)
+
+
+def _last(worker):
+    return worker.plan.manifest.stages - 1
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_tied_weights_and_copies_together(schedule, zero1):
+    workers, expected = trained(schedule, 2, 4, 2, zero1, tied=True), whole(2, 4, tied=True)
+    alike(workers)
+    assert [loss for loss, _ in results(workers)] == pytest.approx(expected.losses, abs=1e-6)
+    assert [norm for _, norm in results(workers)] == pytest.approx(expected.norms, rel=1e-6)
+    assert all(isinstance(o, Sharded) is zero1 for w in workers for o in w.optimizers.values())
+
+
+def test_every_weight_is_written_down_from_one_rank():
+    workers = trained("zb-h1", 2, 4, 2, True, tied=True)
+    names = [name for worker in workers for name in worker.primary()]
+    assert sorted(names) == sorted(whole(2, 4, tied=True).weights)

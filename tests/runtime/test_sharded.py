@@ -1,0 +1,112 @@
+"""Which rank steps which part of a stage, and that the parts make the whole."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime.hub import Hub
+from zbc.runtime.optimizer import InPlace
+from zbc.runtime.sharded import Piece, Sharded, cut, deal
+from zbc.runtime.validate import CHUNK
+
+ADAMW = spec.Optimizer(lr=0.1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), ranks=st.integers(1, 6))
+def test_pieces_are_dealt_in_order_and_evenly(sizes, ranks):
+    pieces = [Piece(str(i), 0, size) for i, size in enumerate(sizes)]
+    shares = deal(pieces, ranks)
+    assert [piece for share in shares for piece in share] == pieces and len(shares) == ranks
+    for share in shares:
+        assert sum(piece.size for piece in share) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+def test_large_parameters_are_cut_at_the_marks_of_the_norm():
+    empty = {"a": (2 * CHUNK + 5,), "b": (3, 4), "c": (), "d": (0,)}
+    found = cut({name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in empty.items()})
+    assert found[:3] == [Piece("a", 0, CHUNK), Piece("a", CHUNK, 2 * CHUNK), Piece("a", 2 * CHUNK, 2 * CHUNK + 5)]
+    assert found[3:] == [Piece("b", 0, 12), Piece("c", 0, 1), Piece("d", 0, 0)]
+
+
+def modules():
+    """A weight in three pieces, one that is not contiguous, one that does not train, one without a gradient."""
+    torch.manual_seed(0)
+    turned = nn.Parameter(torch.randn(6, 4, 3).transpose(0, 2))
+    named = {"large": nn.Parameter(torch.randn(3, CHUNK - 7)), "turned": turned, "idle": nn.Parameter(torch.ones(5))}
+    return {**named, "frozen": nn.Parameter(torch.ones(2), requires_grad=False), "scale": nn.Parameter(torch.ones(()))}
+
+
+def gradients(rank, step):
+    source = torch.Generator().manual_seed(10 * step + rank)
+    shapes = {"large": (3, CHUNK - 7), "turned": (3, 4, 6), "scale": ()}
+    return {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_make_the_steps_of_the_whole_bit_by_bit(ranks):
+    whole = InPlace(ADAMW, modules())
+    hub = Hub(ranks)
+    parts = [Sharded(ADAMW, modules(), ranks=tuple(range(ranks)), rank=rank) for rank in range(ranks)]
+    squares: dict[int, dict] = {}
+
+    def run(rank):
+        one, end = parts[rank], hub.end(rank)
+        for step in range(2):
+            for name, grad in gradients(rank, step).items():
+                one.parameters[name].grad = grad
+            one.start(end)
+            assert all(p.grad is None for p in one.parameters.values())
+            one.finish()
+            squares[rank] = one.squares()
+            one.step(0.5)
+            one.drop()
+            one.start_gather(end)
+            one.finish_gather()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step in range(2):
+        for rank in range(ranks):
+            for name, grad in gradients(rank, step).items():
+                p = whole.parameters[name]
+                p.grad = grad if p.grad is None else p.grad + grad
+        expected = whole.squares()
+        whole.step(0.5)
+        whole.drop()
+    for name, parameter in whole.parameters.items():
+        assert all(torch.equal(one.parameters[name], parameter) for one in parts), name
+    for name, square in expected.items():
+        assert torch.equal(sum(s[name] for s in squares.values() if name in s), square), name
+    states = [sum(t.numel() for s in one.optimizer.state.values() for t in s.values()) for one in parts]
+    assert max(states) <= sum(states) / ranks + 2 * CHUNK  # two numbers for each element, and pieces are not cut
+
+
+def test_parameters_of_two_types_in_one_stage_are_refused():
+    mixed = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3, dtype=torch.float64))}
+    with pytest.raises(ZbcError) as caught:
+        Sharded(ADAMW, mixed, ranks=(0, 1), rank=0)
+    assert caught.value.code == "E110" and "float32, float64" in caught.value.message
+
+
+def test_a_stage_without_parameters_has_nothing_to_do():
+    one = Sharded(ADAMW, {}, ranks=(0, 1), rank=0)
+    end = Hub(2).end(0)
+    one.start(end)
+    one.finish()
+    one.step(None)
+    one.drop()
+    one.start_gather(end)
+    one.finish_gather()
+    assert one.squares() == {} and one.optimizer is None
