@@ -23,6 +23,8 @@ LAYERS = [
     ["zbc.plan"],
     ["zbc.compiler.footprint"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
+    ["zbc.compiler.ways"],
+    ["zbc.compiler.bounds_mirrored"],
     [
         "zbc.compiler.simulate",
         "zbc.compiler.transit",
@@ -37,6 +39,8 @@ LAYERS = [
         "zbc.compiler.schedules.lagged",
         "zbc.compiler.schedules.looped",
         "zbc.compiler.schedules.vshape",
+        "zbc.compiler.schedules.slots",
+        "zbc.compiler.schedules.dualpipe",
         "zbc.compiler.passes",
     ],
     ["zbc.compiler.search"],

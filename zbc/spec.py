@@ -41,7 +41,12 @@ class Schedule(Section):
     microbatches: Count = Field(description="microbatches per step and pipeline")
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
-    group: Count | None = Field(None, description="interleaved-1f1b: microbatches per round; default one per rank")
+    group: Count | None = Field(
+        None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
+    )
+    early: Annotated[int, Field(ge=0, le=2)] | None = Field(
+        None, description="waves: forwards of the next unit that run before the last backwards of this one"
+    )
     memory_limit: str | None = Field(
         None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from zbc.compiler.bounds import Bounds, bounds
@@ -61,9 +62,8 @@ def costs(rng: Random, where: Placement, *, digits: int | None = None) -> Costs:
     act_b = rounded((1 + rng.choice((0.0, uneven)) * rng.uniform(-1, 1)) / v for _ in range(n))
     share = rng.choice((0.0, 0.4, 1.0, 1.3))
     act_w = rounded(a * (share if rng.random() < 0.7 else rng.random()) for a in act_b)
-    pipe = where.pipes[0]
-    links = tuple(rng.choice((comm, comm, 2 * comm)) if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
-    return Costs(times[0], times[1], times[2], act_b, act_w, (rounded(links),))
+    links = [[rng.choice((comm, comm, 2 * comm)) if a != b else 0.0 for a, b in pairwise(p)] for p in where.pipes]
+    return Costs(times[0], times[1], times[2], act_b, act_w, tuple(map(rounded, links)))
 
 
 def limits(rng: Random, where: Placement, given: Costs, m: int) -> tuple[float, ...] | None:

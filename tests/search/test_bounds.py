@@ -11,8 +11,9 @@ from tests.search.instances import PROFILES, Recorder, costs, instance
 from zbc.compiler.bounds import bounds
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
-from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.schedules import SCHEDULES, Request, slots
 from zbc.compiler.search.exact import solve
+from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
@@ -27,7 +28,8 @@ def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
     schedule, rng = SCHEDULES[name], Random(name)
     for _ in range(4 if schedule.searched else 40):
         p, m = (rng.randint(1, 4), rng.randint(1, 6)) if schedule.searched else (rng.randint(1, 8), rng.randint(1, 24))
-        v = schedule.default_chunks if schedule.chunks[1] else rng.randint(1, 3)
+        p *= schedule.ranks_in
+        v = rng.choice([v for v in (1, 2, 3, 4) if schedule.allows(v)])
         given = costs(rng, schedule.placement(p, v))
         try:
             program = schedule.make(Request(p, m, v, costs=given))
@@ -112,3 +114,36 @@ def test_memory_buys_no_makespan_beyond_the_way_down(p, m, profile):
     linear, v = Placement.linear(p), Placement.vshape(p)
     assert bounds(linear, Costs.uniform(linear, *profile), m).makespan == pytest.approx(work + (p - 1) * (f + comm))
     assert bounds(v, Costs.uniform(v, *profile), m).makespan == pytest.approx(work + (p - 1) * (f / 2 + comm))
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_no_order_of_two_pipes_beats_the_bounds(block):
+    """Random starts, random costs, any split of the microbatches, and a list scheduler that fills the gaps."""
+    met = 0
+    for seed in range(100 * block, 100 * block + 60):
+        rng = Random(seed)
+        p, v, m = rng.randint(1, 6), rng.randint(1, 3), rng.randint(1, 10)
+        placement = Placement.bidirectional(Placement.vshape(p, v).pipes[0])
+        given = costs(rng, placement)
+        odds = rng.choice((0.0, 0.2, 0.5, 1.0))
+        starts = sorted((rng.randint(0, 4 * m), int(rng.random() < odds)) for _ in range(m))
+        base = slots.program(placement, starts, "random", split=rng.random() < 0.7)
+        used = [rank.units for rank in peaks(base, given)]
+        room = [units * rng.choice((1.0, 1.5)) for units in used]
+        for program in (base, follow(base, given, room, Manner(8, 0.5)), follow(base, given, used, Manner(40))):
+            timeline = simulate(program, given)
+            for limits in (None, [rank.units for rank in peaks(program, given)]):
+                least = bounds(placement, given, m, limits)
+                assert timeline.span >= least.span * (1 - 1e-9), seed
+                assert timeline.makespan >= least.makespan * (1 - 1e-9), seed
+                met += timeline.makespan <= least.makespan * (1 + 1e-9)
+    assert met >= 5
+
+
+@pytest.mark.parametrize("p", [2, 4, 5, 8])
+def test_split_chimera_and_bitpipe_reach_their_bounds(p):
+    for name, v in (("chimera-zb", 1), ("bitpipe-zb", 2)):
+        program = SCHEDULES[name].make(Request(p, 2 * p, v))
+        given = Costs.uniform(program.placement)
+        least = bounds(program.placement, given, 2 * p, float(p))
+        assert simulate(program, given).makespan == pytest.approx(least.makespan)

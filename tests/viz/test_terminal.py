@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compiler.grid import FIXED, make
+from tests.compiler.grid import FIXED, WAVES, make
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
 from zbc.compiler.passes import lower
@@ -12,7 +12,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.simulate import simulate
 from zbc.viz.terminal import View, draw
 
-every = pytest.mark.parametrize("name", FIXED)
+every = pytest.mark.parametrize("name", [*FIXED, *WAVES])
 PAPER = (18.522, 18.086, 9.337, 0.601)  # ms of F, B, W and a transfer; arXiv 2401.10241, 1.5B
 
 
@@ -63,6 +63,17 @@ def test_lower_case_is_the_second_stage_of_a_rank():
     assert found[3].startswith("......F0f0F1f1F2f2F3f3")
     assert "lower case" in picture("zb-v", 4, 8, View()).plain
     assert "lower case" not in picture("zb-h1", 4, 8, View()).plain
+
+
+def test_the_pipe_that_runs_up_has_letters_of_its_own():
+    """Also where a cell has room for nothing but the letter."""
+    for width in (60, 120):
+        found = rows(picture("chimera", 4, 4, View(width=width)).plain)
+        kinds = ["".join(c for c in found[rank] if c.isalpha()) for rank in (0, 3)]
+        assert kinds[0] == "FFPQPQDD"
+        assert kinds[1] == "PPFDFDQQ"
+    assert "the pipe that runs upwards" in picture("chimera", 4, 4, View()).plain
+    assert "upwards" not in picture("hanayo", 4, 4, View()).plain
 
 
 def test_only_the_ranks_asked_for_are_drawn():

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
+from zbc.compiler.bounds_mirrored import mixed
 from zbc.compiler.cost import Costs
+from zbc.compiler.ways import INF, ROOM, Way, fill
 from zbc.ir import Placement
-
-INF = float("inf")
-ROOM = 1e-6  # limits are compared with this slack everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +35,26 @@ class Bounds:
 def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
     """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
 
-    With several pipes only the total work is counted, since the split of microbatches between them is free.
+    With two pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py.
     """
-    if len(placement.pipes) > 1:
-        total = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in range(costs.stages)) / placement.ranks
-        return Bounds(total, total)
     # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
     costs = replace(costs, act_w=tuple(map(min, costs.act_b, costs.act_w)))
     p = placement.ranks
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
-    way = _Way(placement, costs)
+    if len(placement.pipes) > 1:
+        alone = [
+            bounds(Placement((pipe,)), replace(costs, comm=(links,)), m, limits)
+            for pipe, links in zip(placement.pipes, costs.comm, strict=True)
+        ]
+        makespan, span = mixed(placement, costs, m, limits)
+        return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
+    way = Way(placement, costs)
     single = [_Rank(way, m, limits, r).bounds() for r in range(p)]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
-class _Way:
-    """Least times between ops of one microbatch, by prefix sums along its path."""
-
-    def __init__(self, placement: Placement, costs: Costs) -> None:
-        self.placement, self.costs = placement, costs
-        self.last = placement.stages - 1
-        self._f = [0.0, *accumulate(costs.f)]
-        self._b = [0.0, *accumulate(costs.b)]
-        self._lag = [0.0, *accumulate(costs.comm[0])]
-
-    def down(self, s: int, t: int) -> float:
-        """From the start of F_s to the start of F_t."""
-        return self._f[t] - self._f[s] + self._lag[t] - self._lag[s]
-
-    def up(self, t: int, s: int) -> float:
-        """From the start of B_t to the start of B_s, s <= t."""
-        return self._b[t + 1] - self._b[s + 1] + self._lag[t] - self._lag[s]
-
-    def around(self, s: int, t: int) -> float:
-        """From the start of F_s to the start of B_t."""
-        return self.down(s, self.last) + self.costs.f[self.last] + self.up(self.last, t)
-
-
 class _Rank:
-    def __init__(self, way: _Way, m: int, limits: Sequence[float], rank: int) -> None:
+    def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank
         self.limit = limits[rank] + ROOM
         self.costs = way.costs
@@ -99,8 +78,8 @@ class _Rank:
     def _warm(self) -> float:
         """Idle time before the first B."""
         costs = self.costs
-        fill = _fill([(costs.act_b[s], costs.f[s], self.m) for s in self.stages], self.limit)
-        return max(0.0, self.way.around(self.low, self.high) - fill)
+        meanwhile = fill([(costs.act_b[s], costs.f[s], self.m) for s in self.stages], self.limit)
+        return max(0.0, self.way.around(self.low, self.high) - meanwhile)
 
     def _tail(self) -> float:
         """Idle time between the last F and the B_lo of its microbatch."""
@@ -108,7 +87,7 @@ class _Rank:
         window = self.way.around(self.high, self.low) - costs.f[self.high]
         items = [(costs.act_b[s], costs.b[s] + costs.w[s], m - 1) for s in self.stages]
         items += [(costs.act_w[s], costs.w[s], m) for s in self.stages]
-        others = _fill(items, self.limit - sum(costs.act_b[s] for s in self.stages))
+        others = fill(items, self.limit - sum(costs.act_b[s] for s in self.stages))
         own = sum(costs.b[s] + costs.w[s] for s in self.stages if s != self.low)
         return max(0.0, window - others - own)
 
@@ -116,7 +95,7 @@ class _Rank:
         """W time that cannot be put off behind the last B of `rank`, since what is put off is held."""
         costs, m = self.costs, self.m
         total = m * sum(costs.w[s] for s in stages)
-        later = _fill([(costs.act_w[s], costs.w[s], m) for s in stages], self.limits[rank] + ROOM)
+        later = fill([(costs.act_w[s], costs.w[s], m) for s in stages], self.limits[rank] + ROOM)
         return max(0.0, total - later)
 
     def _little(self) -> float:
@@ -186,20 +165,3 @@ def _release(room: float, unit: float, kept: float, b: float, w: float) -> float
     while j * kept - (j - 1) * unit > room:
         j += 1
     return min(w, (j - 1) * b)
-
-
-def _fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
-    """Most time whose memory fits in `room`: items are (memory, time, how many there are). Parts of an item count."""
-    if room >= 1e14:
-        return sum(time * count for _, time, count in items)
-    total = 0.0
-    for memory, time, count in sorted(items, key=lambda item: -item[1] / item[0] if item[0] > 0 else -INF):
-        if memory <= 0:
-            total += time * count
-            continue
-        if room <= 0:
-            break
-        take = min(float(count), room / memory)
-        total += take * time
-        room -= take * memory
-    return total

@@ -18,6 +18,7 @@ from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.order import order
 from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
+from zbc.compiler.schedules.options import option_problems
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
@@ -82,7 +83,7 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
         found = find(kind)
     except ZbcError as error:
         return [ZbcError("E104", error.message, where=where(("schedule", "kind")), hint=error.hint)]
-    problems = _group_problems(draft, found)
+    problems = option_problems(draft, found, SCHEDULES.values())
     if not isinstance(chunks, int) or chunks < 1:  # left out, or a problem of its own
         return problems
     try:
@@ -90,21 +91,6 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     except ZbcError as error:
         problems.append(ZbcError(error.code, error.message, where=where(("schedule", "chunks")), hint=error.hint))
     return problems
-
-
-def _group_problems(draft: Draft, schedule: Schedule) -> list[ZbcError]:
-    """`schedule.group` is for one schedule, and a round must cover the pipeline."""
-    section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
-    if section is None or parallel is None or section.group is None:
-        return []
-    where = draft.document.where(("schedule", "group"))
-    if schedule.name != "interleaved-1f1b":
-        text = f"schedule: schedule.group is for interleaved-1f1b, not for {schedule.name}"
-        return [ZbcError("E120", text, where=where, hint="leave it out")]
-    if section.group < parallel.pp:
-        text = f"schedule: schedule.group = {section.group} does not cover the {parallel.pp} ranks of the pipeline"
-        return [ZbcError("E120", text, where=where, hint=f"set it to {parallel.pp} or more, or leave it out")]
-    return []
 
 
 def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) -> Compiled:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.search.feasible import least
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.feasible import least_of
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.spec import Job, parse_limit
@@ -32,7 +31,7 @@ def limit_of(job: Job, placement: Placement, costs: Costs) -> Limit:
     asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     p = placement.ranks
     if asked is not None and asked[1] == "x":
-        needs = _least(placement, costs)
+        needs = least_of(placement, costs)
         if max(needs) > asked[0] * p + 1e-6:
             _refuse(job, needs, f"{short(asked[0] * p)} activation units", f"{at_least(max(needs) / p, 6)}x", 1.0)
         return Limit(costs, (asked[0] * p,) * p)
@@ -45,7 +44,7 @@ def limit_of(job: Job, placement: Placement, costs: Costs) -> Limit:
         act_w=tuple(stage.act_w / unit for stage in costs.bytes),
     )
     if asked is not None:
-        needs = _least(placement, counted)
+        needs = least_of(placement, counted)
         if max(needs) > asked[0] / unit + 1e-9:
             _refuse(job, needs, size(asked[0]), f"{at_least(max(needs) * unit / GIB, 6)} GiB", unit)
         return Limit(counted, (asked[0] / unit,) * p)
@@ -53,12 +52,8 @@ def limit_of(job: Job, placement: Placement, costs: Costs) -> Limit:
         return Limit(costs, None)
     # Below the least any order needs there is no plan; search at the least, and let check_memory say what is missing.
     room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(p)]
-    needs = _least(placement, counted)
+    needs = least_of(placement, counted)
     return Limit(counted, tuple(max(a, b) for a, b in zip(room, needs, strict=True)))
-
-
-def _least(placement: Placement, costs: Costs) -> list[float]:
-    return least(Problem.make(placement, costs, 1, None))
 
 
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:

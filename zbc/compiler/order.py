@@ -61,6 +61,7 @@ def _one(
     job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None, budget: float | None
 ) -> Ordered:
     p = job.parallel.pp
+    schedule.check_ranks(p)
     v = schedule.stages_per_rank(chunks)
     placement = schedule.placement(p, v)
     stages, costs = _costs(job, placement, table)
@@ -90,6 +91,7 @@ def _request(job: Job, v: int, limit: Limit, budget: float) -> Request:
         m=job.schedule.microbatches,
         v=v,
         group=job.schedule.group,
+        early=job.schedule.early,
         costs=limit.costs,
         memory_limit=limit.units,
         objective=job.objective,

@@ -145,6 +145,8 @@ def title(program: Program) -> str:
     """`zb-v: 4 ranks, 8 stages, 8 microbatches`."""
     placement = program.placement
     counts = [(placement.ranks, "rank"), (placement.stages, "stage"), (program.microbatches, "microbatch")]
+    if len(placement.pipes) > 1:
+        counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
     copies = f", {program.copies} copies of it" if program.copies > 1 else ""
     return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from zbc.compiler.schedules import searched
+from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, interleaved_1f1b
 from zbc.compiler.schedules.request import Generator, Request, Schedule
@@ -68,6 +69,7 @@ _ALL = (
         memory="p + (p-1)/v",
         aliases=("ScheduleInterleaved1F1B", "1f1b-i", "interleaved"),
         needs="closed forms hold when p divides m; any m runs",
+        options=("group",),
     ),
     Schedule(
         name="breadth-first",
@@ -245,6 +247,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
+    *BIDIRECTIONAL,
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}

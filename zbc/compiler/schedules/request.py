@@ -26,7 +26,9 @@ class Request:
     p: int
     m: int
     v: int = 1
-    group: int | None = None  # microbatches per round of interleaved schedules, at least p
+    group: int | None = None  # microbatches per round of interleaved schedules, or per unit of waves
+    early: int | None = None  # waves: forwards of the next unit that run early, 0 to 2
+    overlap: bool = False  # dualpipe: a forward and a backward are one group
     costs: Costs | None = None
     memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"
@@ -63,13 +65,16 @@ class Schedule:
     memory: str  # peak on the fullest rank, activation units
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
+    options: tuple[str, ...] = ()  # of group, early and overlap, those that mean something to it
+    chunks_in: int = 1  # stages per rank are a multiple of this
+    ranks_in: int = 1  # so are ranks
     searched: bool = False  # made for the costs and the memory limit of the job
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
         low, high = self.chunks
-        return chunks is None or (chunks >= low and (high is None or chunks <= high))
+        return chunks is None or (chunks >= low and (high is None or chunks <= high) and chunks % self.chunks_in == 0)
 
     def stages_per_rank(self, asked: int | None) -> int:
         """The chunks to use. Raises E120 if the schedule cannot have as many as asked for."""
@@ -77,9 +82,19 @@ class Schedule:
         v = self.default_chunks if asked is None else asked
         if not self.allows(v):
             allowed = f"{low}" if high == low else f"{low} or more" if high is None else f"{low} to {high}"
+            allowed += f", in multiples of {self.chunks_in}," if self.chunks_in > 1 else ""
             raise ZbcError(
                 "E120",
                 f"schedule: {self.name} has {allowed} stages per rank, schedule.chunks is {v}",
-                hint=f"set schedule.chunks = {low}, or leave it out",
+                hint=f"set schedule.chunks = {max(low, v + -v % self.chunks_in) if high is None else low}, "
+                "or leave it out",
             )
         return v
+
+    def check_ranks(self, p: int) -> None:
+        """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""
+        step = self.ranks_in
+        if p % step:
+            near = [str(n) for n in (p - p % step, p + -p % step) if n > 0]
+            text = f"schedule: {self.name} needs a multiple of {step} ranks, parallel.pp is {p}"
+            raise ZbcError("E120", text, hint=f"set parallel.pp = {' or '.join(near)}")

@@ -25,7 +25,7 @@ from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.engine import Engine, available
-from zbc.compiler.search.feasible import least, one_by_one
+from zbc.compiler.search.feasible import check_feasible, one_by_one
 from zbc.compiler.search.ladder import Question, climb
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import Problem
@@ -80,7 +80,7 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
     costs = request.costs or Costs.uniform(placement)
     costs = costs if split else _whole(costs)
     problem = Problem.make(placement, costs, request.m, request.limits())
-    _check_feasible(name, problem, request)
+    check_feasible(name, placement, costs, request.limits())
     engine = Engine(available() and request.budget > 0)  # loading compiled code takes longer than the fast tier
 
     def bound(limits: Sequence[float]) -> float:
@@ -114,25 +114,6 @@ def _join(program: Program) -> Program:
         for ops in program.ranks
     ]
     return replace(program, ranks=tuple(ranks))
-
-
-def _check_feasible(name: str, problem: Problem, request: Request) -> None:
-    """Raise E303 with the smallest limit that works."""
-    needs = least(problem)
-    short = [r for r in range(problem.p) if needs[r] > problem.limit[r] + 1e-6]
-    if short:
-        rank = max(short, key=lambda r: needs[r] - problem.limit[r])
-        text = f"does not fit: rank {rank} holds {needs[rank]:.6g} activation units for one microbatch alone"
-        text += f", its limit is {problem.limit[rank]:.6g}"
-        share = max(needs) / request.p
-        hint = f'the smallest memory_limit for {name} here is "{_round_up(share)}x"'
-        raise ZbcError("E303", text, hint=hint)
-
-
-def _round_up(share: float) -> str:
-    """A decimal not below `share`, short enough to type."""
-    digits = f"{share:.6f}"
-    return (digits if float(digits) >= share - 1e-9 else f"{share + 1e-6:.6f}").rstrip("0").rstrip(".")
 
 
 def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterator[tuple[str, Sequence[int]]]:

@@ -6,7 +6,31 @@ microbatch, run alone, holds at its fullest. Running microbatches one after anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from zbc.compiler.cost import Costs
 from zbc.compiler.search.problem import Problem
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.text import at_least
+
+
+def least_of(placement: Placement, costs: Costs) -> list[float]:
+    """`least` for any placement: with several pipes, that of one microbatch in the pipe that needs more."""
+    pipes = [least(Problem.make(Placement((pipe,)), costs, 1, None)) for pipe in placement.pipes]
+    return [max(needs) for needs in zip(*pipes, strict=True)]
+
+
+def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequence[float] | None) -> None:
+    """Raise E303 with the smallest limit that works if some rank's is below what any order needs."""
+    needs = least_of(placement, costs)
+    short = [r for r, limit in enumerate(limits or ()) if needs[r] > limit + 1e-6]
+    if limits and short:
+        rank = max(short, key=lambda r: needs[r] - limits[r])
+        text = f"does not fit: rank {rank} holds {needs[rank]:.6g} activation units for one microbatch alone"
+        text += f", its limit is {limits[rank]:.6g}"
+        share = max(needs) / placement.ranks
+        raise ZbcError("E303", text, hint=f'the smallest memory_limit for {name} here is "{at_least(share, 6)}x"')
 
 
 def least(problem: Problem) -> list[float]:

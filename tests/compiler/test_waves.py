@@ -1,0 +1,219 @@
+"""Bidirectional and wave schedules: the reference orders, closed forms, cuts in half, and any p and m."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.compiler.grid import WAVES, make, timed, units
+from tests.compiler.test_paper_tables import rows
+from zbc.compiler.check import check_all
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request, find
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement
+
+every = pytest.mark.parametrize("name", WAVES)
+
+# variant of the reference file -> schedule, stages per rank and pipe, forwards that run early
+REFERENCE = {
+    "chimera": ("chimera", 1, None),
+    "bitpipe_figure": ("bitpipe", 2, None),
+    "bitpipe_code": ("bitpipe", 2, 1),
+    "dualpipe": ("dualpipe", 1, None),
+    "dualpipev": ("dualpipe-v", 2, None),
+    "hanayo_w1": ("hanayo", 2, None),
+    "hanayo_w2": ("hanayo", 4, None),
+}
+
+
+@pytest.mark.parametrize("variant", REFERENCE)
+def test_reference_orders_are_reproduced_or_beaten(variant):
+    """Hanayo's reference empties the pipe between units, ours joins them; all others are equal."""
+    name, v, early = REFERENCE[variant]
+    cells = [row for row in rows("unit_cost_orders.csv") if row["variant"] == variant]
+    assert len(cells) >= 6
+    for row in cells:
+        p, m = int(row["p"]), int(row["m"])
+        program = SCHEDULES[name].make(Request(p, m, v, early=early))
+        timeline = timed(program, comm=float(row["comm"]))
+        if name == "hanayo" and m > p:
+            assert timeline.makespan < float(row["makespan"]), row
+        else:
+            assert timeline.makespan == pytest.approx(float(row["makespan"])), row
+            assert timeline.span == pytest.approx(float(row["span"])), row
+        assert units(program) == pytest.approx([float(x) for x in row["peak_act_per_rank"].split()]), row
+        sends = sum(op.kind.is_send for _, _, op in lower(program))
+        assert sends == int(row["p2p_msgs_sent_total"]), row
+
+
+CLOSED_FORMS = {  # name -> makespan and peak, for which p, m and v
+    "chimera": lambda p, m, v: (3 * m + (p - 2) * (1 + m // p), p) if p % 2 == 0 and m % p == 0 else None,
+    "bitpipe": lambda p, m, v: (3 * m + 2 * (p - 2) / v, p) if p % 2 == 0 and m == p else None,
+    "dualpipe": lambda p, m, v: (3 * m + p / 2 - 1, p + 1) if m % 2 == 0 and m >= 2 * p else None,
+    "dualpipe-v": lambda p, m, v: (3 * m + (p - 1) / 2, p + 0.5) if m >= 2 * p else None,
+    "hanayo": lambda p, m, v: (3 * m + 4 * (p - 1) / v, p) if m == p else None,
+    "chimera-zb": lambda p, m, v: (3 * m + (p - 1) // 2, p) if m in (p, 2 * p) and 4 <= p <= 10 else None,
+    "bitpipe-zb": lambda p, m, v: (3 * m + (p - 1) // 2 / v, p) if m in (p, 2 * p) and 4 <= p <= 10 else None,
+}
+
+
+@every
+def test_closed_forms_hold_up_to_16_ranks(name):
+    tried = 0
+    for p in (2, 4, 5, 6, 8, 9, 10, 12, 16):
+        for m in (p, 2 * p, 2 * p + 1, 3 * p, 4 * p):
+            for v in {SCHEDULES[name].default_chunks, 4 if name in ("bitpipe", "hanayo") else 2}:
+                if not SCHEDULES[name].allows(v) or p % SCHEDULES[name].ranks_in:
+                    continue
+                expected = CLOSED_FORMS[name](p, m, v)
+                if expected is not None:
+                    tried += 1
+                    program = make(name, p, m, v)
+                    found = timed(program).makespan, max(units(program))
+                    assert found == pytest.approx(expected), f"p={p} m={m} v={v}"
+    assert tried >= 6
+
+
+@every
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 7])
+def test_any_number_of_microbatches_runs_once_through_every_stage(name, p):
+    """Public generators lose microbatches from 3p on, or want special counts."""
+    schedule = SCHEDULES[name]
+    if p % schedule.ranks_in:
+        return
+    for m in (1, 2, 3, 5, 8, 13, 3 * p, 3 * p + 1, 24):
+        program = make(name, p, m)
+        check_all(program)
+        pipe = {op.mb: op.pipe for _, _, op in program if op.kind is Kind.F and op.stage == 0}
+        expected = {
+            (program.placement.rank_of(s, pipe[i]), Op(kind, s, i, pipe[i]))
+            for kind in (Kind.F, Kind.B)
+            for s in range(program.placement.stages)
+            for i in range(m)
+        }
+        found = Counter((r, op._replace(kind=Kind.B if op.kind is Kind.BW else op.kind)) for r, _, op in program)
+        assert all(found[place] == 1 for place in expected), f"p={p} m={m}"
+        check_all(lower(program))
+
+
+@every
+def test_each_pipe_takes_its_microbatches_in_order_at_every_stage(name):
+    """Then the gradients of a copy add up in one order, whatever the schedule."""
+    for p in (2, 4, 6):
+        for m in (3, 8, 13):
+            for ops in make(name, p, m).ranks:
+                last = {}
+                for op in ops:
+                    key = op.kind, op.stage, op.pipe
+                    assert last.get(key, -1) < op.mb
+                    last[key] = op.mb
+
+
+@every
+def test_activations_stay_within_those_of_the_paper_for_any_number_of_microbatches(name):
+    most = {"dualpipe": 1.0, "dualpipe-v": 0.5}.get(name, 0.0)
+    for p in (2, 3, 4, 6, 8):
+        for m in (1, p - 1, p, p + 1, 2 * p + 1, 19):
+            if m and not p % SCHEDULES[name].ranks_in:
+                assert max(units(make(name, p, m))) <= p + most + 1e-9, f"p={p} m={m}"
+
+
+# ---- cut in half ---------------------------------------------------------------------------------------------
+
+
+def _half(whole, p):
+    """Per rank of one half of a bidirectional timeline: (kind, stage, microbatch of the V, start / 2, end / 2)."""
+    spans = [[] for _ in range(p)]
+    for rank, op, start, end in whole:
+        if rank < p:
+            spans[rank].append((op.kind, op.stage, op.mb // 2, start / 2, end / 2))
+    return spans
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize(("half", "whole"), [("dualpipe-v", "dualpipe"), ("hanayo", "chimera")])
+def test_one_pipe_in_a_v_is_two_pipes_cut_in_half(p, half, whole):
+    """Op by op, exactly in time: DualPipeV of DualPipe, Hanayo with one wave of Chimera; ops of a V take half."""
+    for m in (1, p, 2 * p, 2 * p + 3) if half == "dualpipe-v" else (p, 3 * p):
+        cut = timed(make(half, p, m, 2))
+        both = timed(make(whole, 2 * p, 2 * m, 1))
+        found = [[] for _ in range(p)]
+        for rank, op, start, end in cut:
+            found[rank].append((op.kind, op.stage, op.mb, start, end))
+        assert found == _half(both, p)
+
+
+# ---- what only search can do ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 16), (8, 8), (8, 16)])
+def test_split_backwards_beat_the_papers_with_the_same_parameters_and_activations(p, m):
+    for paper, v in (("chimera", 1), ("bitpipe", 2)):
+        ours, theirs = make(f"{paper}-zb", p, m, v), make(paper, p, m, v)
+        assert ours.placement == theirs.placement
+        assert timed(ours).makespan <= timed(theirs).makespan - 1
+        assert max(units(ours)) <= max(units(theirs)) + 1e-9
+
+
+COSTS = [(1.0, 1.0, 1.0, 0.1, 1.0), (18.5, 18.1, 9.3, 0.6, 0.4), (1.0, 1.5, 0.5, 0.3, 1.0), (1.0, 2.0, 1.0, 0.0, 1.3)]
+
+
+@pytest.mark.parametrize("times", COSTS)
+@pytest.mark.parametrize("share", [0.6, 0.75, 1.0, 1.5])
+def test_a_memory_limit_is_never_exceeded_and_more_memory_never_hurts(times, share):
+    for name, p, m, v in (("chimera-zb", 4, 9, 1), ("bitpipe-zb", 4, 6, 2), ("bitpipe-zb", 5, 10, 2)):
+        placement = SCHEDULES[name].placement(p, v)
+        costs = Costs.uniform(placement, *times)
+        program = SCHEDULES[name].make(Request(p, m, v, costs=costs, memory_limit=share * p))
+        assert max(rank.units for rank in peaks(program, costs)) <= share * p + 1e-6
+        roomy = SCHEDULES[name].make(Request(p, m, v, costs=costs, memory_limit=2.0 * p))
+        assert simulate(roomy, costs).makespan <= simulate(program, costs).makespan * 1.02
+
+
+@pytest.mark.parametrize("name", ["chimera-zb", "bitpipe-zb"])
+def test_the_least_memory_is_that_of_one_microbatch_and_below_it_the_answer_is_what_works(name):
+    v = SCHEDULES[name].default_chunks
+    program = SCHEDULES[name].make(Request(4, 5, v, memory_limit=1.0))
+    assert max(units(program)) == pytest.approx(1.0)
+    check_all(lower(program))
+    with pytest.raises(ZbcError) as caught:
+        SCHEDULES[name].make(Request(4, 5, v, memory_limit=0.9))
+    assert caught.value.code == "E303"
+    assert '"0.25x"' in caught.value.hint
+
+
+def test_longer_units_trade_memory_for_time():
+    for name, v in (("chimera", 1), ("bitpipe", 2), ("hanayo", 2)):
+        short = SCHEDULES[name].make(Request(4, 16, v))
+        long = SCHEDULES[name].make(Request(4, 16, v, group=8))
+        assert timed(long).makespan < timed(short).makespan
+        assert max(units(long)) > max(units(short))
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_dualpipe_wants_an_even_number_of_ranks_and_says_which():
+    with pytest.raises(ZbcError, match=r"dualpipe needs a multiple of 2 ranks, parallel\.pp is 5") as caught:
+        find("dualpipe").check_ranks(5)
+    assert (caught.value.code, caught.value.hint) == ("E120", "set parallel.pp = 4 or 6")
+    find("dualpipe").check_ranks(6)
+
+
+def test_hanayo_wants_an_even_number_of_stages_per_rank():
+    with pytest.raises(ZbcError) as caught:
+        find("hanayo").stages_per_rank(3)
+    assert caught.value.code == "E120"
+    assert "set schedule.chunks = 4" in caught.value.hint
+    assert find("hanayo").stages_per_rank(6) == 6
+
+
+def test_a_mirrored_placement_holds_every_stage_twice():
+    placement = Placement.bidirectional(Placement.vshape(4).pipes[0])
+    assert placement.stages_of(1) == (1, 2, 5, 6)
+    assert placement.holders(1) == (1, 2)

@@ -1,0 +1,91 @@
+"""Lower bounds for placements with two pipes, when both get microbatches.
+
+Rank r holds stages lo..hi of each pipe. What bounds.py says of one pipe holds here for the pipe that asks for less:
+
+- nothing starts on r before the shorter of the ways down to its first stages;
+- before the first B on r, some microbatch has been to the end of its pipe and back; meanwhile r can run F only, and no
+  more of them than fit in memory; likewise behind its last F;
+- behind the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
+  work r can have left only the W that fit in memory.
+
+Work depends on how many microbatches each pipe gets; the split with the least bound counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.ways import ROOM, Way, fill
+from zbc.ir import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Times of one rank in ms: those that hold for every split, and per pipe those of one microbatch."""
+
+    head: float  # before its first op
+    first_b: float  # before its first B, less the F that can run meanwhile
+    warm: float  # the same, from its own first op on
+    tail: float  # idle behind its last F
+    back: float  # from its last B to the end
+    late_w: float  # W that can run behind the last B
+    forced: bool  # a B comes before the last F
+    life: tuple[float, ...]  # least memory-time over the limit
+    f_and_b: tuple[float, ...]
+    w: tuple[float, ...]
+
+    def span(self, split: Sequence[int]) -> float:
+        idle = self.warm + self.tail if self.forced else max(self.warm, self.tail)
+        return max(_of(split, self.f_and_b) + _of(split, self.w) + idle, _of(split, self.life))
+
+    def makespan(self, split: Sequence[int]) -> float:
+        begin = max(self.head, self.first_b)
+        early = max(0.0, _of(split, self.w) - self.late_w)
+        whole = _of(split, self.f_and_b) + _of(split, self.w)
+        return max(begin + _of(split, self.f_and_b) + early + self.back, begin + whole, self.head + self.span(split))
+
+
+def _of(split: Sequence[int], each: Sequence[float]) -> float:
+    return sum(n * x for n, x in zip(split, each, strict=True))
+
+
+def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -> tuple[float, float]:
+    """Makespan and span in ms that no order with microbatches in both pipes can beat; infinite for m = 1."""
+    ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
+    ranks = [_rank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks)]
+    splits = [(x, m - x) for x in range(1, m)]
+    makespan = min((max(rank.makespan(split) for rank in ranks) for split in splits), default=float("inf"))
+    span = min((max(rank.span(split) for rank in ranks) for split in splits), default=float("inf"))
+    return makespan, span
+
+
+def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
+    costs, placement = ways[0].costs, ways[0].placement
+    chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
+    low, high = [c[0] for c in chunks], [c[-1] for c in chunks]
+    stages = [s for c in chunks for s in c]
+    around = [way.around(s, t) for way, s, t in zip(ways, low, high, strict=True)]
+    down = [way.down(0, s) for way, s in zip(ways, low, strict=True)]
+    forwards = fill([(costs.act_b[s], costs.f[s], m) for s in stages], limit)
+    last = [(costs.act_b[s], costs.b[s] + costs.w[s], m) for s in stages]
+    last += [(costs.act_w[s], costs.w[s], m) for s in stages]
+    windows = [way.around(t, s) - costs.f[t] for way, s, t in zip(ways, low, high, strict=True)]
+    back = [way.up(s, 0) - costs.b[s] + costs.b[0] + costs.w[0] for way, s in zip(ways, low, strict=True)]
+    life = [
+        sum(costs.act_b[s] * (way.around(s, s) + costs.b[s]) + costs.act_w[s] * costs.w[s] for s in c) / limit
+        for way, c in zip(ways, chunks, strict=True)
+    ]
+    return _Rank(
+        head=min(down),
+        first_b=min(a + b for a, b in zip(down, around, strict=True)) - forwards,
+        warm=max(0.0, min(around) - forwards),
+        tail=max(0.0, min(windows) - fill(last, limit)),
+        back=min(back),
+        late_w=fill([(costs.act_w[s], costs.w[s], m) for s in stages], limit),
+        forced=m * min(sum(costs.act_b[s] for s in c) for c in chunks) > limit,
+        life=tuple(life),
+        f_and_b=tuple(sum(costs.f[s] + costs.b[s] for s in c) for c in chunks),
+        w=tuple(sum(costs.w[s] for s in c) for c in chunks),
+    )

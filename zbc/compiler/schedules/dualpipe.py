@@ -1,0 +1,122 @@
+"""DualPipe and DualPipeV: microbatches that meet, and forwards paired with backwards of the other direction.
+
+DualPipe runs two pipes of one leg each in opposite directions. Ranks r and p-1-r do the same on mirrored pipes, so an
+order for half of the ranks says it all; folded together at the middle, the two pipes of that half are the two legs of a
+V: that is DualPipeV. For rank r of h = p/2 (DualPipe) or h = p (DualPipeV) and n microbatches per direction (f, b, d, w
+are F, B, BW and W of the direction that enters at the outer end, F, B, D and W of the other, f+D a pair):
+
+    phase   ops                                     times
+    1       f                                       2(h-1-r)
+    2       f F                                     r + 1
+    3       B W F                                   h-1-r
+    4       f+D F+d                                 n - 2h + r + 1
+    5       D F+d                                   h-1-r
+    6       D d, from the middle on B b             r + 1
+    7       W, b                                    h-1-r
+    8       W                                       r + 1
+
+    schedule     m from   makespan, pairs in two ops   pairs as one group    activations   source
+    dualpipe     2p       3m + (p/2 - 1)               3m + (p - 2)          p + 1         DeepSeek-V3, arXiv 2412.19437
+    dualpipe-v   2p       3m + (p-1)/2                 3m + (p - 1)          p + 1/2       the same, cut in half
+
+at T_F = T_B = T_W = 1. The published bubble (p/2 - 1)(F&B + B - 3W) is that of pairs as groups. Fewer or an odd number
+of microbatches use the order of the next possible number with the ops of the missing ones left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from zbc.compiler.schedules.request import Request
+from zbc.ir import Kind, Op, Placement, Program
+
+OUTER, INNER = 0, 1  # directions, by the end of the half at which they enter
+PAIR = None  # F of a direction with BW of the other
+Step = tuple[Kind | None, int]
+
+
+class Direction(NamedTuple):
+    """What a rank holds of one direction, and the microbatches that come that way: first, first + every, ..."""
+
+    stage: int
+    pipe: int
+    every: int
+    first: int
+
+
+def dualpipe(request: Request) -> Program:
+    """Two pipes in opposite directions; p has to be even."""
+    p, m = request.p, request.m
+    n = max(p, (m + 1) // 2)
+    ranks = []
+    for r in range(p):
+        outer = min(r, p - 1 - r)
+        pipe = int(r > outer)  # the one that enters at this end
+        directions = (Direction(outer, pipe, 2, pipe), Direction(p - 1 - outer, 1 - pipe, 2, 1 - pipe))
+        ranks.append(_Rank(directions, m, request.overlap).run(_steps(outer, p // 2, n)))
+    return Program(Placement.bidirectional(range(p)), m, tuple(map(tuple, ranks)), ("dualpipe",))
+
+
+def dualpipe_v(request: Request) -> Program:
+    """One half of DualPipe on 2p ranks, with the V placement."""
+    p, m = request.p, request.m
+    n = max(2 * p, m)
+    ranks = []
+    for r in range(p):
+        directions = (Direction(r, 0, 1, 0), Direction(2 * p - 1 - r, 0, 1, 0))
+        ranks.append(_Rank(directions, m, request.overlap).run(_steps(r, p, n)))
+    return Program(Placement.vshape(p), m, tuple(map(tuple, ranks)), ("dualpipe-v",))
+
+
+def _steps(r: int, h: int, n: int) -> Iterator[Step]:
+    """The phases of the module's table. A W is the oldest that is due, whatever its direction."""
+    rest = h - 1 - r
+    f, inner_f, d, inner_d = (Kind.F, OUTER), (Kind.F, INNER), (Kind.BW, OUTER), (Kind.BW, INNER)
+    b, inner_b, w = (Kind.B, OUTER), (Kind.B, INNER), (Kind.W, OUTER)
+    yield from [f] * (2 * rest)
+    yield from [f, inner_f] * (r + 1)
+    yield from [inner_b, w, inner_f] * rest
+    for i in range(n - 2 * h + r + 1):
+        # At the middle, the first D works on what its rank has just made: in a group, f would have to wait for it.
+        yield from [f, inner_d] if i == 0 and rest == 0 else [(PAIR, OUTER)]
+        yield PAIR, INNER
+    yield from [inner_d, (PAIR, INNER)] * rest
+    yield from ([inner_d, d] * (r + 1))[: r + 1]
+    yield from ([inner_b, b] * (r + 1))[r + 1 :]
+    yield from [w, b] * rest
+    yield from [w] * (r + 1)
+
+
+class _Rank:
+    """Ops of one rank as they are emitted; each direction counts its own microbatches."""
+
+    def __init__(self, directions: Sequence[Direction], m: int, overlap: bool) -> None:
+        self.directions, self.m, self.overlap = directions, m, overlap
+        self.done: dict[tuple[bool, int], int] = {}  # (forward, direction) -> microbatches
+        self.due: list[Op] = []
+        self.ops: list[Op] = []
+
+    def run(self, steps: Iterable[Step]) -> list[Op]:
+        """The ops of all steps, less those of microbatches that do not exist."""
+        for kind, direction in steps:
+            if kind is Kind.W:
+                self.ops.append(self.due.pop(0))
+            elif kind is None:
+                self._pair(self._next(Kind.F, direction), self._next(Kind.BW, 1 - direction))
+            else:
+                op = self._next(kind, direction)
+                self.ops.append(op)
+                if kind is Kind.B:
+                    self.due.append(op._replace(kind=Kind.W))
+        return [op for op in self.ops if op.mb < self.m]
+
+    def _next(self, kind: Kind, direction: int) -> Op:
+        stage, pipe, every, first = self.directions[direction]
+        key = kind is Kind.F, direction
+        count = self.done.get(key, 0)
+        self.done[key] = count + 1
+        return Op(kind, stage, first + every * count, pipe)
+
+    def _pair(self, forward: Op, backward: Op) -> None:
+        self.ops += [forward, backward]

@@ -1,0 +1,50 @@
+"""Keys of [schedule] that only some schedules understand, and the numbers of ranks they can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zbc.compiler.schedules.request import Schedule
+from zbc.errors import ZbcError
+from zbc.spec import Draft
+
+OPTIONS = ("group", "early")
+
+
+def option_problems(draft: Draft, schedule: Schedule, known: Iterable[Schedule]) -> list[ZbcError]:
+    """What a job asks of `schedule` that it cannot do, all of it E120; `known` are all schedules."""
+    section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
+    if section is None or parallel is None:
+        return []
+    problems = list(_not_for(draft, schedule, list(known)))
+    if section.group is not None and "group" in schedule.options:
+        problems += _group(draft, schedule, section.group, parallel.pp)
+    try:
+        schedule.check_ranks(parallel.pp)
+    except ZbcError as error:
+        where = draft.document.where(("parallel", "pp"))
+        problems.append(ZbcError(error.code, error.message, where=where, hint=error.hint))
+    return problems
+
+
+def _not_for(draft: Draft, schedule: Schedule, known: list[Schedule]) -> Iterator[ZbcError]:
+    for key in OPTIONS:
+        value = getattr(draft.sections["schedule"], key)
+        if value is None or key in schedule.options:
+            continue
+        meant = [card.name for card in known if key in card.options]
+        text = f"schedule: schedule.{key} is for {', '.join(meant)}, not for {schedule.name}"
+        yield ZbcError("E120", text, where=draft.document.where(("schedule", key)), hint="leave it out")
+
+
+def _group(draft: Draft, schedule: Schedule, group: int, p: int) -> Iterator[ZbcError]:
+    """A round has to cover the pipeline; a unit has to give every pipe as many microbatches."""
+    where = draft.document.where(("schedule", "group"))
+    pipes = len(schedule.placement(p, schedule.default_chunks).pipes)
+    if schedule.name == "interleaved-1f1b" and group < p:
+        text = f"schedule: schedule.group = {group} does not cover the {p} ranks of the pipeline"
+        yield ZbcError("E120", text, where=where, hint=f"set it to {p} or more, or leave it out")
+    if group % pipes:
+        text = f"schedule: schedule.group = {group} cannot be dealt evenly to the {pipes} pipes of {schedule.name}"
+        near = [str(n) for n in (group - group % pipes, group + -group % pipes) if n > 0]
+        yield ZbcError("E120", text, where=where, hint=f"set it to {' or '.join(near)}, or leave it out")

@@ -1,0 +1,61 @@
+"""Orders made of slots: every op of a microbatch at a fixed offset, microbatches at a fixed distance.
+
+A slot is a turn, not a time. With S stages per pipe, a microbatch that starts at slot t runs
+
+    F s at slot  t + s,    B s (or BW s) at slot  t + 2S - 1 - s,    W s right behind its B
+
+Whatever starts are chosen, the ops of each rank in the order of their slots are an order that ends: what an op needs
+from another rank has a smaller slot, and ops that share a slot do not need each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zbc.ir import Kind, Op, Placement, Program
+
+Start = tuple[int, int]  # the slot at which a microbatch begins, and its pipe
+
+
+def in_units(placement: Placement, m: int, unit: int) -> list[Start]:
+    """Units of `unit` microbatches, dealt to the pipes in turn, two slots apart within a pipe.
+
+    With even p and two pipes, or one, a unit of p fills the slots of every rank without two ops in one, and the next
+    unit begins where its ops come into the slots that are left.
+    """
+    pipes, stages = len(placement.pipes), placement.stages
+    period = max(2 * stages, 2 * stages * unit // placement.ranks)
+    starts = []
+    for i in range(m):
+        number, place = divmod(i, unit)
+        j, pipe = divmod(place, pipes)
+        starts.append((number * period + 2 * j, pipe))
+    return starts
+
+
+def steady(placement: Placement, m: int, distance: int, offset: int) -> list[Start]:
+    """Microbatches of a pipe `distance` slots apart, without units; the second pipe `offset` slots behind the first."""
+    pipes = len(placement.pipes)
+    return [(i // pipes * distance + i % pipes * offset, i % pipes) for i in range(m)]
+
+
+def full_distance(placement: Placement) -> int:
+    """The distance at which the slots of a rank are just filled, with a backward in one piece."""
+    return 2 * placement.stages * len(placement.pipes) // placement.ranks
+
+
+def program(placement: Placement, starts: Iterable[Start], name: str, *, split: bool = False) -> Program:
+    """The order of slots as a program; microbatch i starts as `starts[i]` says."""
+    stages = placement.stages
+    slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(placement.ranks)]
+    count = 0
+    for i, (start, pipe) in enumerate(starts):
+        count += 1
+        for s in range(stages):
+            listed, back = slots[placement.rank_of(s, pipe)], start + 2 * stages - 1 - s
+            listed.append((start + s, 0, Op(Kind.F, s, i, pipe)))
+            if split:
+                listed += [(back, 1, Op(Kind.B, s, i, pipe)), (back, 2, Op(Kind.W, s, i, pipe))]
+            else:
+                listed.append((back, 1, Op(Kind.BW, s, i, pipe)))
+    return Program(placement, count, tuple(tuple(op for *_, op in sorted(listed)) for listed in slots), (name,))

@@ -1,0 +1,52 @@
+"""Least times along the path of a microbatch, and what fits into a memory limit: what bounds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from zbc.compiler.cost import Costs
+from zbc.ir import Placement
+
+INF = float("inf")
+ROOM = 1e-6  # limits are compared with this slack everywhere
+
+
+class Way:
+    """Least times between ops of one microbatch of a pipe, by prefix sums along its path."""
+
+    def __init__(self, placement: Placement, costs: Costs, pipe: int = 0) -> None:
+        self.placement, self.costs = placement, costs
+        self.last = placement.stages - 1
+        self._f = [0.0, *accumulate(costs.f)]
+        self._b = [0.0, *accumulate(costs.b)]
+        self._lag = [0.0, *accumulate(costs.comm[pipe])]
+
+    def down(self, s: int, t: int) -> float:
+        """From the start of F_s to the start of F_t."""
+        return self._f[t] - self._f[s] + self._lag[t] - self._lag[s]
+
+    def up(self, t: int, s: int) -> float:
+        """From the start of B_t to the start of B_s, s <= t."""
+        return self._b[t + 1] - self._b[s + 1] + self._lag[t] - self._lag[s]
+
+    def around(self, s: int, t: int) -> float:
+        """From the start of F_s to the start of B_t."""
+        return self.down(s, self.last) + self.costs.f[self.last] + self.up(self.last, t)
+
+
+def fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
+    """Most time whose memory fits in `room`: items are (memory, time, how many there are). Parts of an item count."""
+    if room >= 1e14:
+        return sum(time * count for _, time, count in items)
+    total = 0.0
+    for memory, time, count in sorted(items, key=lambda item: -item[1] / item[0] if item[0] > 0 else -INF):
+        if memory <= 0:
+            total += time * count
+            continue
+        if room <= 0:
+            break
+        take = min(float(count), room / memory)
+        total += take * time
+        room -= take * memory
+    return total
