@@ -119,6 +119,11 @@ class Plan:
         return cls(manifest, program_of(manifest, ranks))
 
 
+def judges(manifest: Manifest) -> tuple[int, ...]:
+    """The last ranks of all copies of the pipeline: without a barrier, they add up what their copies have collected."""
+    return tuple(copy * manifest.ranks + manifest.ranks - 1 for copy in range(manifest.copies))
+
+
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
     history = (manifest.schedule, *manifest.passes)

@@ -132,7 +132,9 @@ class Optimizer(Section):
     weight_decay: NotNegative = Field(0.1, description="adamw: decoupled; adam and sgd: added to the gradient")
     momentum: NotNegative = Field(0.0, description="sgd")
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
-    sync: Literal["before-step", "post-validate"] = "before-step"
+    sync: Literal["before-step", "post-validate"] = Field(
+        "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
+    )
     zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
 
 
@@ -421,6 +423,14 @@ def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
     return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"
 
 
+def _optimizer_rules(draft: Draft) -> Iterator[ZbcError]:
+    optimizer: Optimizer | None = draft.sections.get("optimizer")
+    if optimizer is not None and optimizer.zero1 and optimizer.sync == "post-validate":
+        text = 'config: optimizer.sync = "post-validate" steps whole stages, optimizer.zero1 parts of them'
+        where = draft.document.where(("optimizer", "sync"))
+        yield ZbcError("E110", text, where=where, hint="keep one of the two")
+
+
 def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
     memory: Memory | None = draft.sections.get("memory")
     if memory is None:
@@ -463,7 +473,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
-        ("optimizer", "sync", lambda s: s.sync != "before-step", 'set it to "before-step"'),
         ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
         ("log", "tensorboard", lambda s: s.tensorboard, "set it to false; metrics.jsonl is always written"),
@@ -484,6 +493,7 @@ RULES = (
     _partition_rules,
     _activation_rules,
     _copies_rule,
+    _optimizer_rules,
     _unsupported,
 )
 

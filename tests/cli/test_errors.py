@@ -98,13 +98,6 @@ JOBS = {
         "zbc.toml:15:16",
         'write "1.0x" or "40 GiB"',
     ),
-    "no barrier yet": (
-        edit(optimizer={"sync": "post-validate"}),
-        3,
-        "E107",
-        "zbc.toml:19:8",
-        'set it to "before-step"',
-    ),
     "offload": (edit(memory={"activations": "offload"}), 3, "E107", "zbc.toml:19:15", 'use "keep" or "recompute"'),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
@@ -136,7 +129,7 @@ def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
 
 def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
     (folder / "zbc.toml").write_text(
-        edit(layers="8", kind="zvb", costs={"f": 1.0}, optimizer={"sync": "post-validate"}, hardware={"devise": "cpu"})
+        edit(layers="8", kind="zvb", costs={"f": 1.0}, checkpoint={"every": 5}, hardware={"devise": "cpu"})
     )
     ran = zbc("plan", "zbc.toml")
     assert ran.code == 3

@@ -100,19 +100,23 @@ class Pairs:
 
 
 class Batches:
-    """The microbatches of every step."""
+    """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given."""
 
-    def __init__(self, samples: Samples, *, seed: int, microbatches: int, size: int) -> None:
+    def __init__(
+        self, samples: Samples, *, seed: int, microbatches: int, size: int, lowered: torch.dtype | None = None
+    ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
             text = f"data: {self._count} samples, one step needs {needed} ({microbatches} microbatches of {size})"
             raise ZbcError("E504", text, hint="give more data, shorter sequences, or fewer or smaller microbatches")
+        self._lowered = lowered
         self._samples, self._seed, self._microbatches, self._size = samples, seed, microbatches, size
         self._orders: dict[int, Tensor] = {}
 
     def inputs(self, step: int, mb: int) -> Tensor:
         """The model input of a microbatch, on the CPU."""
-        return self._samples.inputs(self.indices(step, mb))
+        x = self._samples.inputs(self.indices(step, mb))
+        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
         """Its target, on the CPU."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 
 from zbc.errors import ZbcError
+from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
 from zbc.runtime.validate import Verdict, reset_peak
 
-__all__ = ["Progress", "StepResult", "run_step"]
+__all__ = ["Progress", "StepResult", "finish", "run_step"]
 
 
-def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
+def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
     """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
 
+    Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one.
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
     `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
     Raises E703 if the plan leaves something unused behind or does not agree on the result.
@@ -24,6 +26,9 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
     reset_peak(worker.device)
     progress.step, progress.total = step, len(script)
     began = now()
+    ahead = worker.ahead
+    if ahead is not None:
+        open_step(worker, ahead)
     try:
         for index, (handler, op, text) in enumerate(script):
             progress.index, progress.op, progress.since = index, text, now()
@@ -32,31 +37,48 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult:
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")
         raise
-    verdict = _finish(worker)
-    return StepResult(
-        step=step,
-        loss=verdict.loss,
-        grad_norm=verdict.grad_norm,
-        stop=verdict.stop,
-        skipped=verdict.skipped,
-        seconds=now() - began,
-        busy_seconds=verdict.busy_seconds,
-        peak_bytes=verdict.peak_bytes,
-    )
+    before = None if ahead is None else close_step(worker, ahead)
+    _check_leftovers(worker)
+    _wait_for_sends(worker, drain=ahead is None)
+    if ahead is None:
+        return _verdict(worker).result(step, now() - began)
+    if ahead.pending is not None:
+        ahead.pending.seconds = now() - began
+    return before
 
 
-def _finish(worker: Worker) -> Verdict:
-    """Check that the step used up everything, and wait until what was sent has arrived."""
-    where = f"{worker.plan.manifest.name(worker.rank)} after step {worker.step + 1}"
+def finish(worker: Worker) -> StepResult | None:
+    """Make the last step final where that is still to be done; returns its result, None if `run_step` has."""
+    if worker.ahead is None:
+        return None
+    worker.progress.index, worker.progress.op = 0, "the end of the last step"
+    result = flush(worker, worker.ahead)
+    _wait_for_sends(worker, drain=True)
+    return result
+
+
+def _verdict(worker: Worker) -> Verdict:
     if worker.verdict is None:
         text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
-        raise ZbcError("E703", text, where=where)
+        raise ZbcError("E703", text, where=_where(worker))
+    return worker.verdict
+
+
+def _check_leftovers(worker: Worker) -> None:
+    """The step has used up everything."""
     left = worker.leftovers()
     if left:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
-        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=where, details=shown)
+        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
+
+
+def _wait_for_sends(worker: Worker, *, drain: bool) -> None:
+    """Every message was used; with `drain`, wait until what was sent has arrived."""
     worker.finish_gathers()
     worker.progress.waiting = True
-    worker.transport.finish_step()
+    worker.transport.finish_step(drain=drain)
     worker.progress.waiting = False
-    return worker.verdict
+
+
+def _where(worker: Worker) -> str:
+    return f"{worker.plan.manifest.name(worker.rank)} after step {worker.step + 1}"

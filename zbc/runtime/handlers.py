@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
+from zbc.runtime import ahead
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.sharded import Sharded
@@ -141,21 +142,21 @@ def _send(worker: Worker, op: Op, store: dict[Key, Tensor]) -> None:
     key, _, message, peer, _, _ = worker.routes[op]
     tensor = take(store, key, f"{op.kind.value} {{}}: what it sends has not been computed")
     if message is not None:
-        worker.transport.send(message, tensor.contiguous(), peer)
+        worker.send(message, tensor.contiguous(), peer)
 
 
 def receive_forward(worker: Worker, op: Op) -> None:
     """RECV_F: post the buffer for the stage input; F waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None:
-        worker.transport.post(message, stage.takes.empty(worker.device), peer)
+        worker.post(message, stage.takes.empty(worker.device), peer)
 
 
 def receive_backward(worker: Worker, op: Op) -> None:
     """RECV_B: post the buffer for the gradient of the stage output; B or BW waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None and stage.gives is not None:
-        worker.transport.post(message, stage.gives.empty(worker.device), peer)
+        worker.post(message, stage.gives.empty(worker.device), peer)
 
 
 # ---- the end of a step ---------------------------------------------------------------------------------------
@@ -218,10 +219,10 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.TIE: reduce,
     Kind.VALIDATE: validate,
     Kind.STEP: optimizer_step,
-    Kind.TENTATIVE: refuse,
-    Kind.NORM: refuse,
-    Kind.VERDICT: refuse,
-    Kind.REDO: refuse,
-    Kind.COMMIT: refuse,
     Kind.GATHER: gather,
+    Kind.TENTATIVE: ahead.tentative,
+    Kind.NORM: ahead.norm,
+    Kind.VERDICT: ahead.verdict,
+    Kind.REDO: ahead.redo,
+    Kind.COMMIT: ahead.commit,
 }

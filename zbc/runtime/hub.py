@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Message
+from zbc.runtime.transport import Letter
 
 
 class Offer(NamedTuple):
@@ -42,7 +42,7 @@ class Hub:
     def __init__(self, ranks: int) -> None:
         self._lock = threading.Lock()
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
-        self._letters: dict[tuple[int, Message], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
+        self._letters: dict[tuple[int, Letter], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
         self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
         self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> how many it has started
         self._queues: list[deque[tuple[tuple[int, ...], int]]] = [deque() for _ in range(ranks)]
@@ -68,7 +68,7 @@ class Hub:
 
     # ---- for the transports; `_lock` is held in the private ones ------------------------------------------------
 
-    def put(self, source: int, message: Message, tensor: Tensor, peer: int) -> None:
+    def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:
         with self._lock:
             self._check()
             if (peer, message) in self._letters:
@@ -76,7 +76,7 @@ class Hub:
             self._letters[peer, message] = source, tensor
             self._wake[peer].notify()
 
-    def take(self, rank: int, message: Message, peer: int) -> Tensor:
+    def take(self, rank: int, message: Letter, peer: int) -> Tensor:
         """Wait for a message and take it out."""
         place = rank, message
         with self._lock:
@@ -169,7 +169,7 @@ class Hub:
 
     def _waits(self) -> list[str]:
         waits = [f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._blocked.items())]
-        letters = sorted((source, message, to) for (to, message), (source, _) in self._letters.items())
+        letters = sorted(((source, message, to) for (to, message), (source, _) in self._letters.items()), key=str)
         return [*waits, *(f"rank {source} sent {m.send}, which rank {to} does not take" for source, m, to in letters)]
 
     def _unread(self, rank: int) -> bool:
@@ -211,19 +211,19 @@ class HubTransport:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self.rank = hub, rank
-        self._posted: dict[Message, tuple[Tensor, int]] = {}
+        self._posted: dict[Letter, tuple[Tensor, int]] = {}
 
-    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         self._hub.put(self.rank, message, tensor, peer)
 
-    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
         self._posted[message] = buffer, peer
 
-    def wait(self, message: Message) -> Tensor:
+    def wait(self, message: Letter) -> Tensor:
         try:
             buffer, peer = self._posted.pop(message)
         except KeyError:
@@ -251,11 +251,12 @@ class HubTransport:
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
         return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks))
 
-    def finish_step(self) -> None:
+    def finish_step(self, *, drain: bool = True) -> None:
         if self._posted:
             names = ", ".join(str(message.recv) for message in self._posted)
             raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
-        self._hub.drain(self.rank)
+        if drain:
+            self._hub.drain(self.rank)
 
     def close(self) -> None:
         self._hub.leave(self.rank)

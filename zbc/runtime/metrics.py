@@ -93,6 +93,7 @@ class RunLog:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
+            "redone": result.redone,
             "lr": self._lr,
             f"{self._unit}_per_s": rate,
             "step_ms": 1e3 * result.seconds,
@@ -104,10 +105,11 @@ class RunLog:
     def _line(self, numbers: dict[str, Any]) -> str:
         width = len(str(self._steps))
         peak = max(numbers["peak_bytes"])
+        how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
         parts = [
             f"step {numbers['step']:{width}d}/{self._steps}",
             f"loss {numbers['loss']:.4f}",
-            f"grad norm {numbers['grad_norm']:.4g}" + (" SKIPPED" if numbers["skipped"] else ""),
+            f"grad norm {numbers['grad_norm']:.4g}{how}",
             f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
             f"{numbers['step_ms']:.1f} ms",
             f"bubble {percent(numbers['bubble_rate_makespan'])}",

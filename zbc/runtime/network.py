@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Message, Op, Placement
-from zbc.plan import Manifest, meeting
+from zbc.ir import Kind, Op, Placement
+from zbc.plan import Manifest, judges, meeting
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
-from zbc.runtime.transport import Pending
+from zbc.runtime.transport import Again, Letter, Pending, Signal
 
 _MAX_TAG = 2**31
 
@@ -57,15 +57,24 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def signalled(manifest: Manifest) -> list[tuple[int, int]]:
+    """The ordered pairs of ranks of a pipeline between which the numbers of a step without a barrier go."""
+    if Kind.NORM.value not in manifest.capabilities:
+        return []
+    return [pair for r in range(manifest.ranks - 1) for pair in ((r, r + 1), (r + 1, r))]
+
+
 def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
 
     They are the holders of each stage that has more than one, over all copies, and those of a weight that the first and
-    the last stage share.
+    the last stage share; without a barrier also the last ranks of all copies, which make the verdict.
     """
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
     sums += [Op(Kind.TIE, 0)] if manifest.tied else []
     groups = {meeting(manifest, op) for op in sums}
+    if Kind.NORM.value in manifest.capabilities:
+        groups.add(judges(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.world)
 
 
@@ -77,43 +86,45 @@ class Network:
         self.rank = dist.get_rank()
         self._manifest, self._nccl = manifest, device.type == "cuda"
         self._pairs: dict[tuple[int, int], Any] = {}
+        self._signals: dict[tuple[int, int], Any] = {}
         for copy in range(manifest.copies):
-            for a, b in directions(placement):
-                pair = copy * manifest.ranks + a, copy * manifest.ranks + b
-                group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
-                if self.rank in pair:
-                    self._pairs[pair] = group
+            for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
+                for a, b in pairs:
+                    pair = copy * manifest.ranks + a, copy * manifest.ranks + b
+                    group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
+                    if self.rank in pair:
+                        groups[pair] = group
         self._sums: dict[tuple[int, ...], Any] = {tuple(range(manifest.world)): dist.group.WORLD}
         for ranks in gatherings(manifest):
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
                 self._sums[ranks] = group
-        self._posted: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self._posted: dict[Letter, tuple[dist.Work, Tensor, int]] = {}
         self._sends: Sends = EventSends() if self._nccl else ThreadSends()
-        most = 2 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
+        most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
             raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
         self._connect(device)
 
-    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         tensor = tensor.contiguous()
         lost = partial(self._lost, message, peer, True)
         try:
-            work = dist.isend(tensor, peer, self._pair(self.rank, peer), tag=self._tag(message))
+            work = dist.isend(tensor, peer, self._pair(self.rank, peer, message), tag=self._tag(message))
         except RuntimeError as error:
             raise lost(error) from error
         self._sends.add(_started(work), tensor, lost)
 
-    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
         try:
-            work = dist.irecv(buffer, peer, self._pair(peer, self.rank), tag=self._tag(message))
+            work = dist.irecv(buffer, peer, self._pair(peer, self.rank, message), tag=self._tag(message))
         except RuntimeError as error:
             raise self._lost(message, peer, False, error) from error
         self._posted[message] = _started(work), buffer, peer
 
-    def wait(self, message: Message) -> Tensor:
+    def wait(self, message: Letter) -> Tensor:
         try:
             work, buffer, peer = self._posted.pop(message)
         except KeyError:
@@ -155,34 +166,38 @@ class Network:
         text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
         return ZbcError("E702", text, details=[_first_line(error)])
 
-    def finish_step(self) -> None:
+    def finish_step(self, *, drain: bool = True) -> None:
         if self._posted:
             names = ", ".join(str(message.recv) for message in self._posted)
             raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
-        self._sends.drain()
+        if drain:
+            self._sends.drain()
 
     def close(self) -> None:
         self._sends.close()
         self._pairs.clear()
+        self._signals.clear()
         self._sums.clear()
 
-    def _pair(self, source: int, target: int) -> Any:
+    def _pair(self, source: int, target: int, message: Letter) -> Any:
+        groups = self._signals if isinstance(message, Signal) else self._pairs
         try:
-            return self._pairs[source, target]
+            return groups[source, target]
         except KeyError:
             text = f"run: the placement has no way from rank {source} to rank {target}"
             raise ZbcError("E703", text, where=f"rank {self.rank}") from None
 
-    def _tag(self, message: Message) -> int:
+    def _tag(self, message: Letter) -> int:
         """A number of its own for each message of a step. NCCL has no tags."""
-        if self._nccl:
+        if self._nccl or isinstance(message, Signal):
             return 0
-        forward, stage, mb, pipe, part = message
+        again = isinstance(message, Again)
+        forward, stage, mb, pipe, part = message.message if isinstance(message, Again) else message
         manifest = self._manifest
         index = (stage * 2 + forward) * manifest.microbatches + mb
-        return (index * len(manifest.placement[0]) + pipe) * manifest.slices + part
+        return 2 * ((index * len(manifest.placement[0]) + pipe) * manifest.slices + part) + again
 
-    def _lost(self, message: Message, peer: int, sending: bool, error: BaseException) -> ZbcError:
+    def _lost(self, message: Letter, peer: int, sending: bool, error: BaseException) -> ZbcError:
         op = f"{message.send} >r{peer}" if sending else f"{message.recv} <r{peer}"
         return ZbcError("E702", f"run: rank {self.rank} lost rank {peer} at {op}", details=[_first_line(error)])
 
@@ -193,11 +208,12 @@ class Network:
         plan knows nothing of.
         """
         number = torch.zeros(1, device=device)
-        for source, target in sorted(self._pairs):
+        groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in sorted(table)]
+        for (source, target), group in groups:
             peer = target if source == self.rank else source
             start = dist.isend if source == self.rank else dist.irecv
             try:
-                _started(start(number, peer, self._pairs[source, target])).wait()
+                _started(start(number, peer, group)).wait()
             except RuntimeError as error:
                 text = f"run: rank {self.rank} cannot reach rank {peer}"
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error

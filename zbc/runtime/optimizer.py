@@ -159,12 +159,13 @@ def build_optimizer(
     casts: Iterable[SplitLinear] = (),
     *,
     lowered: torch.dtype | None,
+    ahead: bool = False,
 ) -> StageOptimizer:
     """The optimizer that a job asks for, over the parameters of one stage.
 
-    `lowered` is the type that forward reads, if it is not the parameters' own.
+    `lowered` is the type that forward reads, if it is not the parameters' own; `ahead`: steps may be tentative.
     """
-    if lowered is None:
+    if lowered is None and not ahead:
         return InPlace(options, parameters, casts)
     return Masters(options, parameters, casts, lowered=lowered)
 

@@ -26,7 +26,8 @@ class StepResult:
     """One training step; all but `seconds` is the same on every rank.
 
     `loss` is the mean over microbatches, `grad_norm` the norm of all gradients before clipping, `stop` whether a rank
-    asked to end here, `skipped` that the norm was not finite and no weight changed. `seconds` is this rank's wall time.
+    asked to end here, `skipped` that the norm was not finite and no weight changed, `redone` that forwards of the step
+    after it ran twice, because it did not stand as they assumed. `seconds` is this rank's wall time.
     `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is device memory
     allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
     """
@@ -39,3 +40,4 @@ class StepResult:
     seconds: float
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    redone: bool = False

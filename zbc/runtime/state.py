@@ -25,12 +25,13 @@ from zbc.runtime.clock import clock_for
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Tape
-from zbc.runtime.transport import Transport
+from zbc.runtime.transport import Letter, Transport
 from zbc.runtime.validate import Layout, Verdict
 
 Value = TypeVar("Value")
@@ -75,6 +76,7 @@ class Worker:
     step: int = 0
     stop: bool = False
     verdict: Verdict | None = None
+    ahead: Ahead | None = None  # of a plan without a barrier
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
 
@@ -87,6 +89,7 @@ class Worker:
     losses: dict[int, Tensor] = field(default_factory=dict)
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
+    renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
     def __post_init__(self) -> None:
         manifest = self.plan.manifest
@@ -99,11 +102,19 @@ class Worker:
         self.script: list[tuple[Callable[[Worker, Op], None], Op, str]] = []  # what execute.py runs
         self._shares: dict[torch.dtype, Tensor] = {}
 
-    def wait(self, message: Message) -> Tensor:
+    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+        """Start sending a tensor."""
+        self.transport.send(self.renamed.get(message, message) if self.renamed else message, tensor, peer)
+
+    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+        """Post the buffer for a message."""
+        self.transport.post(self.renamed.get(message, message) if self.renamed else message, buffer, peer)
+
+    def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
         progress = self.progress
         progress.waiting = True
-        tensor = self.transport.wait(message)
+        tensor = self.transport.wait(self.renamed.get(message, message) if self.renamed else message)
         progress.waiting = False
         return tensor
 

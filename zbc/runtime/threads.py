@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from zbc.plan import Plan, RankPlan
-from zbc.runtime.execute import run_step
+from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.worker import build_worker
@@ -59,9 +59,13 @@ def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) ->
     try:
         for step in range(steps):
             result = run_step(worker, step)
-            worker.results.append(result)
-            if result.stop:
-                break
+            if result is not None:
+                worker.results.append(result)
+                if result.stop:
+                    break
+        last = finish(worker)
+        if last is not None:
+            worker.results.append(last)
     except BaseException as error:
         failures.append(error)
         hub.poison(worker.rank, f"{type(error).__name__}: {error}")

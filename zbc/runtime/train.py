@@ -21,7 +21,7 @@ from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_rank
 from zbc.runtime import hfexport
 from zbc.runtime.board import Board, Connect, prefixed
-from zbc.runtime.execute import run_step
+from zbc.runtime.execute import StepResult, finish, run_step
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
 from zbc.runtime.options import RunOptions
@@ -141,15 +141,22 @@ def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | N
             board.ask_stop(reason)
             told = True
         result = run_step(worker, step, stop=told)
-        line = None if log is None else log.record(result)
-        if line is not None:
-            seat.emit(line)
-        if result.stop and step + 1 < steps:
+        _show(result, seat, log)
+        if result is not None and result.stop and step + 1 < steps:
+            _show(finish(worker), seat, log)
             reason = board.stop_reason() or "another rank"
             if log is not None:
                 seat.emit(f"stopped after step {step + 1} (asked by {reason})")
             return reason
+    _show(finish(worker), seat, log)
     return None
+
+
+def _show(result: StepResult | None, seat: Seat, log: RunLog | None) -> None:
+    """Write a step down and on the console, once it is known."""
+    line = None if log is None or result is None else log.record(result)
+    if line is not None:
+        seat.emit(line)
 
 
 def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedelta) -> None:

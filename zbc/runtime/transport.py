@@ -6,11 +6,42 @@ order. Shapes and dtypes are fixed by the plan: the receiver owns the buffer bef
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from zbc.ir import Message
+from zbc.ir import Kind, Message
+
+
+class Again(NamedTuple):
+    """A message of a forward that runs again."""
+
+    message: Message
+
+    @property
+    def send(self) -> str:
+        return f"{self.message.send} again"
+
+    @property
+    def recv(self) -> str:
+        return f"{self.message.recv} again"
+
+
+class Signal(NamedTuple):
+    """Numbers from a rank to the next (NORM) or back (VERDICT), once a step."""
+
+    kind: Kind
+
+    @property
+    def send(self) -> str:
+        return self.kind.value
+
+    @property
+    def recv(self) -> str:
+        return self.kind.value
+
+
+Letter = Message | Again | Signal
 
 
 class Pending(Protocol):
@@ -25,13 +56,13 @@ class Transport(Protocol):
 
     rank: int
 
-    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         """Start sending; return at once. The transport keeps `tensor` alive until it is delivered."""
 
-    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         """Announce the buffer a message is to arrive in; return at once."""
 
-    def wait(self, message: Message) -> Tensor:
+    def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is in its buffer; return the buffer."""
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
@@ -46,8 +77,11 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum `tensor` in place over `ranks`, which all call this; blocks."""
 
-    def finish_step(self) -> None:
-        """Block until every started send is delivered. Raises E703 if a posted message was never waited for."""
+    def finish_step(self, *, drain: bool = True) -> None:
+        """Block until every started send is delivered, unless `drain` is False.
+
+        Raises E703 if a posted message was never waited for.
+        """
 
     def close(self) -> None:
         """Release what the transport holds; no further calls."""

@@ -26,6 +26,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from zbc.runtime.progress import StepResult
+
 CHUNK = 2**20  # elements whose squares are summed in one go; parts of an optimizer begin and end at these marks
 
 
@@ -43,6 +45,20 @@ class Verdict:
     def skipped(self) -> bool:
         """Whether no rank may step: a gradient is not finite."""
         return not math.isfinite(self.grad_norm)
+
+    def result(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
+        """The step for the console and the log; `seconds` is its wall time on this rank."""
+        return StepResult(
+            step=step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            stop=self.stop,
+            skipped=self.skipped,
+            seconds=seconds,
+            busy_seconds=self.busy_seconds,
+            peak_bytes=self.peak_bytes,
+            redone=redone,
+        )
 
     def clip(self, largest: float | None) -> float | None:
         """What to multiply gradients with so that their norm is at most `largest`; None to leave them.

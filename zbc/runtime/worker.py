@@ -10,13 +10,14 @@ import torch
 
 from zbc import spec
 from zbc.errors import ZbcError
-from zbc.ir import SUM, Kind, Op
+from zbc.ir import SUM, TRANSFER, Kind, Op
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.data import Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.pending import Ahead, Buffers
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
@@ -75,7 +76,10 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     plans = _layers(settings)
     first = input_spec(settings.data, settings.model, samples, size)
     autocast = device if settings.model.dtype == "bfloat16" else None
-    shapes = derive(plans, first, manifest, autocast=autocast, lowered=LOWERED[settings.model.parameters])
+    lowered = LOWERED[settings.model.parameters]
+    if lowered is not None and first.dtype.is_floating_point:
+        first = first._replace(dtype=lowered)
+    shapes = derive(plans, first, manifest, autocast=autocast, lowered=lowered)
     stages = _build_stages(plan, settings, plans, shapes, device)
     worker = Worker(
         plan=plan,
@@ -91,6 +95,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     )
     worker.sums |= _sums(worker)
     worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    worker.ahead = _ahead(worker)
     return worker
 
 
@@ -106,9 +111,21 @@ def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) 
     if manifest.sharded and len(ranks) > 1:
         whole = frozenset({model.TIED} & stage.parameters.keys()) if manifest.tied else frozenset()
         return Sharded(settings.optimizer, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole)
-    return build_optimizer(
-        settings.optimizer, stage.parameters, stage.casts, lowered=LOWERED[settings.model.parameters]
-    )
+    lowered, ahead = LOWERED[settings.model.parameters], settings.optimizer.sync == "post-validate"
+    return build_optimizer(settings.optimizer, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
+
+
+def _ahead(worker: Worker) -> Ahead | None:
+    """What REDO runs again, and which messages come to it that nothing before REDO uses; None for plans without it."""
+    kinds = [op.kind for op in worker.plan.ops]
+    if Kind.REDO not in kinds:
+        return None
+    again = [entry for entry in worker.script[: kinds.index(Kind.REDO)] if entry[1].kind in (*TRANSFER, Kind.F)]
+    messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
+    posted = [message for kind, message in messages if kind is Kind.RECV_F and message is not None]
+    used = {message for kind, message in messages if kind is Kind.F}
+    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
+    return Ahead(again, [message for message in posted if message not in used], buffers=Buffers(modules))
 
 
 def _tied(manifest: Manifest) -> str | None:
@@ -139,7 +156,8 @@ def _samples(settings: Settings, *, needed: bool) -> Samples | None:
 
 def _batches(settings: Settings, manifest: Manifest, samples: Samples) -> Batches:
     count, size = manifest.microbatches, manifest.microbatch_size
-    return Batches(samples, seed=settings.train.seed, microbatches=count * manifest.copies, size=size)
+    lowered, count = LOWERED[settings.model.parameters], count * manifest.copies
+    return Batches(samples, seed=settings.train.seed, microbatches=count, size=size, lowered=lowered)
 
 
 def _build_stages(

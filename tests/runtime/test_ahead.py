@@ -1,0 +1,156 @@
+"""Training without a barrier has the bits of training with one, after every step, whatever the verdicts are."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan
+from zbc.compiler.check import check_all
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import Request, find
+from zbc.ir import Kind
+from zbc.plan import Plan
+from zbc.runtime.state import Worker
+from zbc.runtime.threads import run_threads
+
+MICROBATCHES, LAYERS = 5, 8
+KINDS: dict[str, dict[str, Any]] = {
+    "adamw": {"kind": "adamw", "lr": 0.003},
+    "adam": {"kind": "adam", "lr": 0.003, "weight_decay": 0.01},
+    "sgd": {"kind": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0},
+}
+LOW = {"dtype": "bfloat16", "parameters": "bfloat16"}
+LARGEST = 100.0  # far above the norms of this model
+
+
+def verdicts(steps: int, first: str) -> list[str]:
+    """What each step is made to be: one in five clipped, one in seven not finite, the first step as told."""
+    found = ["nan" if k % 7 == 3 else "clip" if k % 5 == 1 else "fine" for k in range(steps)]
+    return [first, *found[1:]]
+
+
+def plan_for(schedule: str, p: int, sync: str, optimizer: str, m: int = MICROBATCHES, **model: Any) -> Plan:
+    found = find(schedule)
+    program = lower(found.make(Request(p=p, m=m, v=found.default_chunks)), sync)
+    check_all(program)
+    made = {
+        "family": "tests.runtime.user_models:residual",
+        "layers": LAYERS,
+        "loss": "mse",
+        "args": {"count": LAYERS, "dropout": 0.1},
+        **model,
+    }
+    options = {**KINDS[optimizer], "clip_grad_norm": LARGEST, "sync": sync}
+    return make_plan(program, model=made, data={"kind": "tests.runtime.user_models:Vectors"}, optimizer=options, size=1)
+
+
+class Watched:
+    """A run whose gradients are spoiled as told, and what weights and state were once each step was final."""
+
+    def __init__(self, plan: Plan, what: list[str]) -> None:
+        self.what = what
+        self.after: list[dict[str, torch.Tensor]] = [{} for _ in what]
+        self.workers = run_threads(plan, len(what), setup=self.watch)
+        for worker in self.workers:
+            if worker.ahead is not None:
+                self.remember(worker, len(what) - 1)
+        self.results = self.workers[0].results
+
+    def watch(self, worker: Worker) -> None:
+        script, kinds = worker.script, [op.kind for _, op, _ in worker.script]
+        ahead = Kind.COMMIT in kinds
+        last = len(kinds) - 1 - kinds[::-1].index(Kind.COMMIT if ahead else Kind.STEP)
+        self.wrap(script, last, lambda: self.remember(worker, worker.step - ahead))
+        if 0 in worker.stages:
+            work = [i for i, (_, op, _) in enumerate(script) if op.kind in (Kind.W, Kind.BW) and op.stage == 0]
+            self.wrap(script, work[-1], lambda: self.spoil(worker))
+
+    @staticmethod
+    def wrap(script: list[Any], index: int, then: Any) -> None:
+        handler, op, text = script[index]
+
+        def both(worker: Worker, op: Any) -> None:
+            handler(worker, op)
+            then()
+
+        script[index] = both, op, text
+
+    def spoil(self, worker: Worker) -> None:
+        grad = next(p.grad for p in worker.stages[0].parameters.values() if p.grad is not None)
+        if self.what[worker.step] == "nan":
+            grad.view(-1)[0] = math.inf if worker.step % 2 else math.nan
+        elif self.what[worker.step] == "clip":
+            grad.view(-1)[0] += 3 * LARGEST
+
+    def remember(self, worker: Worker, step: int) -> None:
+        if step < 0:
+            return
+        for optimizer in worker.optimizers.values():
+            masters = getattr(optimizer, "masters", optimizer.parameters)
+            for name, parameter in optimizer.parameters.items():
+                self.after[step][name] = parameter.detach().clone()
+                self.after[step][f"{name} master"] = masters[name].detach().clone()
+                for key, value in optimizer.optimizer.state.get(masters[name], {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self.after[step][f"{name} {key}"] = value.clone()
+
+
+@cache
+def synchronous(optimizer: str, low: bool, steps: int, first: str, m: int = MICROBATCHES) -> Watched:
+    """The run with a barrier, on one rank: schedule and cut leave no trace in it."""
+    plan = plan_for("1f1b", 1, "before-step", optimizer, m, **(LOW if low else {}))
+    return Watched(plan, verdicts(steps, first))
+
+
+def same(run: Watched, wanted: Watched) -> None:
+    for step, (found, expected) in enumerate(zip(run.after, wanted.after, strict=True)):
+        assert found.keys() == expected.keys()
+        differ = [name for name in expected if not torch.equal(found[name], expected[name])]
+        assert not differ, f"after step {step} ({run.what[step]}): {differ[:5]}"
+    assert [r.step for r in run.results] == list(range(len(run.what)))
+    for a, b in zip(run.results, wanted.results, strict=True):
+        assert (a.loss, a.skipped) == (b.loss, b.skipped)
+        assert a.grad_norm == b.grad_norm or (math.isnan(a.grad_norm) and math.isnan(b.grad_norm))
+        assert a.redone is (a.skipped or a.grad_norm + 1e-6 > LARGEST)
+        assert a.redone or run.what[a.step] == "fine"
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_steps_with_clips_and_nans_have_the_bits_of_the_synchronous_run(schedule, low, p):
+    """200 steps of one combination; bench/exact.py runs that many of all."""
+    steps = 200 if (schedule, low, p) == ("zb-v", False, 2) else 16
+    long_run(schedule, p, low, steps)
+
+
+def long_run(schedule: str, p: int, low: bool, steps: int) -> Watched:
+    first = "clip" if p == 2 else "nan"
+    run = Watched(plan_for(schedule, p, "post-validate", "adamw", **(LOW if low else {})), verdicts(steps, first))
+    same(run, synchronous("adamw", low, steps, first))
+    assert run.what.count("clip") >= steps // 6 and run.what.count("nan") >= steps // 8
+    return run
+
+
+OTHERS = [
+    ("gpipe", 3, "adam", False, 5),
+    ("interleaved-1f1b", 2, "sgd", False, 4),
+    ("zb-h2", 4, "sgd", True, 5),
+    ("zb-v", 2, "adam", True, 5),
+    ("1f1b", 1, "adamw", False, 5),
+    ("1f1b", 4, "adamw", False, 1),
+    ("zb-v", 2, "sgd", False, 1),
+    ("eager-1f1b", 4, "adam", False, 5),
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "optimizer", "low", "m"), OTHERS)
+@pytest.mark.parametrize("first", ["clip", "nan"])
+def test_so_have_other_schedules_optimizers_and_sizes(schedule, p, optimizer, low, m, first):
+    run = Watched(plan_for(schedule, p, "post-validate", optimizer, m, **(LOW if low else {})), verdicts(12, first))
+    same(run, synchronous(optimizer, low, 12, first, m))

@@ -1,0 +1,187 @@
+"""Ops of a step without a barrier (arXiv 2401.10241, section 4): tentative weights, a verdict that comes later.
+
+    TENTATIVE  the weights that forward reads become what a step without clipping would make of them; nothing else does
+    NORM       the numbers that make the gradient norm, the loss and the rest go from rank to rank, each adding its own;
+               every entry comes from one rank, so the sum is exact in any order
+    VERDICT    the sums of all come back from the last rank; with copies of the pipeline, their last ranks add up first
+    REDO       if the step is to be clipped or skipped: step so, publish the weights, drop what the forwards since have
+               made, wait for what is still on its way to them, and run them again, messages and all
+    COMMIT     otherwise: the ordinary step, in place; the weights that forward reads have its bits already
+
+Nothing is ever computed backwards: until COMMIT or REDO, master weights, optimizer state and gradients are those of the
+step before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.plan import judges
+from zbc.runtime.optimizer import Masters
+from zbc.runtime.pending import Ahead, Pending
+from zbc.runtime.progress import StepResult
+from zbc.runtime.state import Worker
+from zbc.runtime.transport import Again, Signal
+from zbc.runtime.validate import peak_bytes
+
+NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
+
+# ---- handlers ------------------------------------------------------------------------------------------------
+
+
+def tentative(worker: Worker, op: Op) -> None:
+    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over copies."""
+    worker.finish_sums()
+    masters_of(worker, op).tentative()
+
+
+def norm(worker: Worker, op: Op) -> None:
+    """NORM: add this rank's sums of the last step to those of the ranks before, and pass them on."""
+    pending = _ahead(worker, op).pending
+    if pending is None:
+        return
+    layout = worker.layout
+    vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
+    losses = {worker.number(mb): loss for mb, loss in pending.losses.items()}
+    busy, peak = pending.busy, pending.peak
+    layout.fill(vector, worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak)
+    if _before(worker) is not None:
+        vector += worker.wait(NORM)
+    after = _after(worker)
+    if after is None:
+        worker.all_reduce(vector, judges(worker.plan.manifest))
+        pending.sums = vector
+    else:
+        worker.transport.send(NORM, vector, after)
+
+
+def verdict(worker: Worker, op: Op) -> None:
+    """VERDICT: take the sums of all ranks from the next one and pass them back."""
+    pending = _ahead(worker, op).pending
+    if pending is None:
+        return
+    sums, before = pending.sums, _before(worker)
+    if sums is None:
+        sums = worker.wait(VERDICT)
+    if before is not None:
+        worker.transport.send(VERDICT, sums, before)
+    pending.verdict, pending.sums = worker.layout.read(sums), None
+
+
+def redo(worker: Worker, op: Op) -> None:
+    """REDO: where the last step does not stand as it was assumed, set it right and run the forwards since again."""
+    ahead = _ahead(worker, op)
+    pending = ahead.pending
+    if pending is None or _settle(worker, pending):
+        return
+    for message in ahead.outstanding:
+        worker.wait(message)
+    for store in (worker.kept, worker.handed, worker.outputs):
+        store.clear()
+    worker.losses.clear()
+    if ahead.buffers is not None:
+        ahead.buffers.restore()
+    routes = [worker.routes[one] for _, one, _ in ahead.again]
+    worker.renamed = {route.message: Again(route.message) for route in routes if route.message is not None}
+    progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
+    for handler, one, text in ahead.again:
+        progress.op = f"{text} again"
+        handler(worker, one)
+    progress.index, progress.op = shown
+
+
+def _settle(worker: Worker, pending: Pending) -> bool:
+    """Whether the last step stands; if not, step as the verdict says and write the working weights anew."""
+    verdict = pending.verdict
+    if verdict is None:
+        raise ZbcError("E703", "run: the verdict of the last step is not known", hint="plan again")
+    scale = verdict.clip(worker.clip)
+    if not verdict.skipped and scale is None:
+        return True
+    for optimizer in worker.optimizers.values():
+        if not isinstance(optimizer, Masters):
+            raise _not_ahead(Kind.REDO.value)
+        if not verdict.skipped:
+            optimizer.commit(scale)
+        optimizer.publish()
+        optimizer.drop()
+    pending.final = pending.redone = True
+    return False
+
+
+def commit(worker: Worker, op: Op) -> None:
+    """COMMIT: the ordinary step of a stage, unless REDO has made it."""
+    pending, optimizer = _ahead(worker, op).pending, masters_of(worker, op)
+    if pending is not None and not pending.final:
+        optimizer.commit(None)
+        optimizer.drop()
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------
+
+
+def open_step(worker: Worker, ahead: Ahead) -> None:
+    """Post the buffers of NORM and VERDICT, and remember what the forwards of the step may change."""
+    if ahead.pending is None:
+        return
+    for signal, peer in ((NORM, _before(worker)), (VERDICT, _after(worker))):
+        if peer is not None:
+            buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
+            worker.transport.post(signal, buffer, peer)
+    if ahead.buffers is not None:
+        ahead.buffers.save()
+
+
+def close_step(worker: Worker, ahead: Ahead) -> StepResult | None:
+    """Put the step away until its verdict comes; returns the one before, which is final now. `seconds` is set later."""
+    before = ahead.pending
+    losses = dict(worker.losses)
+    worker.losses.clear()
+    worker.renamed.clear()
+    ahead.pending = Pending(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
+    return None if before is None else before.result()
+
+
+def flush(worker: Worker, ahead: Ahead) -> StepResult | None:
+    """Make the last step final, with no step behind it."""
+    pending = ahead.pending
+    if pending is None:
+        return None
+    open_step(worker, ahead)
+    norm(worker, Op(Kind.NORM, 0))
+    verdict(worker, Op(Kind.VERDICT, 0))
+    if _settle(worker, pending):
+        for stage in worker.stages:
+            commit(worker, Op(Kind.COMMIT, stage))
+    ahead.pending = None
+    return pending.result()
+
+
+def _ahead(worker: Worker, op: Op) -> Ahead:
+    if worker.ahead is None:
+        raise _not_ahead(str(op))
+    return worker.ahead
+
+
+def masters_of(worker: Worker, op: Op) -> Masters:
+    optimizer = worker.optimizers[op.stage]
+    if not isinstance(optimizer, Masters):
+        raise _not_ahead(str(op))
+    return optimizer
+
+
+def _not_ahead(what: str) -> ZbcError:
+    text = f'run: {what} is for optimizer.sync = "post-validate", which this plan was not made for'
+    return ZbcError("E703", text, hint="plan again")
+
+
+def _before(worker: Worker) -> int | None:
+    """The rank that NORM comes from."""
+    return worker.rank - 1 if worker.plan.rank > 0 else None
+
+
+def _after(worker: Worker) -> int | None:
+    """The rank that VERDICT comes from."""
+    return worker.rank + 1 if worker.plan.rank + 1 < worker.plan.manifest.ranks else None
