@@ -423,14 +423,6 @@ def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
     return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"
 
 
-def _optimizer_rules(draft: Draft) -> Iterator[ZbcError]:
-    optimizer: Optimizer | None = draft.sections.get("optimizer")
-    if optimizer is not None and optimizer.zero1 and optimizer.sync == "post-validate":
-        text = 'config: optimizer.sync = "post-validate" steps whole stages, optimizer.zero1 parts of them'
-        where = draft.document.where(("optimizer", "sync"))
-        yield ZbcError("E110", text, where=where, hint="keep one of the two")
-
-
 def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
     memory: Memory | None = draft.sections.get("memory")
     if memory is None:
@@ -493,7 +485,6 @@ RULES = (
     _partition_rules,
     _activation_rules,
     _copies_rule,
-    _optimizer_rules,
     _unsupported,
 )
 

@@ -134,14 +134,15 @@ def open_step(worker: Worker, ahead: Ahead) -> None:
         ahead.buffers.save()
 
 
-def close_step(worker: Worker, ahead: Ahead) -> StepResult | None:
-    """Put the step away until its verdict comes; returns the one before, which is final now. `seconds` is set later."""
+def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, Pending]:
+    """Put the step away until its verdict comes; returns the one before, which is final now, and the one put away."""
     before = ahead.pending
     losses = dict(worker.losses)
     worker.losses.clear()
     worker.renamed.clear()
-    ahead.pending = Pending(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
-    return None if before is None else before.result()
+    pending = Pending(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
+    ahead.pending = pending
+    return None if before is None else before.result(), pending
 
 
 def flush(worker: Worker, ahead: Ahead) -> StepResult | None:

@@ -37,13 +37,13 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | N
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")
         raise
-    before = None if ahead is None else close_step(worker, ahead)
-    _check_leftovers(worker)
-    _wait_for_sends(worker, drain=ahead is None)
     if ahead is None:
-        return _verdict(worker).result(step, now() - began)
-    if ahead.pending is not None:
-        ahead.pending.seconds = now() - began
+        verdict = _verdict(worker)
+        _close(worker, drain=True)
+        return verdict.result(step, now() - began)
+    before, pending = close_step(worker, ahead)
+    _close(worker, drain=False)
+    pending.seconds = now() - began
     return before
 
 
@@ -53,7 +53,7 @@ def finish(worker: Worker) -> StepResult | None:
         return None
     worker.progress.index, worker.progress.op = 0, "the end of the last step"
     result = flush(worker, worker.ahead)
-    _wait_for_sends(worker, drain=True)
+    _close(worker, drain=True)
     return result
 
 
@@ -64,16 +64,12 @@ def _verdict(worker: Worker) -> Verdict:
     return worker.verdict
 
 
-def _check_leftovers(worker: Worker) -> None:
-    """The step has used up everything."""
+def _close(worker: Worker, *, drain: bool) -> None:
+    """Check that the step used up everything; with `drain`, wait until what was sent has arrived."""
     left = worker.leftovers()
     if left:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
         raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
-
-
-def _wait_for_sends(worker: Worker, *, drain: bool) -> None:
-    """Every message was used; with `drain`, wait until what was sent has arrived."""
     worker.finish_gathers()
     worker.progress.waiting = True
     worker.transport.finish_step(drain=drain)
