@@ -279,9 +279,13 @@ class Program:
             return tuple(sorted({*placement.holders(0), *placement.holders(placement.stages - 1)}))
         return tuple(sorted(set(placement.holders(op.stage))))
 
+    def holders(self, op: Op) -> int:
+        """How many ranks, over all copies of the pipeline, meet in a collective."""
+        return self.copies * len(self.members(op))
+
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""
-        return self.copies * len(self.members(op)) > 1
+        return self.holders(op) > 1
 
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""

@@ -160,3 +160,36 @@ def test_a_stage_that_does_not_exist_cannot_recompute():
     with pytest.raises(ZbcError, match="names stage 4, there are 4") as caught:
         costs(job(memory={"activations": {"4": "recompute"}}))
     assert caught.value.code == "E110" and caught.value.where is not None
+
+
+# ---- copies, and weights that two stages share -----------------------------------------------------------------
+
+
+def bytes_of(placement=None, **changes):
+    return costs(job(**{"parallel": {"pp": 2}, **changes}), placement or Placement.linear(2))
+
+
+def test_zero1_shares_out_the_optimizer_state_and_nothing_else():
+    whole, parts = (bytes_of(parallel={"pp": 2, "dp": 4}, optimizer={"zero1": zero1}) for zero1 in (False, True))
+    for one, part in zip(whole.bytes, parts.bytes, strict=True):
+        assert part.optimizer == pytest.approx(one.optimizer / 4)
+        assert (part.weights, part.gradients) == (one.weights, one.gradients)
+    assert parts.gather == parts.reduce and parts.reduce[0] < whole.reduce[0] and not any(whole.gather)
+
+
+def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
+    """256 x 32 numbers; its copies are stepped in full by all that hold one."""
+    size = 4 * 256 * 32
+    tied = {"tie_embeddings": True}
+    apart, alike = bytes_of(), bytes_of(model=tied)
+    assert [s.weights for s in apart.bytes] == [s.weights for s in alike.bytes]
+    assert alike.tied == size and apart.tied == 0.0 and alike.tie > 0.0 == apart.tie
+    v = Placement.vshape(2)
+    apart, alike = bytes_of(v), bytes_of(v, model=tied)
+    saved = [one.weights - both.weights for one, both in zip(apart.bytes, alike.bytes, strict=True)]
+    assert saved == [0.0, 0.0, 0.0, size] and alike.tie == 0.0
+    copies = {"parallel": {"pp": 2, "dp": 2}, "optimizer": {"zero1": True}}
+    shared = bytes_of(model=tied, **copies).bytes[0]
+    assert shared.optimizer == pytest.approx((2 * shared.weights - 8 * 32 - 2 * size) / 2 + 2 * size, rel=0.01)
+    single = bytes_of(Placement.linear(1), model=tied, parallel={"pp": 1}).bytes[0]
+    assert bytes_of(Placement.linear(1), parallel={"pp": 1}).bytes[0].weights - single.weights == size

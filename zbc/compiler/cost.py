@@ -55,6 +55,7 @@ class Costs:
     reduce: PerStage = ()  # ms of one sum of a stage's gradients over its copies; () for none
     gather: PerStage = ()  # ms of collecting a stage's weights from the ranks that stepped parts of them
     tie: float = 0.0  # ms of the sum of the gradients of a weight that two stages share
+    tied: float = 0.0  # bytes of that gradient
     step: PerStage = ()  # ms of STEP, and of COMMIT; () for none
     tentative: PerStage = ()  # ms of TENTATIVE
     hop: float = 0.0  # ms of a few numbers from a rank to the next
@@ -211,7 +212,7 @@ def _with_sums(
     ends = {*placement.holders(0), *placement.holders(len(stages) - 1)}
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, job.parallel.dp * len(ends), 2) if tied else 0.0
-    return replace(costs, reduce=tuple(reduce), gather=tuple(gather), tie=tie)
+    return replace(costs, reduce=tuple(reduce), gather=tuple(gather), tie=tie, tied=float(tied))
 
 
 def _sum(job: Job, size: float, ranks: int, halves: int) -> float:

@@ -14,7 +14,7 @@ from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.transit import in_transit
 from zbc.ir import COMPUTE, Kind, Op, Program
 
-WIDE = 2**22  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
+WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,20 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[int]) -
     mine = [sizes[s] for s in program.placement.stages_of(rank)]
     boundary = max((s.boundary for s in mine), default=0.0)
     widened = 8 * min(max((s.largest for s in mine), default=0.0), WIDE)
-    summed = most = 0.0
+    most = 0.0
     for op, count in zip(program.ranks[rank], moving, strict=True):
         own = 0.0
         if op.kind in COMPUTE:
             own = costs.more_bytes(op)
-        elif op.kind is Kind.REDUCE:  # gradients in one message, until VALIDATE has waited for it
-            summed += sizes[op.stage].gradients
+        elif op.kind is Kind.REDUCE:  # gradients move into one message; later a gather takes less than they left
+            own = sizes[op.stage].gradients
+        elif op.kind is Kind.TIE:
+            own = costs.tied
         elif op.kind is Kind.VALIDATE:
-            own, summed = widened, 0.0
+            own = widened
         elif op.kind is Kind.STEP:
             own = sizes[op.stage].step
-        most = max(most, count * boundary + summed + own)
+        most = max(most, count * boundary + own)
     return most
 
 

@@ -1,7 +1,7 @@
 """ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
 
 Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
-are dealt to the ranks in order, as evenly as they go. A rank keeps state for its own pieces only:
+are dealt to the ranks as evenly as they go. A rank keeps state for its own pieces only:
 
     REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
     STEP     and updates them, in place: a piece is a view of the working weights
@@ -50,15 +50,14 @@ def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
 
 
 def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank: runs of neighbours, each piece where its middle falls in an even share of all."""
-    total = sum(piece.size for piece in pieces)
-    shares: list[list[Piece]] = [[] for _ in range(ranks)]
-    before = 0
-    for piece in pieces:
-        place = (2 * before + piece.size) * ranks // (2 * total) if total else 0
-        shares[min(place, ranks - 1)].append(piece)
-        before += piece.size
-    return shares
+    """The pieces of each rank: the largest first, each to the rank that has least; in order within a rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(pieces)), key=lambda i: -pieces[i].size):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += pieces[index].size
+    return [[pieces[i] for i in sorted(share)] for share in shares]
 
 
 class Sharded:
