@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import zbc.plan as plans
 from zbc.compiler import recall
@@ -31,7 +32,10 @@ from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
-from zbc.viz.strip import Strip, repeated
+from zbc.viz import html, svg, terminal
+from zbc.viz.strip import Drawn, Strip, repeated
+
+_NOTEBOOK = 32  # ranks a notebook shows
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,36 @@ class Plan:
     def simulate(self) -> Timeline:
         """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
         return self.timeline
+
+    def drawn(self, steps: int = 1) -> Drawn:
+        """What pictures of this plan are made from."""
+        return Drawn(self.name, self.program, self.strip(steps), self.costs)
+
+    def svg(
+        self,
+        *,
+        width: int = 1000,
+        ranks: Sequence[int] | None = None,
+        zoom: tuple[float, float] | None = None,
+        steps: int = 1,
+        title: str | None = None,
+    ) -> str:
+        """The timeline as an SVG document, `width` px wide; `zoom` is a window in ms, `ranks` leaves out all others."""
+        sheet = svg.Sheet(width, None if ranks is None else tuple(ranks), zoom, title)
+        return svg.draw([self.drawn(steps)], sheet)
+
+    def html(self, *, ranks: Sequence[int] | None = None, steps: int = 1) -> str:
+        """The timeline as one HTML file to zoom and search in; it loads nothing."""
+        return html.draw([self.drawn(steps)], ranks)
+
+    def text(self, *, width: int = 100, by: Literal["time", "slot"] = "time", steps: int = 1) -> str:
+        """The timeline as text, without colours."""
+        view = terminal.View(width=width, by=by)
+        return terminal.draw(self.program, self.timeline, self.costs, view, self.strip(steps)).plain
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture, of the first ranks only where there are very many."""
+        return self.svg(width=960, ranks=range(min(_NOTEBOOK, self.timeline.ranks)))
 
     def export(self, target: str, *, csv_name: str = "order.csv") -> dict[str, str]:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.

@@ -12,8 +12,8 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Sum, simulate, steady_state
 from zbc.ir import COMPUTE, Kind, Op, Placement
 from zbc.viz.look import LOOKS, RESERVED, label, letter
-from zbc.viz.strip import once, repeated
-from zbc.viz.terminal import Drawn, View, draw, draw_all
+from zbc.viz.strip import Drawn, once, repeated
+from zbc.viz.terminal import View, draw, draw_all
 
 UP_AND_DOWN = """
     rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0

@@ -54,7 +54,7 @@ def check_csv(target: Path) -> Checked:
     """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
     from zbc.compiler.check import survives_blocking_sends
-    from zbc.viz.terminal import verdict as step_costs
+    from zbc.viz.words import verdict as step_costs
 
     plan = Plan.read_csv(target)
     plan.check()
@@ -164,7 +164,7 @@ def not_strict(program: Program) -> ZbcError:
 
 def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[RenderableType]:
     """What was proven."""
-    from zbc.viz.terminal import title
+    from zbc.viz.words import title
 
     yield f"{title(checked.program)}, {checked.program.size} ops"
     yield ""

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from zbc.api import Plan
     from zbc.compiler.schedules import Schedule
-    from zbc.viz.strip import Strip
+    from zbc.viz.strip import Drawn
     from zbc.viz.terminal import View
 
 _WIDTH = 100  # of pictures that do not go to a terminal
@@ -33,6 +32,8 @@ class Form(StrEnum):
     """What a picture can be made as."""
 
     TERM = "term"
+    SVG = "svg"
+    HTML = "html"
 
 
 class By(StrEnum):
@@ -61,7 +62,8 @@ def visualize(
     from zbc.api import open_plan
 
     plans = [open_plan(path) for path in (target, other) if path is not None]
-    strips = [plan.strip(steps) for plan in plans]
+    drawn = [plan.drawn(steps) for plan in plans]
+    strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
@@ -71,24 +73,32 @@ def visualize(
         unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
         from zbc.viz.terminal import View
 
-        picture = _text(plans, strips, View(columns, by.value, shown, window, unicode))
+        picture = _text(drawn, View(columns, by.value, shown, window, unicode))
         if output is None:
             show(picture)
             return
         text = picture.plain + "\n"
+    elif form is Form.SVG:
+        from zbc.viz.svg import Sheet, draw
+
+        text = draw(drawn, Sheet(ranks=shown, zoom=window))
     else:
-        raise NotImplementedError
-    write_text(output, text)
-    tell(f"wrote {output}")
+        from zbc.viz import html
+
+        text = html.draw(drawn, shown)
+    if output is None:
+        show(text.rstrip("\n"))
+    else:
+        write_text(output, text)
+        tell(f"wrote {output}")
 
 
-def _text(plans: Sequence[Plan], strips: Sequence[Strip], view: View) -> Text:
-    from zbc.viz.terminal import Drawn, draw, draw_all
+def _text(drawn: Sequence[Drawn], view: View) -> Text:
+    from zbc.viz.terminal import draw, draw_all
 
-    if len(plans) == 1:
-        return draw(plans[0].program, plans[0].timeline, plans[0].costs, view, strips[0])
-    pairs = zip(plans, strips, strict=True)
-    return draw_all([Drawn(plan.name, plan.program, strip, plan.costs) for plan, strip in pairs], view)
+    if len(drawn) > 1:
+        return draw_all(drawn, view)
+    return draw(drawn[0].program, drawn[0].strip.steps[0], drawn[0].costs, view, drawn[0].strip)
 
 
 def _columns() -> int:

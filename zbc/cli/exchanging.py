@@ -73,7 +73,7 @@ def import_order(
     """Read a torch CSV strictly, prove its order, and write a job that plans and trains with it."""
     from zbc.api import Plan
     from zbc.errors import ZbcError
-    from zbc.viz.terminal import title, verdict
+    from zbc.viz.words import title, verdict
 
     plan = Plan.read_csv(source)
     plan.check()

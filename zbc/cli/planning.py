@@ -47,7 +47,7 @@ def plan(
     """
     from zbc.cli import summary
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.viz.terminal import title
+    from zbc.viz.words import title
 
     loaded = load_job(job, settings or (), schedule)
     compiled = compile_job(loaded, budget=budget)

@@ -49,13 +49,14 @@ def _inside(strip: Strip, rank: int, window: Window) -> Iterator[Piece]:
             yield piece
 
 
-def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False) -> Grid:
+def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> Grid:
     """At most `room` cells of equal length over the window.
 
     Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal;
-    with `exactly` there are `room` cells all the same, so that several grids line up.
+    with `exactly` there are `room` cells all the same, so that several grids line up. `only` leaves all ranks but one
+    empty.
     """
-    pieces = [list(_inside(strip, rank, window)) for rank in range(strip.ranks)]
+    pieces = [list(_inside(strip, rank, window)) if only in (None, rank) else [] for rank in range(strip.ranks)]
     columns = room if exactly else _columns(pieces, window, room)
     step = (window[1] - window[0]) / columns
     rows = tuple(_row(row, window, columns, step) for row in pieces)

@@ -39,7 +39,7 @@ LOOKS = {
 }
 RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), "#000000")  # kinds that came later than this table
-IDLE = "#f3f3f3"
+IDLE = "#ffffff"
 SECOND_STAGE = "every second stage of a rank"
 SECOND_PIPE = "second pipe"
 

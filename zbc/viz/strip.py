@@ -88,6 +88,16 @@ class Strip:
             yield from ((ms - begin, units) for ms, units in curve(timeline, rank, costs))
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One plan of a picture: its ops and times, what it is called, and what its ops cost."""
+
+    name: str
+    program: Program
+    strip: Strip
+    costs: Costs
+
+
 def once(timeline: Timeline) -> Strip:
     return Strip((timeline,))
 

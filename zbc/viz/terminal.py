@@ -21,11 +21,13 @@ from rich.text import Text
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
 from zbc.ir import COMPUTE, Kind, Program
-from zbc.text import percent, short, wrap
+from zbc.text import short, wrap
 from zbc.viz.cells import Block, Grid, Window, by_slot, by_time
 from zbc.viz.look import chunks, legend, letter, look, odd_stages
 from zbc.viz.look import label as label_of
-from zbc.viz.strip import Strip, longest, once
+from zbc.viz.scale import ticks
+from zbc.viz.strip import Drawn, Strip, longest, once
+from zbc.viz.words import title, verdict
 
 # Two shades per kind, by microbatch, keep neighbours of one kind apart.
 _STYLES = {
@@ -50,16 +52,6 @@ class View:
     ranks: tuple[int, ...] | None = None
     zoom: Window | None = None
     unicode: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One plan among several in a picture."""
-
-    name: str
-    program: Program
-    strip: Strip
-    costs: Costs
 
 
 def draw(program: Program, timeline: Timeline, costs: Costs, view: View = View(), strip: Strip | None = None) -> Text:
@@ -141,29 +133,6 @@ def _steps(strip: Strip, view: View) -> list[str]:
     return wrap(words, view.width, between="; ")
 
 
-def title(program: Program) -> str:
-    """`zb-v: 4 ranks, 8 stages, 8 microbatches`."""
-    placement = program.placement
-    counts = [(placement.ranks, "rank"), (placement.stages, "stage"), (program.microbatches, "microbatch")]
-    if len(placement.pipes) > 1:
-        counts.insert(2, (len(placement.pipes), "pipe"))
-    name = program.history[0] if program.history else "program"
-    copies = f", {program.copies} copies of it" if program.copies > 1 else ""
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('h') else 's'}"
-
-
-def verdict(timeline: Timeline) -> str:
-    """Both costs of a step, each with its bubble rate."""
-    return (
-        f"makespan {short(timeline.makespan)} ms, of which bubble {percent(timeline.bubble_rate_makespan)}; "
-        f"span {short(timeline.span)} ms, of which bubble {percent(timeline.bubble_rate_span)}"
-    )
-
-
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
@@ -216,23 +185,12 @@ def _ticks(grid: Grid, room: int) -> str:
     """A bar and the ms at round times; the bar stands under the cell that begins there."""
     begin, end = grid.edges[0], grid.edges[-1]
     step = (end - begin) / grid.columns
-    every = _round_up(10 * step)
-    decimals = max(0, -math.floor(math.log10(every) + 1e-9))
     line = ""
-    number = math.ceil(begin / every - 1e-9)
-    while number * every <= end + 1e-9 * every:
-        column = 1 + round((number * every - begin) / step)
-        text = f"|{number * every:.{decimals}f}"
-        if column + len(text) <= room + 1 and (not line or column > len(line)):
-            line = line.ljust(column) + text
-        number += 1
+    for time, text in ticks(begin, end, 10 * step):
+        column = 1 + round((time - begin) / step)
+        if column + 1 + len(text) <= room + 1 and (not line or column > len(line)):
+            line = f"{line.ljust(column)}|{text}"
     return line
-
-
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ..."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value * (1 - 1e-9))
 
 
 def _has_memory(view: View) -> bool:

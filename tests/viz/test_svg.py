@@ -1,0 +1,144 @@
+"""SVG pictures: every op where and as long as it runs, nothing clipped, nothing on top of anything else."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.compiler.grid import FIXED, make
+from tests.listing import listing
+from zbc.compiler.cost import Costs
+from zbc.compiler.simulate import simulate
+from zbc.ir import Placement
+from zbc.viz.look import LOOKS
+from zbc.viz.strip import Drawn, once, repeated
+from zbc.viz.svg import LEFT, MARGIN, RIGHT, Sheet, draw, measured
+
+SPACE = "{http://www.w3.org/2000/svg}"
+FILLS = {fill for found in LOOKS.values() for fill in found.fills}
+
+
+def drawn(name, p=4, m=8, steps=1, costs=(18.5, 18.1, 9.3, 0.6)):
+    program = make(name, p, m)
+    known = Costs.uniform(program.placement, *costs)
+    timeline = simulate(program, known)
+    return Drawn(name, program, repeated(timeline, program, known, steps, barrier=True), known)
+
+
+def read(text):
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SPACE}svg"
+    return root
+
+
+def blocks(root):
+    return [r for r in root.iter(f"{SPACE}rect") if r.get("fill") in FILLS and r.get("stroke") is None]
+
+
+def box(text):
+    """(left, right, top, bottom) of a text, rather too large."""
+    style = (text.get("class") or "").split()
+    size = float(text.get("font-size") or (15 if "t" in style else 11))
+    width = measured(text.text, size)
+    x, y = float(text.get("x")), float(text.get("y"))
+    left = x - width if "e" in style else x - width / 2 if "m" in style else x
+    return left, left + width, y - 0.75 * size, y + 0.2 * size
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("width", [600, 1000, 1600])
+def test_every_op_has_a_block_where_it_runs(name, width):
+    one = drawn(name)
+    found = blocks(read(draw([one], Sheet(width=width))))
+    pieces = [piece for rank in range(4) for piece in one.strip.pieces(rank)]
+    assert len(found) == len(pieces)
+    scale = (width - 2 * MARGIN - LEFT - RIGHT) / one.strip.length
+    for rect, piece in zip(found, pieces, strict=True):
+        assert float(rect.get("x")) == pytest.approx(MARGIN + LEFT + piece.start * scale, abs=0.011)
+        assert float(rect.get("width")) == pytest.approx((piece.end - piece.start) * scale, abs=0.011)
+        assert rect.get("fill") == LOOKS[piece.op.kind].fills[piece.op.mb % 2]
+        assert rect.find(f"{SPACE}title").text.startswith(f"{piece.op}: ")
+
+
+PICTURES = {
+    "narrow": lambda: draw([drawn("zb-v")], Sheet(width=600)),
+    "paper": lambda: draw([drawn("zb-h1", 8, 24)]),
+    "zoomed": lambda: draw([drawn("zb-v", 8, 24)], Sheet(zoom=(100.0, 300.0), ranks=(0, 3, 7))),
+    "three steps": lambda: draw([drawn("1f1b", steps=3)]),
+    "two plans": lambda: draw([drawn("1f1b"), drawn("interleaved-1f1b", 4, 8)]),
+    "many ranks": lambda: draw([drawn("zb-h1", 48, 64)]),
+    "a long title": lambda: draw([drawn("1f1b")], Sheet(width=500, title="a title that goes on " * 8)),
+    "fast ops": lambda: draw([drawn("zb-v", costs=(1e-4, 1e-4, 5e-5, 0.0))]),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_is_clipped_and_none_lies_on_another(name):
+    root = read(PICTURES[name]())
+    width, height = map(float, root.get("viewBox").split()[2:])
+    texts = [(box(text), text.text) for text in root.iter(f"{SPACE}text")]
+    for (left, right, top, bottom), text in texts:
+        assert left >= 0, text
+        assert right <= width, text
+        assert top >= 0, text
+        assert bottom <= height, text
+    rows = {}
+    for found, text in texts:
+        rows.setdefault(round(found[3], 1), []).append((found, text))
+    for row in rows.values():
+        for (one, text), (two, other) in pairwise(sorted(row)):
+            assert one[1] <= two[0] + 0.01, (text, other)
+    lines = sorted(rows)
+    for above, below in pairwise(lines):
+        tops = [found[2] for found, _ in rows[below]]
+        overlapping = [
+            (text, other)
+            for found, text in rows[above]
+            for lower, other in rows[below]
+            if found[3] > min(tops) + 0.5 and found[3] > lower[2] + 0.5 and found[0] < lower[1] and lower[0] < found[1]
+        ]
+        assert not overlapping
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_labels_lie_inside_their_blocks(name):
+    root = read(PICTURES[name]())
+    rects = [(float(r.get("x")), float(r.get("x")) + float(r.get("width")), float(r.get("y"))) for r in blocks(root)]
+    labels = [text for text in root.iter(f"{SPACE}text") if text.get("font-size")]
+    for text in labels:
+        left, right, top, bottom = box(text)
+        over = [r for r in rects if r[0] <= left + 0.01 and right <= r[1] + 0.01]
+        assert any(y <= top + 2 <= bottom <= y + 24 for _, _, y in over), text.text
+    if name in ("paper", "two plans", "three steps"):
+        assert len(labels) > 0.6 * len(rects)
+
+
+def test_title_both_rates_axis_and_legend_are_there():
+    texts = [text.text for text in read(draw([drawn("zb-v")])).iter(f"{SPACE}text")]
+    assert texts[0] == "zb-v: 4 ranks, 8 stages, 8 microbatches"
+    assert any("makespan" in text and "span" in text and "bubble" in text for text in texts)
+    for words in ("F forward", "W backward for the weights", "idle", "second stage of a rank", "ms", "rank", "0"):
+        assert words in texts
+    assert "D both backwards in one" not in texts
+
+
+def test_a_second_pipe_is_hatched():
+    text = """
+        rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
+        rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
+    """
+    program = listing(text, Placement.bidirectional((0, 1)), microbatches=2)
+    costs = Costs.uniform(program.placement)
+    picture = draw([Drawn("both", program, once(simulate(program, costs)), costs)])
+    assert picture.count('fill="url(#up)"') == 4 + 1  # the legend has one too
+    assert "pipe that runs upwards" in picture
+    assert ">P1<" in picture
+
+
+def test_large_pictures_are_drawn_as_cells_and_stay_small():
+    picture = draw([drawn("zb-h1", 32, 256)])
+    assert len(picture) < 4_000_000
+    assert not re.search(r"<title>[FBW]", picture)

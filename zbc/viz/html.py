@@ -1,0 +1,158 @@
+"""A timeline as one HTML file to look around in: nothing is loaded, everything is inside.
+
+The ops travel as plain numbers: per rank and op the kind, stage and microbatch, the gap to the op before it in
+billionths of the longest plan, and which of the plan's few durations it has. Times are put together again in the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from zbc.compiler.why import chain
+from zbc.ir import COMPUTE, Kind, Op
+from zbc.viz.look import chunks, look, odd_stages
+from zbc.viz.strip import Drawn, longest
+from zbc.viz.words import title, verdict
+
+SCRIPTS = ("draw.js", "memory.js", "input.js")
+_FINE = 1e-9  # of the longest plan: what times are rounded to
+_FAR = 100_000  # a pipe and a stage as one number: pipe * _FAR + stage
+
+
+def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
+    """The page of one plan, or of several below one another on one time axis; `ranks` leaves out all others."""
+    length = longest([one.strip for one in drawn])
+    kinds = [kind for kind in Kind if kind in COMPUTE and any(kind in _kinds(one) for one in drawn)]
+    several = len(drawn) > 1
+    names = [f"{one.name}: {title(one.program)}" if several else title(one.program) for one in drawn]
+    data = {
+        "length": length,
+        "unit": length * _FINE,
+        "kinds": [_kind(kind) for kind in kinds],
+        "panels": [_panel(one, name, kinds, length, ranks) for one, name in zip(drawn, names, strict=True)],
+    }
+    heads = "\n".join(
+        f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(one.strip.steps[0]))}</div>'
+        for one, name in zip(drawn, names, strict=True)
+    )
+    parts = {
+        "title": escape("; ".join(names)),
+        "heads": heads,
+        "legend": _legend(drawn, kinds),
+        "notes": escape(_notes(drawn)),
+        "data": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        "script": "\n".join(_file(name) for name in SCRIPTS),
+    }
+    page = _file("page.html")
+    for key, text in parts.items():
+        page = page.replace(f"{{{{{key}}}}}", text, 1)
+    return page
+
+
+def _file(name: str) -> str:
+    return (resources.files("zbc.viz") / "page" / name).read_text(encoding="utf-8")
+
+
+def _kinds(one: Drawn) -> set[Kind]:
+    return {op.kind for timeline in one.strip.steps[:1] for op in timeline.dag.ops}
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    found = look(kind)
+    return {
+        "op": kind.value,
+        "letter": found.letter,
+        "other": found.other,
+        "name": found.name,
+        "fills": found.fills,
+        "ink": found.ink,
+        "fills_at_start": kind is Kind.F,
+    }
+
+
+def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None) -> dict[str, Any]:
+    """The data of one plan. Ids count through the shown ranks, step after step within a rank."""
+    strip, placement = one.strip, one.program.placement
+    shown = list(ranks) if ranks is not None else list(range(strip.ranks))
+    pieces = {rank: list(strip.pieces(rank)) for rank in shown}
+    number = {piece.id: k for k, piece in enumerate(piece for rank in shown for piece in pieces[rank])}
+    durations: dict[float, int] = {}
+    rows = [_row(one, pieces[rank], kinds, durations, length) for rank in shown]
+    sources = list(strip.sources())
+    return {
+        "title": name,
+        "names": shown,
+        "ranks": rows,
+        "durations": [ms for ms in durations],
+        "source": [number.get(sources[piece.id], -1) for rank in shown for piece in pieces[rank]],
+        "path": [number[i] for i in _path(one) if i in number],
+        "held": [[one.costs.held(Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
+        "comm": [list(pipe) for pipe in one.costs.comm],
+        "odd": {rank: [pipe * _FAR + stage for pipe, stage in odd_stages(placement, rank)] for rank in shown},
+        "sums": [
+            {"rank": rank, "start": piece.start, "end": piece.end}
+            for rank in shown
+            for piece in strip.sums(rank)
+            if piece.end > piece.start
+        ],
+    }
+
+
+def _row(
+    one: Drawn, pieces: Sequence[Any], kinds: Sequence[Kind], durations: dict[float, int], length: float
+) -> dict[str, Any]:
+    ops = [piece.op for piece in pieces]
+    ends = [0.0, *(piece.end for piece in pieces)]
+    lengths = [float(f"{piece.end - piece.start:.9g}") for piece in pieces]
+    order = {kind: k for k, kind in enumerate(kinds)}
+    row: dict[str, Any] = {
+        "k": [order[op.kind] for op in ops],
+        "s": [op.stage for op in ops],
+        "m": [op.mb for op in ops],
+        "d": [durations.setdefault(ms, len(durations)) for ms in lengths],
+        "g": [max(0, round((piece.start - end) / (length * _FINE))) for piece, end in zip(pieces, ends, strict=False)],
+    }
+    if len(one.program.placement.pipes) > 1:
+        row["u"] = [op.pipe for op in ops]
+    if one.program.slices > 1:
+        row["x"] = [op.slice for op in ops]
+    return row
+
+
+def _path(one: Drawn) -> list[int]:
+    """The ids of the critical path of every step, the last one first."""
+    found: list[int] = []
+    for step in reversed(range(len(one.strip.steps))):
+        timeline = one.strip.steps[step]
+        rank = max(range(timeline.ranks), key=timeline.closes)
+        begin = min(timeline.first_start(r) for r in range(timeline.ranks))
+        found += [step * len(timeline.dag.ops) + i for i in chain(timeline, rank, begin)]
+    return found
+
+
+def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
+    two = any(len(one.program.placement.pipes) > 1 for one in drawn)
+    words = []
+    for kind in kinds:
+        found = look(kind)
+        letters = f"{found.letter}/{found.other}" if two else found.letter
+        words.append(f'<span class="swatch" style="background:{found.fills[0]}"></span>{letters} {escape(found.name)}')
+    if any(one.strip.collectives for one in drawn):
+        words.append('<span class="swatch" style="background:#b9a7cf"></span>sums of gradients, beside compute')
+    return "".join(words)
+
+
+def _notes(drawn: Sequence[Drawn]) -> str:
+    notes = []
+    if max(chunks(one.program.placement) for one in drawn) > 1:
+        notes.append("lower case and a bar: every second stage of a rank")
+    if any(len(one.program.placement.pipes) > 1 for one in drawn):
+        notes.append("second letters and hatching: the pipe that runs upwards")
+    steps = len(drawn[0].strip.steps)
+    if steps > 1:
+        notes.append(f"{steps} steps in a row")
+    return "; ".join(notes)

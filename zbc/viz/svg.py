@@ -1,0 +1,267 @@
+"""A timeline as SVG for papers: vector text, a title, an axis and a legend; readable in grey.
+
+One row per rank, time to the right. Every second stage of a rank has a bar along the lower edge of its blocks, the
+second pipe of a bidirectional schedule a hatching; letters stand where they fit. Blocks narrower than half a pixel are
+drawn as cells that show what covers most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from zbc.compiler.memory import peaks
+from zbc.ir import COMPUTE, Op
+from zbc.text import short, wrap
+from zbc.viz.cells import Window, by_time
+from zbc.viz.look import IDLE, LOOKS, chunks, label, look, odd_stages
+from zbc.viz.scale import ticks
+from zbc.viz.strip import Drawn, longest
+from zbc.viz.words import title, verdict
+
+MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
+_CHARACTER = 0.62  # of the font size: wider than the average letter of the fonts asked for
+_WIDE = {"W": 1.0, "w": 0.82, "M": 0.9, "m": 0.95, "D": 0.78, "Q": 0.8, ".": 0.32}
+_FINE = 4_000  # blocks up to which each has a tooltip
+_STYLE = (
+    "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;fill:#111}"
+    ".t{font-size:15px;font-weight:bold}.n{font-size:11px}.m{text-anchor:middle}.e{text-anchor:end}"
+    ".i{stroke:#bbb;stroke-width:.6}.l{fill:#fff}.b{stroke:#fff;stroke-width:.6}"
+)
+_HATCH = (
+    '<pattern id="up" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="1.6" height="5" fill="#000" fill-opacity=".45"/></pattern>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What to show: `ranks` (all if None), the `zoom` window in ms, the width in px, and a title in place of ours."""
+
+    width: int = 1000
+    ranks: tuple[int, ...] | None = None
+    zoom: Window | None = None
+    title: str | None = None
+
+
+class _Block(NamedTuple):
+    op: Op
+    x: float
+    width: float
+    tip: str
+
+
+def draw(drawn: Sequence[Drawn], sheet: Sheet = Sheet()) -> str:
+    """An SVG document of one plan, or of several below one another on one time axis."""
+    window = sheet.zoom or (0.0, longest([one.strip for one in drawn]))
+    body: list[str] = []
+    y = float(MARGIN)
+    for one in drawn:
+        name = sheet.title if sheet.title and len(drawn) == 1 else title(one.program)
+        name = f"{one.name}: {name}" if len(drawn) > 1 else name
+        lines, y = _panel(one, sheet, window, name, y)
+        body += lines
+    lines, y = _legend(drawn, sheet, y)
+    body += lines
+    height = round(y + MARGIN)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
+            f'height="{height}" role="img">',
+            f"<title>{escape('; '.join(title(one.program) for one in drawn))}</title>",
+            f"<style>{_STYLE}</style>",
+            f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+# ---- panels --------------------------------------------------------------------------------------------------
+
+
+def _panel(one: Drawn, sheet: Sheet, window: Window, name: str, y: float) -> tuple[list[str], float]:
+    """Title, rows and axis of one plan from `y` on, and where they end."""
+    ranks = sheet.ranks if sheet.ranks is not None else tuple(range(one.strip.ranks))
+    row = 22 if len(ranks) <= 8 else 16 if len(ranks) <= 24 else 11
+    lines = [_text(MARGIN, y + 14, fitted(name, sheet.width - 2 * MARGIN, 15), "t")]
+    y += 20
+    for part in _wrapped(verdict(one.strip.steps[0]).split("; "), sheet.width - 2 * MARGIN):
+        lines.append(_text(MARGIN, y + 12, part, "n"))
+        y += 15
+    lines += [_text(MARGIN + LEFT - 8, y + 14, "rank", "n e"), _text(sheet.width - MARGIN, y + 14, "peak", "n e")]
+    y += 20
+    held = peaks(one.program, one.costs)
+    plot = sheet.width - 2 * MARGIN - LEFT - RIGHT
+    blocks = {rank: list(_blocks(one, rank, window, plot)) for rank in ranks}
+    widths = sorted(block.width for found in blocks.values() for block in found)
+    form = _form(one.program.microbatches, widths[len(widths) // 2] if widths else 0.0, row)
+    for rank in ranks:
+        middle = y + row / 2 + 3.8
+        lines.append(_text(MARGIN + LEFT - 8, middle, str(rank), "n e"))
+        lines.append(_text(sheet.width - MARGIN, middle, short(held[rank].units, 3), "n e"))
+        lines += _row(one, rank, blocks[rank], plot, y, row, form)
+        y += row + (3 if row > 12 else 1.5)
+    lines += _axis(window, plot, y)
+    return lines, y + 30
+
+
+def _row(
+    one: Drawn, rank: int, blocks: Sequence[_Block], plot: float, y: float, height: float, form: _Form
+) -> Iterator[str]:
+    """The blocks of a rank, then their texts."""
+    x0 = MARGIN + LEFT
+    yield f'<rect x="{x0}" y="{_px(y)}" width="{_px(plot)}" height="{height}" fill="{IDLE}" class="i"/>'
+    odds = odd_stages(one.program.placement, rank)
+    texts = []
+    fine = one.program.size <= _FINE
+    for block in blocks:
+        op, found = block.op, look(block.op.kind)
+        odd = (op.pipe, op.stage) in odds
+        area = f'x="{_px(x0 + block.x)}" width="{_px(block.width)}"'
+        tip = f"<title>{escape(block.tip)}</title>" if fine else ""
+        border = ' class="b"' if block.width > 3 else ""
+        rect = f'<rect {area} y="{_px(y)}" height="{height}" fill="{found.fills[op.mb % 2]}"{border}'
+        yield f"{rect}>{tip}</rect>" if tip else f"{rect}/>"
+        if op.pipe:
+            yield f'<rect {area} y="{_px(y)}" height="{height}" fill="url(#up)"/>'
+        if odd and height > 12:
+            yield f'<rect {area} y="{_px(y + height - 4)}" height="2.4" fill="{found.ink}" fill-opacity=".6"/>'
+        text = _fitting(op, odd, block.width, form)
+        if text:
+            shift = 1.5 if odd and height > 12 else 0.0
+            at = f'x="{_px(x0 + block.x + block.width / 2)}" y="{_px(y + height / 2 + 0.36 * form.size - shift)}"'
+            style = "m l" if found.ink == "#ffffff" else "m"
+            texts.append(f'<text font-size="{form.size}" {at} class="{style}">{text}</text>')
+    yield from texts
+
+
+def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Block]:
+    """What a rank does in the window, in px; cells instead of ops where ops are too narrow to be seen."""
+    scale = plot / (window[1] - window[0])
+    pieces = [piece for piece in one.strip.row(rank) if piece.end > window[0] and piece.start < window[1]]
+    if len(pieces) > plot / 1.5:
+        grid = by_time(one.strip, window, int(2 * plot), exactly=True, only=rank)
+        for cell in grid.rows[rank]:
+            yield _Block(cell.op, cell.first / 2, cell.cells / 2, "")
+        return
+    for piece in pieces:
+        start, end = max(window[0], piece.start), min(window[1], piece.end)
+        if end > start:
+            tip = f"{piece.op}: {short(piece.start)} to {short(piece.end)} ms"
+            yield _Block(piece.op, (start - window[0]) * scale, (end - start) * scale, tip)
+
+
+class _Form(NamedTuple):
+    """How blocks are labelled: with letters and numbers, or numbers alone; the font size in px, 0 for not at all."""
+
+    letters: bool
+    size: int
+
+
+def _form(microbatches: int, width: float, height: float) -> _Form:
+    """The largest labels that fit a block of that width."""
+    largest = 11 if height > 18 else 9 if height > 12 else 7
+    if measured(f"W{microbatches - 1}", largest) < width:
+        return _Form(True, largest)
+    number = str(microbatches - 1)
+    return _Form(False, next((size for size in range(largest, 5, -2) if measured(number, size) <= width - 1), 0))
+
+
+def _fitting(op: Op, odd: bool, width: float, form: _Form) -> str:
+    """The label, or its number, or its letter, or nothing: what fits into a block."""
+    full = label(op, odd=odd)
+    texts = [full, full[1:], full[:1]] if form.letters or not full[1:] else [full[1:]]
+    return next((text for text in texts if text and form.size and measured(text, form.size) <= width - 1), "")
+
+
+def measured(text: str, size: float) -> float:
+    """About how wide a text is, in px; rather too wide than too narrow."""
+    return float(size * sum(_WIDE.get(character, _CHARACTER) for character in text))
+
+
+def _size(height: float) -> float:
+    return 11 if height > 18 else 9 if height > 12 else 7
+
+
+def _axis(window: Window, plot: float, y: float) -> Iterator[str]:
+    x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
+    yield f'<path d="M{x0} {_px(y)}h{_px(plot)}" stroke="#111" fill="none"/>'
+    for time, text in _spaced(window, scale):
+        x = x0 + (time - window[0]) * scale
+        yield f'<path d="M{_px(x)} {_px(y)}v4" stroke="#111" fill="none"/>'
+        yield _text(x, y + 16, text, "n m")
+    yield _text(x0 + plot + RIGHT, y + 16, "ms", "n e")
+
+
+def _spaced(window: Window, scale: float) -> list[tuple[float, str]]:
+    """Round times whose texts do not touch."""
+    least = 70.0
+    while True:
+        found = ticks(*window, least / scale)
+        widest = max((measured(text, 11) for _, text in found), default=0.0)
+        if len(found) < 2 or (found[1][0] - found[0][0]) * scale > widest + 10:
+            return found
+        least *= 1.5
+
+
+# ---- legend --------------------------------------------------------------------------------------------------
+
+
+def _legend(drawn: Sequence[Drawn], sheet: Sheet, y: float) -> tuple[list[str], float]:
+    """Swatches with their names, in as many lines as it takes."""
+    lines, x = [], float(MARGIN)
+    for fill, extra, words in _entries(drawn):
+        width = 20 + len(words) * _CHARACTER * 11 + 14
+        if x > MARGIN and x + width > sheet.width - MARGIN:
+            x, y = float(MARGIN), y + 18
+        lines.append(f'<rect x="{_px(x)}" y="{_px(y + 2)}" width="14" height="12" fill="{fill}" stroke="#999"/>')
+        if extra == "bar":
+            area = f'x="{_px(x)}" y="{_px(y + 10)}" width="14" height="2.4"'
+            lines.append(f'<rect {area} fill="#000" fill-opacity=".6"/>')
+        elif extra == "hatch":
+            lines.append(f'<rect x="{_px(x)}" y="{_px(y + 2)}" width="14" height="12" fill="url(#up)"/>')
+        lines.append(_text(x + 20, y + 12, words, "n"))
+        x += width
+    y += 18
+    lines.append(_text(MARGIN, y + 12, "peak: activations, in shares of one microbatch per rank", "n"))
+    return lines, y + 16
+
+
+def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
+    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind in COMPUTE}
+    kinds |= {kind for one in drawn for kind in one.strip.collectives}
+    two = any(len(one.program.placement.pipes) > 1 for one in drawn)
+    for kind in [*(kind for kind in LOOKS if kind in kinds), *sorted(kinds - LOOKS.keys())]:
+        found = look(kind)
+        letters = f"{found.letter}/{found.other}" if two and found.other != found.letter else found.letter
+        yield found.fills[0], "", f"{letters} {found.name}"
+    yield IDLE, "", "idle"
+    most = max(chunks(one.program.placement) for one in drawn)
+    if most > 1:
+        yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
+    if two:
+        yield "#fff", "hatch", "pipe that runs upwards"
+
+
+# ---- text ----------------------------------------------------------------------------------------------------
+
+
+def fitted(text: str, width: float, size: float) -> str:
+    """The text, cut in the middle if it is wider than `width` px."""
+    room = int(width / (_CHARACTER * size))
+    return text if len(text) <= room else f"{text[: room // 2 - 2]} ... {text[-(room // 2 - 3) :]}"
+
+
+def _wrapped(parts: Sequence[str], width: float) -> list[str]:
+    return wrap(parts, int(width / (_CHARACTER * 11)), between="; ")
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{_px(x)}" y="{_px(y)}" class="{style}">{escape(text)}</text>'
+
+
+def _px(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,30 @@
+"""What every picture says of a plan."""
+
+from __future__ import annotations
+
+from zbc.compiler.simulate import Timeline
+from zbc.ir import Program
+from zbc.text import percent, short
+
+
+def title(program: Program) -> str:
+    """`zb-v: 4 ranks, 8 stages, 8 microbatches`."""
+    placement = program.placement
+    counts = [(placement.ranks, "rank"), (placement.stages, "stage"), (program.microbatches, "microbatch")]
+    if len(placement.pipes) > 1:
+        counts.insert(2, (len(placement.pipes), "pipe"))
+    name = program.history[0] if program.history else "program"
+    copies = f", {program.copies} copies of it" if program.copies > 1 else ""
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('h') else 's'}"
+
+
+def verdict(timeline: Timeline) -> str:
+    """Both costs of a step, each with its bubble rate."""
+    return (
+        f"makespan {short(timeline.makespan)} ms, of which bubble {percent(timeline.bubble_rate_makespan)}; "
+        f"span {short(timeline.span)} ms, of which bubble {percent(timeline.bubble_rate_span)}"
+    )
