@@ -50,7 +50,7 @@ def code_of(folder):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_program_reads_back_equal(tmp_path, name):
-    program = lower(make(name, 3, 5))
+    program = lower(make(name, 3 * SCHEDULES[name].ranks_in, 5))
     plans.write(tmp_path / "plan", *assembled(program))
     assert Plan.read(tmp_path / "plan").program == program
 

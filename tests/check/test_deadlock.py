@@ -329,7 +329,7 @@ def test_any_program_gets_an_answer(op):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_proven_before_and_after_lowering(name):
     schedule = SCHEDULES[name]
-    for p in (1, 2, 3, 4, 8):
+    for p in (p for p in (1, 2, 3, 4, 8) if p % schedule.ranks_in == 0):
         for m in (1, 2, 3, 5, 8, 16):
             program = schedule.make(Request(p, m, schedule.default_chunks))
             check_all(program)

@@ -203,6 +203,9 @@ def test_dualpipe_wants_an_even_number_of_ranks_and_says_which():
         find("dualpipe").check_ranks(5)
     assert (caught.value.code, caught.value.hint) == ("E120", "set parallel.pp = 4 or 6")
     find("dualpipe").check_ranks(6)
+    with pytest.raises(ZbcError) as caught:
+        make("dualpipe", 3, 8)
+    assert caught.value.code == "E120"
 
 
 def test_hanayo_wants_an_even_number_of_stages_per_rank():

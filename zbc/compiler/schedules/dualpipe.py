@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from zbc.compiler.schedules.request import Request
+from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
 OUTER, INNER = 0, 1  # directions, by the end of the half at which they enter
@@ -46,8 +47,10 @@ class Direction(NamedTuple):
 
 
 def dualpipe(request: Request) -> Program:
-    """Two pipes in opposite directions; p has to be even."""
+    """Two pipes in opposite directions. Raises E120 for an odd number of ranks."""
     p, m = request.p, request.m
+    if p % 2:
+        raise ZbcError("E120", f"schedule: dualpipe needs an even number of ranks, not {p}")
     n = max(p, (m + 1) // 2)
     ranks = []
     for r in range(p):

@@ -1,0 +1,98 @@
+"""Two pipes in opposite directions train like one: their copies of a stage stay one stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compiler.grid import WAVES
+from tests.runtime.small_plans import GPT, make_plan, make_program, reference
+from tests.runtime.test_copies import alike, results
+from tests.runtime.test_gradients import check_gradients, without_step
+from zbc.compiler.schedules import SCHEDULES
+from zbc.ir import Kind
+from zbc.runtime.threads import run_threads
+
+TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
+CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}
+SMALL = {**GPT, "layers": 6, "hidden": 16}
+
+
+@pytest.mark.parametrize(("name", "p"), [("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)])
+def test_copies_of_a_stage_have_the_same_bits_after_each_of_fifty_clipped_steps(name, p):
+    plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=CLIPPED, size=1)
+    seen = []
+
+    def watch(worker):
+        step = worker.script[-1]
+        worker.script[-1] = (_then(step[0], seen), *step[1:])
+
+    workers = run_threads(plan, 50, setup=watch)
+    alike(workers)
+    holders = {s: len(set(plan.program.placement.holders(s))) for s in range(plan.program.placement.stages)}
+    assert max(holders.values()) == 2
+    prints = {}
+    for step, stage, rank, values in seen:
+        prints.setdefault((step, stage), {})[rank] = values
+    assert len({step for step, _ in prints}) == 50
+    for place, by_rank in prints.items():
+        assert len(set(by_rank.values())) == 1, place
+    found = results(workers)
+    assert all(norm > CLIPPED["clip_grad_norm"] for _, norm in found[:5]), "clipping was at work"
+
+
+def _then(handler, seen):
+    """The last op of a rank's step, and then a note of the bits of all stages it holds."""
+
+    def run(worker, op):
+        handler(worker, op)
+        for s, stage in worker.stages.items():
+            bits = b"".join(p.detach().numpy().tobytes() for p in stage.parameters.values())
+            seen.append((worker.step, s, worker.rank, hash(bits)))
+
+    return run
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", TWO)
+def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
+    """A parameter that two ranks hold counts once in the norm."""
+    plan = make_plan(make_program(name, p, 5), optimizer={"lr": 1e-3, "clip_grad_norm": 0.5})
+    expected = reference(plan, 4)
+    found = results(run_threads(plan, 4))
+    assert found[0][0] == expected.losses[0]
+    assert [loss for loss, _ in found] == pytest.approx(expected.losses, rel=1e-6)
+    assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("m", [1, 3])
+def test_a_pipe_with_fewer_microbatches_or_none_does_not_matter(name, m):
+    check_gradients(make_plan(make_program(name, 4, m), keep=without_step), tolerance=1e-6)
+
+
+def test_pipes_and_data_parallel_copies_are_summed_at_once():
+    """One REDUCE per stage over 2 pipes x 2 copies."""
+    program = make_program("bitpipe", 2, 4, copies=2)
+    reduces = [op for ops in program.ranks for op in ops if op.kind is Kind.REDUCE]
+    assert len(reduces) == 2 * program.placement.stages
+    plan = make_plan(program, keep=without_step)
+    workers = run_threads(plan, 1)
+    assert len(workers) == 4
+    expected = reference(plan)
+    for worker in workers:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                torch.testing.assert_close(parameter.grad, expected.grads[name], rtol=1e-6, atol=1e-6)
+    assert results(workers)[0][1] == pytest.approx(expected.norms[0], rel=1e-6)
+
+
+def test_sharing_out_the_optimizer_among_the_two_holders_changes_no_bit():
+    found = []
+    for zero1 in (False, True):
+        optimizer = {**CLIPPED, "zero1": zero1}
+        plan = make_plan(make_program("chimera", 2, 4, sharded=zero1), optimizer=optimizer)
+        found.append(run_threads(plan, 3))
+    assert results(found[0]) == results(found[1])
+    before, after = alike(found[0]), alike(found[1])
+    assert all(torch.equal(before[name], after[name]) for name in before)
