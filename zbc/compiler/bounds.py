@@ -58,7 +58,7 @@ class _Rank:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank
         self.limit = limits[rank] + ROOM
         self.costs = way.costs
-        self.stages = way.placement.stages_of(rank)
+        self.stages = way.stages[rank]
         self.low, self.high = self.stages[0], self.stages[-1]
 
     def bounds(self) -> Bounds:
@@ -126,8 +126,8 @@ class _Rank:
     def _inside(self) -> float:
         """Every other rank's F and B of stages behind `low` lie between this rank's first F and last B."""
         costs, m, best = self.costs, self.m, 0.0
-        for rank in range(self.way.placement.ranks):
-            inner = [s for s in self.way.placement.stages_of(rank) if s > self.low]
+        for rank, stages in enumerate(self.way.stages):
+            inner = [s for s in stages if s > self.low]
             if rank == self.rank or not inner:
                 continue
             head = self.way.down(self.low, inner[0])

@@ -37,6 +37,7 @@ class Compiled:
     costs: Costs
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
     timeline: Timeline
+    memory: list[RankMemory]
     report: report.Report
 
     @property
@@ -101,7 +102,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     """
     compiled = _compile(job, budget)
     try:
-        check_memory(job, compiled.program, compiled.costs)
+        check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
         if suggest:
             raise _with_alternatives(error, compiled) from None
@@ -127,10 +128,11 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     program = lower(found.program, job.optimizer.sync, found.costs)
     check_all(program)
     timeline = simulate(program, found.costs)
-    summary = report.build(program, found.costs, timeline, found.bounds, found.name)
+    memory = peaks(program, found.costs, timeline)
+    summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name)
     summary = replace(summary, compile_seconds=time.perf_counter() - began)
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, summary)
+    return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, memory, summary)
 
 
 class _Alternative(NamedTuple):
@@ -180,12 +182,13 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         try:
             found = order(other, table, budget=0.0)
             program = lower(found.program, job.optimizer.sync, found.costs)
-            check_memory(other, program, found.costs)
+            timeline = simulate(program, found.costs)
+            memory = peaks(program, found.costs, timeline)
+            check_memory(other, memory, found.costs)
         except ZbcError:
             continue
-        timeline = simulate(program, found.costs)
         step = timeline.makespan if job.objective == "makespan" else timeline.span
-        yield _Alternative(name, step, peaks(program, found.costs))
+        yield _Alternative(name, step, memory)
 
 
 def _boundary(job: Job) -> plans.Boundary | None:

@@ -52,16 +52,22 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemo
     units = peak = held = most = 0.0
     flight = at_peak = 0
     where: Op | None = None
+    change: dict[tuple[Kind, int], tuple[float, float]] = {}
     for op in program.ranks[rank]:
-        kind = op.kind
+        kind = op[0]
         if kind not in COMPUTE:
             continue
-        held += costs.held_bytes(op)
-        units += costs.held(op)
+        key = kind, op[1]
+        if key not in change:
+            change[key] = costs.held_bytes(op), costs.held(op)
+        bytes_more, units_more = change[key]
+        held += bytes_more
+        units += units_more
         flight += (kind is Kind.F) - (kind is Kind.B or kind is Kind.BW)
         if units > peak + 1e-9:
             peak, where, at_peak = units, op, flight
-        most = max(most, held)
+        if held > most:
+            most = held
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
     return RankMemory(
         units=peak,
@@ -83,10 +89,11 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[int]) -
     boundary = max((s.boundary for s in mine), default=0.0)
     widened = 8 * min(max((s.largest for s in mine), default=0.0), WIDE)
     most = 0.0
+    more = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in program.placement.stages_of(rank)}
     for op, count in zip(program.ranks[rank], moving, strict=True):
         own = 0.0
         if op.kind in COMPUTE:
-            own = costs.more_bytes(op)
+            own = more[op.kind, op.stage]
         elif op.kind is Kind.REDUCE:  # gradients move into one message; later a gather takes less than they left
             own = sizes[op.stage].gradients
         elif op.kind is Kind.TIE:

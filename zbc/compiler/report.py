@@ -8,7 +8,7 @@ from typing import Any
 from zbc.compiler.bounds import Bounds
 from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory, peaks
+from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
 from zbc.ir import Program
 
@@ -92,9 +92,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def build(program: Program, costs: Costs, timeline: Timeline, bounds: Bounds, name: str) -> Report:
+def build(
+    program: Program, costs: Costs, timeline: Timeline, memory: list[RankMemory], bounds: Bounds, name: str
+) -> Report:
     """The report of a program that passed check/."""
-    memory = peaks(program, costs, timeline)
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,

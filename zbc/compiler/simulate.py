@@ -19,6 +19,8 @@ from zbc.compiler.dag import Dag, build
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 
+SAME = 1e-12  # times this close, relatively, are one
+
 
 class Span(NamedTuple):
     """One op of a timeline; times in ms."""
@@ -118,23 +120,31 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
     """What a step costs, in ms, when steps follow one another without a barrier.
 
     Each rank starts the next step right after its own last op; the time between two ends of a rank settles after a few
-    steps. Not always the span: a rank may have to wait for one that is late.
+    steps, and once it is the same for all ranks it stays so. Not always the span: a rank may have to wait for one that
+    is late.
     """
     ranks = len(dag.first) - 1
     ends, period = [0.0] * ranks, 0.0
+    length, lag = _durations(dag, costs), _lags(dag, costs)
     for _ in range(steps):
-        timeline = run(dag, program, costs, ends)
+        timeline = _run(dag, costs, length, lag, ends)
         fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
-        period = max(b - a for a, b in zip(ends, fresh, strict=True))
-        ends = fresh
+        periods = [b - a for a, b in zip(ends, fresh, strict=True)]
+        ends, period = fresh, max(periods)
+        if period - min(periods) <= SAME * period:
+            break
     return period
 
 
 def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:
     """The same with the dag at hand; `free_from` is when each rank can begin, in ms."""
+    return _run(dag, costs, _durations(dag, costs), _lags(dag, costs), free_from)
+
+
+def _run(
+    dag: Dag, costs: Costs, length: Sequence[float], lag: Sequence[float], free_from: Sequence[float] | None
+) -> Timeline:
     ops, source, target = dag.ops, dag.source, dag.target
-    length = _durations(dag, costs)
-    lag = _lags(dag, program, costs)
     start, end = [0.0] * len(ops), [-1.0] * len(ops)
     ranks = len(dag.first) - 1
     at, free = dag.first[:ranks], [0.0] * ranks if free_from is None else list(free_from)
@@ -195,10 +205,11 @@ def _durations(dag: Dag, costs: Costs) -> list[float]:
     return result
 
 
-def _lags(dag: Dag, program: Program, costs: Costs) -> list[float]:
+def _lags(dag: Dag, costs: Costs) -> list[float]:
     """ms from the end of the op's source to its own earliest start."""
     result = [0.0] * len(dag.ops)
-    for i, j in enumerate(dag.source):
-        if j >= 0 and dag.rank[i] != dag.rank[j]:
-            result[i] = costs.transfer(min(dag.ops[i].stage, dag.ops[j].stage), dag.ops[i].pipe)
+    for j, i in enumerate(dag.target):
+        if i >= 0:
+            op = dag.ops[i]
+            result[i] = costs.comm[op[3]][min(op[1], dag.ops[j][1])]
     return result

@@ -43,12 +43,16 @@ def _times(program: Program, timeline: Timeline, rank: int) -> list[float]:
 
 def _rank(program: Program, rank: int, times: list[float], posted: dict[Message, float], costs: Costs) -> Iterator[int]:
     count, sending = 0, list[float]()  # when each send is over
+    known: dict[tuple[Kind, int, int], tuple[bool | None, bool | None]] = {}
     for op, now in zip(program.ranks[rank], times, strict=True):
         while sending and sending[0] <= now + 1e-9:
             heappop(sending)
         if op.kind in COMPUTE:
-            count -= _neighbour(program, op, before=True) is not None
-            result = _neighbour(program, op, before=False)
+            key = op.kind, op.stage, op.pipe
+            if key not in known:
+                known[key] = _neighbour(program, op, before=True), _neighbour(program, op, before=False)
+            given, result = known[key]
+            count -= given is not None
             yield count + len(sending) + (result is not None)  # the result is there before the op ends
             count += result is False
             continue

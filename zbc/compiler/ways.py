@@ -17,6 +17,7 @@ class Way:
 
     def __init__(self, placement: Placement, costs: Costs, pipe: int = 0) -> None:
         self.placement, self.costs = placement, costs
+        self.stages = [placement.stages_of(rank) for rank in range(placement.ranks)]
         self.last = placement.stages - 1
         self._f = [0.0, *accumulate(costs.f)]
         self._b = [0.0, *accumulate(costs.b)]

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory, peaks
+from zbc.compiler.memory import RankMemory
 from zbc.errors import ZbcError, raise_all
-from zbc.ir import Program
 from zbc.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
 
-def check_memory(job: Job, program: Program, costs: Costs) -> None:
+def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
     """Raise E301 if a rank needs more than its device has, E302 if it holds more activations than the limit."""
-    memory = peaks(program, costs)
-    raise_all([*_over_device(job, program, memory, costs), *_over_limit(job, memory, costs)])
+    raise_all([*_over_device(job, memory, costs), *_over_limit(job, memory, costs)])
 
 
-def _over_device(job: Job, program: Program, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
+def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
     limit = job.hardware.memory_gib
     if limit is None or costs.bytes is None:
         return

@@ -28,7 +28,8 @@ from zbc.compiler.search.rounds import Filling
 # Op visits per second, cautiously: what turns seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
-LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 6_000_000, 4_000_000
+LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 4_000_000
+FEW_OPS = 50_000
 FIRST_CHAIN, FIRST_MOVES, GROWTH, WIDTH = 60, 0.5, 2.0, 8
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
@@ -93,7 +94,7 @@ def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
     """Search with few microbatches and with all of them, each with half of what has been spent so far."""
     rounds = {small: _rounds(small, effort.seed, 0.0), full: _rounds(full, effort.seed, target, chains=False)}
     carried: set[Recipe] = set()
-    _carry(small, full, 2, carried)
+    _carry(small, full, 2 if full.problem.size < 2 * FEW_OPS else 1, carried)
     going = True
     while going:
         small.most, full.most = effort.visits - full.spent, effort.visits - small.spent
@@ -112,8 +113,8 @@ def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe]) -> None:
 
 
 def _reduced(problem: Problem) -> Problem | None:
-    """The problem with 4p microbatches, where that is clearly fewer."""
-    few = 4 * problem.p
+    """The problem with 4p microbatches, or at least 2p of them if there are many ops, where that is clearly fewer."""
+    few = min(4 * problem.p, max(2 * problem.p, FEW_OPS // (3 * problem.n_stages)))
     return replace(problem, m=few) if problem.m > 1.5 * few else None
 
 
