@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zbc.errors import ZbcError
+from zbc.textfiles import first_bad_byte, not_text, text_files, unreadable
 
 DEFAULT_BYTES = 16 * 2**20
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -21,45 +22,18 @@ def read(path: str | Sequence[str] | None) -> bytearray:
     """
     if path is None:
         return standard_library()
-    paths = [path] if isinstance(path, str) else path
-    return bytearray(b"".join(_checked(file) for entry in paths for file in _files(Path(entry))))
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        found = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f, path)]
-        if not found:
-            raise ZbcError("E501", f"data: no files below {path}", hint="data.path names text files or folders of them")
-        yield from found
-    else:
-        yield path
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
+    return bytearray(b"".join(_checked(file) for file in text_files(path)))
 
 
 def _checked(file: Path) -> bytes:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        hint = f"data.path is relative to the current directory, {Path.cwd()}"
-        raise ZbcError("E501", f"data: cannot read {file}: {error.strerror}", hint=hint) from None
-    bad = _first_bad_byte(raw)
-    if bad is not None:
-        text = f"data: {file} is not UTF-8 text: byte {bad} is 0x{raw[bad]:02x}"
-        raise ZbcError("E503", text, hint='convert it (iconv -t UTF-8), or use data.kind = "package.module:factory"')
+        raise unreadable(file, error) from None
+    problem = not_text(file, raw)
+    if problem is not None:
+        raise problem
     return raw
-
-
-def _first_bad_byte(raw: bytes) -> int | None:
-    """The offset of the first byte that cannot be text: invalid UTF-8, or NUL."""
-    zero = raw.find(0)
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start if zero < 0 else min(zero, error.start)
-    return None if zero < 0 else zero
 
 
 def standard_library(limit: int = DEFAULT_BYTES) -> bytearray:
@@ -68,7 +42,7 @@ def standard_library(limit: int = DEFAULT_BYTES) -> bytearray:
     found = bytearray()
     for file in _sources(root):
         raw = file.read_bytes()
-        if _first_bad_byte(raw) is None:
+        if first_bad_byte(raw) is None:
             found += raw
         if len(found) >= limit:
             break

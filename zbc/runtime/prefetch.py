@@ -1,0 +1,62 @@
+"""Batches made ready by a thread of their own, so that a stage that reads data does not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from zbc.runtime.data import Batches
+
+AHEAD = 4  # tensors made ready before they are asked for
+
+Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
+
+
+class Prefetched:
+    """Batches, ahead of the plan: `wants` is what one step asks for, in its order; the next step asks alike.
+
+    What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
+    for. Tensors for a GPU are pinned, so that their copy does not block.
+    """
+
+    def __init__(self, batches: Batches, wants: Sequence[Want], *, pin: bool = False) -> None:
+        self._batches, self._wants, self._pin = batches, tuple(wants), pin
+        self._places = {want: place for place, want in enumerate(self._wants)}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-data")
+        self._ready: dict[tuple[str, int, int], Future[Tensor]] = {}
+
+    def inputs(self, step: int, mb: int) -> Tensor:
+        return self._take("inputs", step, mb)
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        return self._take("targets", step, mb)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, kind: str, step: int, mb: int) -> Tensor:
+        ready = self._ready.pop((kind, step, mb), None)
+        place = self._places.get((kind, mb))
+        if place is not None:
+            self._order(step, place + 1)
+        return self._make(kind, step, mb) if ready is None else ready.result()
+
+    def _order(self, step: int, place: int) -> None:
+        """Have the next ones made; forget those that are no longer next."""
+        coming = []
+        for later in range(place, place + AHEAD):
+            turns, index = divmod(later, len(self._wants))
+            kind, mb = self._wants[index]
+            coming.append((kind, step + turns, mb))
+        for key in self._ready.keys() - set(coming):
+            self._ready.pop(key).cancel()
+        for key in coming:
+            if key not in self._ready:
+                self._ready[key] = self._thread.submit(self._make, *key)
+
+    def _make(self, kind: str, step: int, mb: int) -> Tensor:
+        tensor = self._batches.inputs(step, mb) if kind == "inputs" else self._batches.targets(step, mb)
+        return tensor.pin_memory() if self._pin and torch.cuda.is_available() else tensor

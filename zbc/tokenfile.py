@@ -1,0 +1,83 @@
+"""Token files: numbers of 2 or 4 bytes one after the other, and a JSON beside them that says what they are.
+
+    train.bin        little-endian uint16 (up to 65536 different tokens) or uint32
+    train.bin.json   type, how many there are, the size of the vocabulary, which token ends a document
+
+A file of others without the JSON will do, if the job says its type in `data.dtype`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+
+FORMAT, VERSION = "zbc-tokens", 1
+WIDTHS = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of a token file. `vocab` is None where no JSON says it."""
+
+    dtype: str
+    tokens: int
+    vocab: int | None = None
+    end: int | None = None  # the token behind each document
+    documents: int | None = None
+    tokenizer: str | None = None  # "bytes", or the sha256 of the tokenizer.json
+
+    @property
+    def width(self) -> int:
+        return WIDTHS[self.dtype]
+
+
+def sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def describe(path: Path, dtype: str | None = None) -> Tokens:
+    """Read what a token file is; `dtype` is for a file without JSON. Raises E530 (cannot be read), E531 (damaged)."""
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise IsADirectoryError(21, "Is a directory")
+        text = sidecar(path).read_bytes() if sidecar(path).exists() else None
+    except OSError as error:
+        hint = "`zbc data tokenize TEXT... -o FILE` makes one"
+        raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
+    if text is None and dtype is None:
+        hint = 'set data.dtype = "uint16" if it holds plain numbers of that type, or make it with `zbc data tokenize`'
+        raise ZbcError("E530", f"data: {sidecar(path)} is missing, which says what {path.name} holds", hint=hint)
+    if text is None:
+        width = WIDTHS[dtype or "uint16"]
+        known = Tokens(dtype or "uint16", size // width)
+    else:
+        known = _parse(sidecar(path), text)
+    if size != known.tokens * known.width:
+        shown = f"{known.tokens} tokens of {known.width} bytes, but {size} bytes"
+        raise ZbcError("E531", f"data: {path} should be {shown}", hint="it is cut off or was changed: make it again")
+    return known
+
+
+def _parse(path: Path, text: bytes) -> Tokens:
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT or data["version"] != VERSION:
+            raise ValueError(f"format {data['format']!r} version {data['version']!r}")
+        known = Tokens(**{key: data.get(key) for key in Tokens.__dataclass_fields__})
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        details = [f"{type(error).__name__}: {error}"[:200]]
+        raise ZbcError("E531", f"data: {path} is damaged", details=details, hint="make the file again") from None
+    counts = [known.tokens, *(n for n in (known.vocab, known.end, known.documents) if n is not None)]
+    if known.dtype not in WIDTHS or any(type(n) is not int or n < 0 for n in counts):
+        raise ZbcError("E531", f"data: {path} is damaged: {text[:100]!r}", hint="make the file again")
+    return known
+
+
+def write_sidecar(path: Path, tokens: Tokens) -> None:
+    about: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(tokens)}
+    sidecar(path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,238 @@
+"""`zbc data tokenize`: text files to one token file, in pieces, so that it can go on where it was stopped.
+
+    out.bin.part        the tokens so far
+    out.bin.part.json   how many of them count, and where in the input they end; replaced after each piece
+
+A piece is some bytes of one file: cut behind a line end, so the same pieces come out whether or not the work was
+interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with the
+end token.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from zbc.errors import ZbcError
+from zbc.textfiles import not_text, text_files, unreadable
+from zbc.tokenfile import Tokens, sidecar, write_sidecar
+
+PIECE = 2**22  # bytes of text at a time
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_CODES = {"uint16": "H", "uint32": "I"}
+
+
+class Tokenizer(Protocol):
+    """Text to tokens. `end` is the token behind a document, None for none; `name` tells tokenizers apart."""
+
+    name: str
+    vocab: int
+    end: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]: ...
+
+
+class Bytes:
+    """Each byte a token; NUL, which no text has, ends a document."""
+
+    name, vocab, end = "bytes", 256, 0
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode() for text in texts]
+
+
+class Json:
+    """A tokenizer.json, through the tokenizers library. No special tokens are added but the end of a document."""
+
+    def __init__(self, path: Path, end: str | None) -> None:
+        """`end` names the token behind each document; else a usual name that the vocabulary has. Raises E533, E610."""
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise ZbcError("E610", "data: tokenizers is not installed", hint="pip install 'zbc[tokenizers]'") from None
+        try:
+            raw = path.read_bytes()
+            self._library = Library.from_buffer(raw)
+        except OSError as error:
+            raise ZbcError("E533", f"data: cannot read {path}: {error.strerror}") from None
+        except Exception as error:  # the library raises Exception itself
+            text, hint = f"data: {path} is not a tokenizer.json", "take the tokenizer.json of the model's folder"
+            raise ZbcError("E533", text, hint=hint, details=[str(error)[:200]]) from None
+        self.name = hashlib.sha256(raw).hexdigest()
+        self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
+        names = _ENDS if end is None else (end,)
+        found = [number for name in names if (number := self._library.token_to_id(name)) is not None]
+        if not found:
+            text = f"data: {path} has no token {' or '.join(names)} to end documents with"
+            raise ZbcError("E533", text, hint="name one of its tokens with --end")
+        self.end = found[0]
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """How far the work is: so many tokens are written, the next byte to read is `byte` of input `file`."""
+
+    inputs: str  # a fingerprint of the inputs and the tokenizer
+    file: int = 0
+    byte: int = 0
+    tokens: int = 0
+    documents: int = 0
+
+
+def tokenize(
+    texts: Sequence[str], out: Path, tokenizer: Tokenizer, *, done: Callable[[int], None] = lambda count: None
+) -> Tokens:
+    """Write `out` and the JSON beside it; `done(bytes)` hears of every piece of text that is through.
+
+    Raises E501 and E503 (the text), E533 (in the way), E608 (cannot be written).
+    """
+    if out.exists():
+        raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
+    files = list(text_files(list(texts)))
+    dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
+    part = out.with_name(out.name + ".part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
+        done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
+        with part.open("r+b") as target:
+            target.seek(0, os.SEEK_END)
+            for file in files[journal.file :]:
+                for piece in _pieces(file, journal.byte):
+                    journal = _write(target, part, piece, tokenizer, dtype, journal)
+                    done(piece.size)
+            os.fsync(target.fileno())
+        made = Tokens(dtype, journal.tokens, tokenizer.vocab, tokenizer.end, journal.documents, tokenizer.name)
+        write_sidecar(out, made)
+        os.replace(part, out)
+        sidecar(part).unlink()
+    except OSError as error:
+        hint = "choose a place that can be written and has room; what is done is kept, start again to go on"
+        raise ZbcError("E608", f"cannot write {out}: {error.strerror}", hint=hint) from None
+    return made
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """Changes with the inputs' names, sizes and times, and with the tokenizer."""
+    known: list[Any] = [tokenizer.name, tokenizer.end, PIECE]
+    for file in files:
+        known.append([str(file.absolute()), _size(file), file.stat().st_mtime_ns])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _resume(part: Path, inputs: str, width: int) -> Journal:
+    """Where to go on: what is behind the last journal is dropped; all of it if it was made from something else."""
+    fresh = Journal(inputs)
+    try:
+        journal = Journal(**json.loads(sidecar(part).read_bytes()))
+        usable = journal.inputs == inputs and part.stat().st_size >= journal.tokens * width
+    except (OSError, ValueError, TypeError):
+        usable = False
+    if not usable:
+        part.write_bytes(b"")
+        return fresh
+    os.truncate(part, journal.tokens * width)
+    return journal
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Texts of consecutive bytes of a file. A document ends behind each of them if `each`, behind all if `last`."""
+
+    size: int
+    texts: list[str]
+    each: bool
+    last: bool  # the file ends here
+
+
+def _pieces(file: Path, start: int) -> Iterator[Piece]:
+    """The rest of a file from byte `start`, which is where a piece ended; an empty file is one piece."""
+    lines = file.suffix == ".jsonl"
+    try:
+        source = file.open("rb")
+    except OSError as error:
+        raise unreadable(file, error) from None
+    with source:
+        source.seek(start)
+        size, last = _size(file), False
+        while not last:
+            raw = _read(source, whole_lines=lines)
+            problem = not_text(file, raw, start)
+            if problem is not None:
+                raise problem
+            start += len(raw)
+            last = start >= size or not raw
+            texts = [_text_of(file, line) for line in raw.split(b"\n") if line.strip()] if lines else [raw.decode()]
+            yield Piece(len(raw), texts, lines, last)
+
+
+def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
+    """About PIECE bytes, up to the end of a line; of a text without line ends, to the end of a character."""
+    raw = source.read(PIECE)
+    if len(raw) < PIECE or raw.endswith(b"\n"):
+        return raw
+    rest = source.readline(-1 if whole_lines else PIECE)
+    raw += rest
+    while not rest.endswith(b"\n") and (more := source.read(1)):
+        if more[0] & 0xC0 != 0x80:  # the first byte of a character
+            source.seek(-1, os.SEEK_CUR)
+            break
+        raw += more
+    return raw
+
+
+def _text_of(file: Path, line: bytes) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str) or "\0" in text:
+        shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
+        raise ZbcError("E503", shown, hint="one JSON object a line; other text belongs into files with other names")
+    return text
+
+
+def _write(
+    target: BinaryIO, part: Path, piece: Piece, tokenizer: Tokenizer, dtype: str, journal: Journal
+) -> Journal:
+    """Append the tokens of a piece, then say so in the journal: a crash in between costs this piece, no more."""
+    count, texts = 0, tokenizer.encode(piece.texts)
+    for tokens in texts:
+        numbers = array.array(_CODES[dtype])
+        numbers.extend(tokens)
+        if tokenizer.end is not None and (piece.each or piece.last):
+            numbers.append(tokenizer.end)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        numbers.tofile(target)
+        count += len(numbers)
+    target.flush()
+    os.fsync(target.fileno())
+    after = Journal(
+        journal.inputs,
+        file=journal.file + piece.last,
+        byte=0 if piece.last else journal.byte + piece.size,
+        tokens=journal.tokens + count,
+        documents=journal.documents + (len(texts) if piece.each else int(piece.last)),
+    )
+    fresh = sidecar(part).with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(after)))
+    os.replace(fresh, sidecar(part))
+    return after
