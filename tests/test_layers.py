@@ -51,10 +51,12 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.section", "zbc.model_section", "zbc.hfconfig"],
+    ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
+    ["zbc.section", "zbc.model_section", "zbc.hfconfig"],
     ["zbc.spec", "zbc.plan", "zbc.runtime.options"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
+    ["zbc.runtime.permutation", "zbc.runtime.tokens"],
     ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.rotary"],
     ["zbc.runtime.gpt"],
     ["zbc.runtime.llama"],
@@ -67,6 +69,7 @@ RUNTIME = [
     ["zbc.runtime.shapes"],
     ["zbc.runtime.data", "zbc.runtime.tape", "zbc.runtime.stage"],
     ["zbc.runtime.pending"],
+    ["zbc.runtime.prefetch"],
     ["zbc.runtime.state"],
     ["zbc.runtime.ahead"],
     ["zbc.runtime.handlers", "zbc.runtime.measure"],

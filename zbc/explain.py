@@ -538,6 +538,37 @@ has no room left. The first two are found before training starts. A folder
 with an index is complete; without one it may be removed.
 """,
     ),
+    "E530": _entry(
+        "a token file cannot be read",
+        """
+data.path has to name files made by `zbc data tokenize`, or files of plain
+little-endian numbers whose type data.dtype says. Beside FILE stands FILE.json,
+which goes where FILE goes.
+""",
+    ),
+    "E531": _entry(
+        "a token file is damaged",
+        """
+Its size is not what the JSON beside it says, the JSON cannot be read, or the
+file became shorter while it was read: a copy that broke off, a full disk, a
+file made anew in the middle of a run. Copy or make it again.
+""",
+    ),
+    "E532": _entry(
+        "a token is not in the vocabulary",
+        """
+model.vocab counts the tokens of the model, numbered from 0; the data have a
+larger one. The data were made with another tokenizer, data.dtype is wrong, or
+model.vocab is too small: set it and plan again.
+""",
+    ),
+    "E533": _entry(
+        "text cannot be tokenized like this",
+        """
+OUT exists already; or the tokenizer.json cannot be read, is none, or has no
+token to end a document with (--end names one).
+""",
+    ),
     "E601": _entry(
         "the plan wants another number of ranks",
         """
@@ -617,6 +648,7 @@ first machine that did not start keeps the others from it.
 Some features need a package that zbc itself does not:
 
     pip install 'zbc[hf]'             safetensors: pretrained weights, export
+    pip install 'zbc[tokenizers]'     tokenizers: zbc data tokenize --tokenizer
 """,
     ),
     "E701": _entry(

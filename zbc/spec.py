@@ -149,8 +149,17 @@ class Train(Section):
 class Data(Section):
     """`[data]`."""
 
-    kind: str = Field("text", description='"text", "synthetic", or "package.module:factory", a map-style dataset')
-    path: str | list[str] | None = Field(None, description="text files or folders; default: Python's own sources")
+    kind: str = Field(
+        "text", description='"text", "tokens", "synthetic", or "package.module:factory", a map-style dataset'
+    )
+    path: str | list[str] | None = Field(
+        None, description="text files or folders (default: Python's own sources), or token files"
+    )
+    dtype: Literal["uint16", "uint32"] | None = Field(None, description="of token files without a JSON beside them")
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the samples, at the end of the data, that is kept for evaluation"
+    )
+    validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 
 
@@ -339,9 +348,12 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
     if data is None:
         return
     where = draft.document.where
-    if data.kind not in ("text", "synthetic", "tokens") and not FACTORY.fullmatch(data.kind):
-        hint = did_you_mean(data.kind, ["text", "synthetic"]) or 'use "text", "synthetic" or "package.module:factory"'
+    known = ("text", "tokens", "synthetic")
+    if data.kind not in known and not FACTORY.fullmatch(data.kind):
+        choices = 'use "text", "tokens", "synthetic" or "package.module:factory"'
+        hint = did_you_mean(data.kind, known) or choices
         yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
+    yield from _path_rules(data, draft.document)
     if model is None:
         return
     if data.kind == "text" and model.builtin and model.vocab and model.vocab < 256:
@@ -350,9 +362,23 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
     if data.kind == "synthetic" and not model.builtin and (model.vocab is None or model.seq_len is None):
         text = "config: synthetic data are tokens and need model.vocab and model.seq_len"
         yield ZbcError("E150", text, where=where(("data", "kind")), hint='or give data.kind = "package.module:factory"')
-    if data.kind == "text" and not model.builtin and model.seq_len is None:
-        text = "config: text data need model.seq_len"
+    if data.kind in ("text", "tokens") and not model.builtin and model.seq_len is None:
+        text = f"config: {data.kind} data need model.seq_len"
         yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
+
+
+def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
+    if data.kind == "tokens" and not data.path:
+        text = "config: data.path is missing (token files)"
+        hint = 'add path = "train.bin"; `zbc data tokenize` makes such files'
+        yield ZbcError("E105", text, where=document.where(("data",), key=True), hint=hint)
+    if data.dtype is not None and data.kind != "tokens":
+        text = f'config: data.dtype is for kind = "tokens", kind is "{data.kind}"'
+        yield ZbcError("E150", text, where=document.where(("data", "dtype")), hint="drop it")
+    if data.validation_path is not None and (data.kind not in ("text", "tokens") or data.validation > 0):
+        text = "config: data.validation_path names files of text or tokens, instead of data.validation"
+        hint = "drop one of them" if data.validation > 0 else "use data.validation"
+        yield ZbcError("E150", text, where=document.where(("data", "validation_path")), hint=hint)
 
 
 def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -465,7 +491,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
-        ("data", "kind", lambda s: s.kind == "tokens", 'use "text"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
         ("log", "tensorboard", lambda s: s.tensorboard, "set it to false; metrics.jsonl is always written"),
     ]

@@ -4,8 +4,8 @@
     out.bin.part.json   how many of them count, and where in the input they end; replaced after each piece
 
 A piece is some bytes of one file: cut behind a line end, so the same pieces come out whether or not the work was
-interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with the
-end token.
+interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with
+the end token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Tokenizer(Protocol):
 class Bytes:
     """Each byte a token; NUL, which no text has, ends a document."""
 
-    name, vocab, end = "bytes", 256, 0
+    name: str = "bytes"
+    vocab: int = 256
+    end: int | None = 0
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [text.encode() for text in texts]
@@ -72,7 +74,7 @@ class Json:
         if not found:
             text = f"data: {path} has no token {' or '.join(names)} to end documents with"
             raise ZbcError("E533", text, hint="name one of its tokens with --end")
-        self.end = found[0]
+        self.end: int | None = found[0]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
@@ -120,6 +122,11 @@ def tokenize(
         hint = "choose a place that can be written and has room; what is done is kept, start again to go on"
         raise ZbcError("E608", f"cannot write {out}: {error.strerror}", hint=hint) from None
     return made
+
+
+def total_bytes(texts: Sequence[str]) -> int:
+    """Of all the text that `tokenize` would read. Raises E501."""
+    return sum(_size(file) for file in text_files(list(texts)))
 
 
 def _size(file: Path) -> int:
@@ -209,9 +216,7 @@ def _text_of(file: Path, line: bytes) -> str:
     return text
 
 
-def _write(
-    target: BinaryIO, part: Path, piece: Piece, tokenizer: Tokenizer, dtype: str, journal: Journal
-) -> Journal:
+def _write(target: BinaryIO, part: Path, piece: Piece, tokenizer: Tokenizer, dtype: str, journal: Journal) -> Journal:
     """Append the tokens of a piece, then say so in the journal: a crash in between costs this piece, no more."""
     count, texts = 0, tokenizer.encode(piece.texts)
     for tokens in texts:

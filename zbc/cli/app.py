@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import drawing, exchanging, jobs, planning, running
+from zbc.cli import data, drawing, exchanging, jobs, planning, running
 
 app = typer.Typer(
     name="zbc",
@@ -43,5 +43,6 @@ app.command()(exchanging.export)
 app.command("import")(exchanging.import_order)
 app.command()(running.run)
 app.add_typer(jobs.config, name="config")
+app.add_typer(data.data, name="data")
 app.command()(jobs.explain)
 app.command()(running.doctor)

@@ -116,17 +116,17 @@ def indented(block: RenderableType) -> RenderableType:
 
 
 @contextmanager
-def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on stderr while a command works, on a terminal only; yields a function that counts one more as done."""
+def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while a command works, on a terminal only; yields a function that counts more (one) as done."""
     console = stderr()
     if quiet or not console.is_terminal:
-        yield lambda: None
+        yield lambda more=1: None
         return
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda more=1: bar.advance(task, more)
 
 
 def write_text(path: Path, text: str) -> None:

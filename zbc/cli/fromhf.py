@@ -34,8 +34,9 @@ steps = 100
 seed = 1234
 
 [data]
-kind = "text"                 # bytes as tokens: shows that all works; to train, take the model's own tokens
-# path = "my-text/"           # a file, a folder, or a list of them
+kind = "text"                 # bytes as tokens: shows that all works. To train, take the model's own tokens:
+# kind = "tokens"             # zbc data tokenize my-text/ -o train.bin --tokenizer {folder}/tokenizer.json
+# path = "train.bin"
 
 [log]
 every = 10                    # steps between lines on the console
@@ -55,7 +56,7 @@ def job_text(folder: Path) -> str:
         *_model_lines(model, folder),
     ]
     pp = 2 if model.layers >= 4 else 1
-    return "\n".join(lines) + "\n" + _REST.format(pp=pp, m=4 * pp)
+    return "\n".join(lines) + "\n" + _REST.format(pp=pp, m=4 * pp, folder=folder)
 
 
 def _model_lines(model: Model, folder: Path) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """What a step trains on: which samples, in which order, as tensors of one microbatch.
 
 The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a training run
-is at position `step * m * b`. Any rank can look up any microbatch; resuming needs one integer and nothing else.
+is at position `step * m * b`. Any rank can look up any microbatch; resuming needs one integer and nothing else. With
+several copies of the pipeline m counts the microbatches of all, so no two copies see the same sample.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,8 +17,12 @@ from torch import Tensor
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime import corpus, userobject
+from zbc.runtime.permutation import Permutation
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.tokens import TokenWindows
+
+KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
 
 
 class Samples(Protocol):
@@ -99,6 +105,22 @@ class Pairs:
         return pair[0], pair[1]
 
 
+class Part:
+    """Samples `start` to `stop` of others."""
+
+    def __init__(self, samples: Samples, start: int, stop: int) -> None:
+        self._samples, self._start, self._stop = samples, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return self._samples.inputs([self._start + i for i in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return self._samples.targets([self._start + i for i in indices])
+
+
 class Batches:
     """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given."""
 
@@ -111,7 +133,7 @@ class Batches:
             raise ZbcError("E504", text, hint="give more data, shorter sequences, or fewer or smaller microbatches")
         self._lowered = lowered
         self._samples, self._seed, self._microbatches, self._size = samples, seed, microbatches, size
-        self._orders: dict[int, Tensor] = {}
+        self._orders: dict[int, Permutation] = {}
 
     def inputs(self, step: int, mb: int) -> Tensor:
         """The model input of a microbatch, on the CPU."""
@@ -124,25 +146,40 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        epoch, place = divmod((step * self._microbatches + mb) * self._size, self._count)
-        chosen = self._order(epoch)[place : place + self._size].tolist()
-        if len(chosen) < self._size:  # the epoch ends inside this microbatch
-            chosen += self._order(epoch + 1)[: self._size - len(chosen)].tolist()
-        return chosen
+        start = (step * self._microbatches + mb) * self._size
+        places = (divmod(position, self._count) for position in range(start, start + self._size))
+        return [self._order(epoch)[place] for epoch, place in places]
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> Permutation:
         order = self._orders.get(epoch)
         if order is None:
-            source = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch))
-            order = torch.randperm(self._count, generator=source)
-            # Targets are looked up after inputs, so the epoch before may still be needed.
-            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
+            order = self._orders[epoch] = Permutation(self._count, seed_of(self._seed, "epoch", epoch))
         return order
 
 
 def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
-    """The samples of `[data]`. Raises E501 to E505."""
-    if data.kind not in ("text", "synthetic"):
+    """The samples of `[data]` to train on. Raises E501 to E505, E530 to E532."""
+    samples = _all_samples(data, model, seed)
+    kept = _kept(data, samples)
+    return Part(samples, 0, len(samples) - kept) if kept else samples
+
+
+def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples | None:
+    """The samples to evaluate on, which are never trained on; None if the job keeps none. Raises as `build_samples`."""
+    if data.validation_path is not None:
+        return _all_samples(data.model_copy(update={"path": data.validation_path}), model, seed)
+    if not data.validation:
+        return None
+    samples = _all_samples(data, model, seed)
+    return Part(samples, len(samples) - _kept(data, samples), len(samples))
+
+
+def _kept(data: spec.Data, samples: Samples) -> int:
+    return math.ceil(data.validation * len(samples))
+
+
+def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
+    if data.kind not in KINDS:
         factory = userobject.load(data.kind, "data.kind")
         with seeded(seed_of(seed, "data")):  # the first and the last stage's rank build the same dataset
             return Pairs(userobject.call(factory, data.kind, "data.kind", **data.args), data.kind)
@@ -151,6 +188,9 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
         if model.vocab is None:
             raise ZbcError("E150", "config: synthetic data are tokens and need model.vocab")
         return Noise(model.vocab, seq_len, seed)
+    if data.kind == "tokens":
+        paths = [data.path] if isinstance(data.path, str) else data.path or []
+        return TokenWindows(paths, data.dtype, seq_len, model.vocab)
     raw = corpus.read(data.path)
     tokens = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     return Windows(tokens, seq_len)
@@ -158,9 +198,9 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
 
 def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> TensorSpec:
     """The model input of one microbatch; a factory's dataset is asked for its first sample."""
-    if isinstance(samples, Pairs):
-        first = samples.pair(0)[0]
-        return TensorSpec((size, *first.shape), first.dtype)
+    if data.kind not in KINDS and samples is not None:
+        first = samples.inputs([0])
+        return TensorSpec((size, *first.shape[1:]), first.dtype)
     return TensorSpec((size, _token_length(data, model)), torch.int64)
 
 

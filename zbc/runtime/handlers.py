@@ -13,6 +13,7 @@ from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime import ahead
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
+from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
@@ -59,7 +60,7 @@ def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None
     return x.detach().requires_grad_(x.is_floating_point())
 
 
-def _batches(worker: Worker) -> Batches:
+def _batches(worker: Worker) -> Batches | Prefetched:
     if worker.batches is None:
         raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
     return worker.batches

@@ -16,7 +16,7 @@ class Permutation:
     def __init__(self, count: int, seed: int) -> None:
         self._count = count
         self._half = max(1, ((count - 1).bit_length() + 1) // 2)
-        self._low = 2**self._half - 1
+        self._low = (1 << self._half) - 1
         self._keys = [_mix(seed + round_ * 0x9E3779B97F4A7C15) for round_ in range(1, _ROUNDS + 1)]
 
     def __len__(self) -> int:

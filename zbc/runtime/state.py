@@ -26,6 +26,7 @@ from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.pending import Ahead
+from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
@@ -65,7 +66,7 @@ class Worker:
     transport: Transport
     device: torch.device
     stages: dict[int, Stage]
-    batches: Batches | None  # None on ranks with neither the first nor the last stage
+    batches: Batches | Prefetched | None  # None on ranks with neither the first nor the last stage
     loss: Loss
     optimizers: dict[int, StageOptimizer]
     clip: float | None

@@ -1,7 +1,7 @@
 """Training data from token files: windows read in place, when they are needed.
 
-A window is read with one call from the file (the system keeps in memory what is used often). The file is not mapped: of a
-mapping, a file that somebody shortens kills the process with SIGBUS; a read says so.
+A window is read with one call from the file; the system keeps in memory what is used often, as it does for a mapping.
+It is not mapped, because a mapped file that somebody shortens kills the process with SIGBUS, and a read says so.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from zbc.ir import SUM, TRANSFER, Kind, Op
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
-from zbc.runtime.data import Batches, Samples, build_samples, input_spec
+from zbc.runtime.data import KINDS, Batches, Samples, build_samples, input_spec
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
+from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
@@ -86,7 +87,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
         transport=transport,
         device=device,
         stages=stages,
-        batches=_batches(settings, manifest, samples) if ends and samples is not None else None,
+        batches=_batches(settings, plan, samples, transport.rank, device) if ends and samples is not None else None,
         loss=model.loss(settings.model.loss),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
@@ -149,15 +150,31 @@ def _sums(worker: Worker) -> dict[Op, GradientSum]:
 
 def _samples(settings: Settings, *, needed: bool) -> Samples | None:
     """The data, where they are read; a factory's everywhere, since only it knows the shape of the model's input."""
-    if not needed and settings.data.kind in ("text", "synthetic"):
+    if not needed and settings.data.kind in KINDS:
         return None
     return build_samples(settings.data, settings.model, settings.train.seed)
 
 
-def _batches(settings: Settings, manifest: Manifest, samples: Samples) -> Batches:
+def _batches(
+    settings: Settings, plan: RankPlan, samples: Samples, rank: int, device: torch.device
+) -> Batches | Prefetched:
+    """What the rank reads, in its order; a user's dataset may draw random numbers, so it stays in the rank's thread."""
+    manifest = plan.manifest
     count, size = manifest.microbatches, manifest.microbatch_size
-    lowered, count = LOWERED[settings.model.parameters], count * manifest.copies
-    return Batches(samples, seed=settings.train.seed, microbatches=count, size=size, lowered=lowered)
+    batches = Batches(
+        samples,
+        seed=settings.train.seed,
+        microbatches=count * manifest.copies,
+        size=size,
+        lowered=LOWERED[settings.model.parameters],
+    )
+    if settings.data.kind not in KINDS:
+        return batches
+    first = rank // manifest.ranks * count  # of the microbatches of this copy of the pipeline
+    forwards = [op for op in plan.ops if op.kind is Kind.F]
+    ends = (("inputs", 0), ("targets", manifest.stages - 1))
+    wants = [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]
+    return Prefetched(batches, wants, pin=device.type == "cuda")
 
 
 def _build_stages(

@@ -1,0 +1,223 @@
+"""Token files as training data: what is read, in which order, ahead of time; and what damaged files lead to."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from array import array
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.runtime.data import Batches, build_samples, build_validation
+from zbc.runtime.permutation import Permutation
+from zbc.runtime.prefetch import AHEAD, Prefetched
+from zbc.runtime.threads import run_threads
+from zbc.tokenfile import Tokens, sidecar, write_sidecar
+
+MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
+
+
+def write(path, tokens, dtype="uint16", vocab=300):
+    path.write_bytes(array({"uint16": "H", "uint32": "I"}[dtype], tokens).tobytes())
+    write_sidecar(path, Tokens(dtype, len(tokens), vocab))
+    return str(path)
+
+
+def samples(model=MODEL, build=build_samples, **data):
+    return build(spec.Data.model_validate({"kind": "tokens", **data}), model, 1)
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+# ---- order -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 255, 1000])
+def test_an_order_has_every_number_once(count):
+    for seed in range(5):
+        assert sorted(Permutation(count, seed)) == list(range(count))
+    with pytest.raises(IndexError):
+        Permutation(count, 0)[count]
+
+
+def test_orders_of_other_seeds_are_others_and_a_billion_cost_nothing():
+    assert len({tuple(Permutation(50, seed)) for seed in range(200)}) == 200
+    huge = Permutation(10**9 + 7, 3)
+    found = [huge[i] for i in range(2000)]
+    assert len(set(found)) == 2000 and max(found) > 9e8 and min(found) < 1e8
+
+
+def test_places_are_spread_evenly():
+    """Each of 20 numbers is about as often in each place: chi-square of 361 degrees of freedom, 5 sigma."""
+    count, trials = 20, 4000
+    table = Counter((i, value) for seed in range(trials) for i, value in enumerate(Permutation(count, seed)))
+    expected = trials / count
+    square = sum((table[i, j] - expected) ** 2 / expected for i in range(count) for j in range(count))
+    assert abs(square - 361) < 5 * (2 * 361) ** 0.5
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "top"), [("uint16", 65535), ("uint32", 2**32 - 1)])
+def test_windows_follow_each_other_and_targets_are_one_token_later(tmp_path, dtype, top):
+    path = write(tmp_path / "a.bin", [*range(12), top, 1], dtype, None)
+    found = samples(model=MODEL.model_copy(update={"vocab": None}), path=path)
+    assert len(found) == 3
+    assert found.inputs([2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert found.targets([2, 0]).tolist() == [[9, 10, 11, top], [1, 2, 3, 4]]
+    assert found.inputs([0]).dtype == torch.int64
+
+
+def test_several_files_are_one_after_the_other_and_no_window_spans_two(tmp_path):
+    paths = [write(tmp_path / f"{i}.bin", range(100 * i, 100 * i + n)) for i, n in enumerate([9, 3, 5])]
+    found = samples(path=paths)
+    assert len(found) == 3
+    assert found.inputs(range(3)).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [200, 201, 202, 203]]
+    assert found.targets([2]).tolist() == [[201, 202, 203, 204]]
+
+
+def test_a_file_without_a_description_needs_its_type(tmp_path):
+    path = write(tmp_path / "a.bin", range(20))
+    sidecar(tmp_path / "a.bin").unlink()
+    assert error_of(samples, path=path).code == "E530"
+    assert samples(path=path, dtype="uint16").inputs([1]).tolist() == [[4, 5, 6, 7]]
+
+
+def test_the_last_part_is_kept_for_evaluation(tmp_path):
+    path = write(tmp_path / "a.bin", range(41))
+    train, rest = (samples(path=path, validation=0.25, build=build) for build in (build_samples, build_validation))
+    assert (len(train), len(rest)) == (7, 3)
+    assert rest.inputs([0, 2]).tolist() == [[28, 29, 30, 31], [36, 37, 38, 39]]
+    assert train.targets([6]).tolist() == [[25, 26, 27, 28]] and rest.targets([2]).tolist() == [[37, 38, 39, 40]]
+    assert samples(path=path, build=build_validation) is None
+    other = write(tmp_path / "b.bin", range(9))
+    assert len(samples(path=path, validation_path=other, build=build_validation)) == 2
+    assert len(samples(path=path, validation_path=other)) == 10
+
+
+def test_files_that_are_not_there_or_damaged(tmp_path):
+    assert error_of(samples, path=str(tmp_path / "gone.bin")).code == "E530"
+    assert error_of(samples, path=str(tmp_path)).code == "E530"
+    path = write(tmp_path / "a.bin", range(20))
+    for text in ("{", "[]", "3", '{"format": "zbc-tokens", "version": 2}', json.dumps({"format": "x"})):
+        sidecar(tmp_path / "a.bin").write_text(text)
+        assert error_of(samples, path=path).code == "E531", text
+    write(tmp_path / "a.bin", range(20))
+    for size in (0, 39, 41):
+        os.truncate(path, size)
+        error = error_of(samples, path=path)
+        assert error.code == "E531" and f"but {size} bytes" in error.message
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_place(tmp_path):
+    path = write(tmp_path / "a.bin", range(200))
+    found = samples(path=path)
+    os.truncate(path, 100)
+    assert found.inputs([0]).tolist() == [[0, 1, 2, 3]]
+    error = error_of(found.inputs, [30])
+    assert error.code == "E531" and "ends at byte" in error.message and path in error.message
+
+
+def test_tokens_beyond_the_vocabulary_are_found_at_once_or_where_they_are(tmp_path):
+    path = write(tmp_path / "a.bin", [1, 2, 3, 4, 5, 300, 7, 8, 9], vocab=301)
+    assert "tokens up to 300, model.vocab is 300" in error_of(samples, path=path).message
+    write(tmp_path / "a.bin", [1, 2, 3, 4, 5, 300, 7, 8, 9], vocab=None)
+    found = samples(path=path)
+    found.inputs([0])
+    error = error_of(found.inputs, [1])
+    assert error.code == "E532" and f"token 5 of {path} is 300" in error.message
+
+
+# ---- ahead of time ---------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """Samples that say when they were read, and by which thread."""
+
+    def __init__(self, count=64, bad=None):
+        self.read, self.bad = [], bad
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def inputs(self, indices):
+        return self._get("inputs", indices)
+
+    def targets(self, indices):
+        return self._get("targets", indices)
+
+    def _get(self, kind, indices):
+        self.read.append((kind, tuple(indices), threading.current_thread().name))
+        if self.bad in indices:
+            raise ZbcError("E531", "data: damaged")
+        return torch.tensor(indices)
+
+
+def prefetched(wants, **options):
+    recorded = Recorded(**options)
+    batches = Batches(recorded, seed=1, microbatches=4, size=2)
+    return Prefetched(batches, wants), Batches(Recorded(), seed=1, microbatches=4, size=2), recorded
+
+
+WANTS = [("inputs", 0), ("inputs", 1), ("targets", 0), ("inputs", 2), ("targets", 1), ("inputs", 3)]
+
+
+def test_what_comes_next_is_ready_before_it_is_asked_for():
+    ready, plain, recorded = prefetched(WANTS)
+    for step in range(3):
+        for kind, mb in WANTS:
+            assert torch.equal(getattr(ready, kind)(step, mb), getattr(plain, kind)(step, mb))
+            coming = list(ready._ready.values())
+            assert len(coming) == AHEAD and all(future.result() is not None for future in coming)
+    names = [name for _, _, name in recorded.read]
+    assert len(names) == 3 * len(WANTS) + AHEAD
+    assert names.count(threading.current_thread().name) == 1, "only the very first was not foreseen"
+
+
+def test_another_order_and_another_step_give_the_same_numbers():
+    ready, plain, _ = prefetched(WANTS)
+    for step, (kind, mb) in [(5, WANTS[3]), (0, WANTS[0]), (0, WANTS[0]), (9, ("targets", 3)), (1, WANTS[5])]:
+        assert torch.equal(getattr(ready, kind)(step, mb), getattr(plain, kind)(step, mb))
+
+
+def test_an_error_is_raised_where_its_tensor_is_asked_for():
+    _, plain, _ = prefetched(WANTS)
+    bad = plain.indices(0, 2)[0]
+    ready, _, _ = prefetched(WANTS, bad=bad)
+    ready.inputs(0, 0)
+    ready.inputs(0, 1)
+    ready.targets(0, 0)
+    assert error_of(ready.inputs, 0, 2).code == "E531"
+
+
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 1), ("zb-v", 2), ("1f1b", 4)])
+def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch(tmp_path, schedule, p):
+    tokens = [i % 61 for i in range(16 * 24 + 1)]
+    path = write(tmp_path / "a.bin", tokens, vocab=61)
+    plan = make_plan(make_program(schedule, p, 4), model=GPT, data={"kind": "tokens", "path": path})
+    workers = run_threads(plan, 3)  # 3 steps of 4 microbatches of 2: one epoch of 24 windows
+    batches = next(w.batches for w in workers if w.batches is not None)
+    seen = [i for step in range(3) for mb in range(4) for i in batches._batches.indices(step, mb)]
+    assert sorted(seen) == list(range(24)) and seen != sorted(seen)
+    expected = run_threads(make_plan(make_program("1f1b", 1, 4), model=GPT, data={"kind": "tokens", "path": path}), 3)
+    assert [r.loss for r in workers[0].results] == [r.loss for r in expected[0].results]
+
+
+def test_a_damaged_file_stops_a_run_with_the_op_that_read_it(tmp_path):
+    path = write(tmp_path / "a.bin", [1] * 16 * 20 + [61], vocab=None)
+    good = make_plan(make_program("1f1b", 2, 4), model=GPT, data={"kind": "tokens", "path": path})
+    with pytest.raises(ZbcError) as caught:
+        run_threads(good, 9)
+    assert caught.value.code == "E532" and any("F s1" in note for note in caught.value.__notes__)

@@ -1,0 +1,189 @@
+"""Text to token files: what is in them, and that an interruption leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zbc import tokenize
+from zbc.cli import main
+from zbc.errors import ZbcError
+from zbc.tokenfile import describe, sidecar
+from zbc.tokenize import Bytes, Json
+
+
+def numbers(path):
+    return array({"uint16": "H", "uint32": "I"}[describe(path).dtype], path.read_bytes()).tolist()
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("zwölf\nlines\n" * 20, encoding="utf-8")
+    (folder / "b.txt").write_text("")
+    (folder / "c.jsonl").write_text("".join(json.dumps({"text": f"document {i} €"}) + "\n" for i in range(15)))
+    (folder / "d.txt").write_text("ü" * 333, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path):
+    """A tokenizer.json made here: one token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "<|endoftext|>": 1, "lines": 2, "document": 3, "end": 70000}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_bytes_are_tokens_and_documents_end_with_nul(texts, tmp_path):
+    out = tmp_path / "out.bin"
+    made = tokenize.tokenize([str(texts)], out, Bytes())
+    assert describe(out) == made
+    assert (made.dtype, made.vocab, made.end, made.documents, made.tokenizer) == ("uint16", 256, 0, 18, "bytes")
+    documents = bytes(numbers(out)).split(b"\0")
+    assert [d.decode() for d in documents] == [
+        "zwölf\nlines\n" * 20,
+        "",
+        *(f"document {i} €" for i in range(15)),
+        "ü" * 333,
+        "",
+    ]
+
+
+def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
+    out = tmp_path / "out.bin"
+    made = tokenize.tokenize([str(texts / "a.txt"), str(texts / "c.jsonl")], out, Json(word_tokenizer, None))
+    assert (made.dtype, made.vocab, made.end) == ("uint32", 70001, 1)
+    assert numbers(out)[-4:] == [3, 0, 0, 1] and numbers(out)[:3] == [0, 2, 0] and numbers(out).count(1) == 16
+    other = tokenize.tokenize([str(texts / "a.txt")], tmp_path / "two.bin", Json(word_tokenizer, "end"))
+    assert other.end == 70000 and numbers(tmp_path / "two.bin")[-1] == 70000
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path, word_tokenizer):
+    (tmp_path / "bad.json").write_text("{}")
+    for path, end in [(tmp_path / "bad.json", None), (tmp_path / "none.json", None), (word_tokenizer, "<end>")]:
+        assert error_of(Json, path, end).code == "E533"
+
+
+def test_small_pieces_of_bytes_give_the_same_tokens(texts, tmp_path, monkeypatch):
+    tokenize.tokenize([str(texts)], tmp_path / "one.bin", Bytes())
+    for piece in (3, 7, 100):
+        monkeypatch.setattr(tokenize, "PIECE", piece)
+        out = tmp_path / f"{piece}.bin"
+        tokenize.tokenize([str(texts)], out, Bytes())
+        assert out.read_bytes() == (tmp_path / "one.bin").read_bytes()
+        assert sidecar(out).read_bytes() == sidecar(tmp_path / "one.bin").read_bytes()
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tmp_path, monkeypatch, word_tokenizer):
+    monkeypatch.setattr(tokenize, "PIECE", 90)
+    for tokenizer in (Bytes(), Json(word_tokenizer, None)):
+        whole, calls = tmp_path / f"whole-{tokenizer.vocab}.bin", []
+        tokenize.tokenize([str(texts)], whole, tokenizer, done=calls.append)
+        assert sum(calls) == tokenize.total_bytes([str(texts)]) and len(calls) > 10
+        for stop in range(len(calls)):
+            out, left = tmp_path / f"{tokenizer.vocab}-{stop}.bin", [stop]
+
+            def done(count, left=left):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Stopped
+
+            with pytest.raises(Stopped):
+                tokenize.tokenize([str(texts)], out, tokenizer, done=done)
+            assert not out.exists()
+            with out.with_name(out.name + ".part").open("ab") as part:
+                part.write(b"torn")  # what a crash in the middle of a piece leaves
+            heard = []
+            tokenize.tokenize([str(texts)], out, tokenizer, done=heard.append)
+            assert out.read_bytes() == whole.read_bytes() and sidecar(out).read_bytes() == sidecar(whole).read_bytes()
+            assert sum(heard) == sum(calls) and len(heard) <= len(calls) - stop + 1
+            assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_killed_process_leaves_what_the_next_one_goes_on_with(texts, tmp_path):
+    code = """
+import os, signal, sys
+from zbc import tokenize
+tokenize.PIECE = 60
+heard = []
+def done(count):
+    heard.append(count)
+    if len(heard) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+tokenize.tokenize([sys.argv[1]], __import__("pathlib").Path(sys.argv[2]), tokenize.Bytes(), done=done)
+"""
+    out = tmp_path / "out.bin"
+    killed = subprocess.run([sys.executable, "-c", code, str(texts), str(out)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL and not out.exists()
+    tokenize.tokenize([str(texts)], tmp_path / "whole.bin", Bytes())
+    tokenize.tokenize([str(texts)], out, Bytes())
+    assert out.read_bytes() == (tmp_path / "whole.bin").read_bytes()
+
+
+def test_changed_inputs_start_anew(texts, tmp_path):
+    out = tmp_path / "out.bin"
+    with pytest.raises(Stopped):
+        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    (texts / "a.txt").write_text("new")
+    tokenize.tokenize([str(texts)], out, Bytes())
+    assert bytes(numbers(out)).startswith(b"new\0")
+
+
+def test_what_is_there_is_not_overwritten_and_bad_text_is_named(texts, tmp_path):
+    out = tmp_path / "out.bin"
+    out.touch()
+    assert error_of(tokenize.tokenize, [str(texts)], out, Bytes()).code == "E533"
+    out.unlink()
+    (texts / "e.txt").write_bytes(b"abc\xffdef")
+    error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
+    assert error.code == "E503" and "e.txt" in error.message and "byte 3 is 0xff" in error.message
+    for line in ('{"txt": 1}', "[1]", "x", '{"text": "a\\u0000b"}'):
+        (tmp_path / "lines.jsonl").write_text(line + "\n")
+        error = error_of(tokenize.tokenize, [str(tmp_path / "lines.jsonl")], tmp_path / "l.bin", Bytes())
+        assert error.code == "E503", line
+    assert error_of(tokenize.tokenize, [str(tmp_path / "gone.txt")], out, Bytes()).code == "E501"
+
+
+def test_the_command_says_what_it_made_and_what_to_write_next(texts, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "tokenize", str(texts), "-o", str(tmp_path / "out.bin")])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "of 18 documents, uint16" in out and "model.vocab = 256" in out
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents=st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=40), max_size=6))
+def test_every_text_comes_back_whole(documents, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for i, text in enumerate(documents):
+        (folder / f"{i}.txt").write_bytes(text.encode())
+    (folder / "z.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    before, tokenize.PIECE = tokenize.PIECE, 11
+    try:
+        tokenize.tokenize([str(folder)], folder / "out.bin", Bytes())
+    finally:
+        tokenize.PIECE = before
+    found = bytes(numbers(folder / "out.bin")).split(b"\0")[:-1]
+    assert [d.decode() for d in found] == 2 * documents
