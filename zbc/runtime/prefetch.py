@@ -35,7 +35,8 @@ class Prefetched:
         return self._take("targets", step, mb)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; what it reads at the moment is finished."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _take(self, kind: str, step: int, mb: int) -> Tensor:
         ready = self._ready.pop((kind, step, mb), None)

@@ -182,6 +182,12 @@ class Worker:
             found.pop(self.tied, None)
         return found
 
+    def close(self) -> None:
+        """End the threads that work for this rank."""
+        self.transport.close()
+        if isinstance(self.batches, Prefetched):
+            self.batches.close()
+
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""
         stores: list[tuple[str, Mapping[Key, Any]]] = [

@@ -70,4 +70,4 @@ def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) ->
         failures.append(error)
         hub.poison(worker.rank, f"{type(error).__name__}: {error}")
     finally:
-        worker.transport.close()
+        worker.close()
