@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbc.errors import Problems, ZbcError, raise_all
-from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program, message_of, parse_line
+from zbc.ir import COMPUTE, MARK, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program, message_of, parse_line
 
 small = st.integers(0, 300)
 
@@ -17,11 +17,11 @@ small = st.integers(0, 300)
 @st.composite
 def ops(draw):
     kind = draw(st.sampled_from(sorted(Kind)))
-    if kind in RANK_WIDE:
+    if kind in RANK_WIDE | MARK:
         return Op(kind, 0)
     if kind in STAGE_WIDE:
         return Op(kind, draw(small))
-    return Op(kind, draw(small), draw(small), draw(st.integers(0, 1)), draw(st.integers(0, 5)))
+    return Op(kind, draw(small), draw(small), draw(st.integers(0, 3)), draw(st.integers(0, 5)))
 
 
 @given(ops())
@@ -36,6 +36,8 @@ def test_every_op_reads_back_from_its_text(op):
         (Op(Kind.B, 3, 2, 1), "B s3 m2 up"),
         (Op(Kind.F, 1, 0, 0, 2), "F s1 m0.2"),
         (Op(Kind.BW, 1, 4, 1, 2), "BW s1 m4.2 up"),
+        (Op(Kind.BW, 1, 4, 2), "BW s1 m4 pipe2"),
+        (Op(Kind.OVERLAP, 0), "OVERLAP"),
         (Op(Kind.REDUCE, 0), "REDUCE s0"),
         (Op(Kind.VALIDATE, 0), "VALIDATE"),
     ],
@@ -56,7 +58,7 @@ def test_a_peer_is_printed_from_the_placement_and_is_not_identity():
     "text",
     ["", "F", "F s0", "F m0", "F s0 m0 ", " F s0 m0", "F s0 m0.0", "F s01 m0", "f s0 m0", "FF s0 m0", "F s-1 m0"]
     + ["F s0 m0 >r1", "SEND_F s0 m0 <r1", "RECV_F s0 m0 >r1", "REDUCE s0 m1", "VALIDATE s0", "STEP", "VALIDATE up"]
-    + ["F s0 m0\n", "2F0garbage"],
+    + ["F s0 m0\n", "2F0garbage", "F s0 m0 pipe1", "F s0 m0 pipe0", "F s0 m0 up pipe2", "OVERLAP s0"],
 )
 def test_anything_else_is_not_an_op(text):
     with pytest.raises(ZbcError) as caught:
@@ -66,7 +68,7 @@ def test_anything_else_is_not_an_op(text):
 
 def test_kinds_fall_into_groups_that_do_not_overlap():
     assert not (COMPUTE & TRANSFER or COMPUTE & STAGE_WIDE or TRANSFER & RANK_WIDE)
-    assert set(Kind) == COMPUTE | TRANSFER | STAGE_WIDE | RANK_WIDE
+    assert set(Kind) == COMPUTE | TRANSFER | STAGE_WIDE | RANK_WIDE | MARK
 
 
 def test_placements_put_stages_where_their_names_say():

@@ -10,7 +10,7 @@ import pytest
 import zbc.plan as plans
 from tests.compiler.grid import make
 from zbc.compiler.passes import lower
-from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Plan
 
@@ -197,3 +197,10 @@ def test_a_write_that_fails_half_way_leaves_the_old_plan_and_nothing_else(folder
     assert caught.value.code == "E407"
     assert (folder / "plan.json").read_bytes() == before
     assert os.listdir(folder.parent) == ["plan"]
+
+
+def test_groups_read_back_equal(tmp_path):
+    program = lower(SCHEDULES["dualpipe-v"].make(Request(3, 7, 2, overlap=True)))
+    plans.write(tmp_path / "plan", *assembled(program))
+    assert Plan.read(tmp_path / "plan").program == program
+    assert '"OVERLAP"' in (tmp_path / "plan" / "rank-0001.json").read_text()

@@ -5,11 +5,12 @@ ever mutated. An op prints as one line and `Op.parse` reads that line back, so p
 messages all show the same text:
 
     F s1 m0          forward of stage 1, microbatch 0
-    B s3 m2 up       input gradient, pipe 1 (the upward direction of a bidirectional schedule)
+    B s3 m2 up       input gradient, pipe 1 (the upward direction of a bidirectional schedule); pipe 2 and on: `pipe2`
     F s1 m0.2        slice 2 of a microbatch cut along its sequence
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     REDUCE s0        stage-wide: no microbatch
     TIE, VALIDATE    rank-wide: no stage
+    OVERLAP          a mark: the two ops behind it are one group
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # post the buffer for the output of the stage before; the F that needs it waits
     SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage before; does not wait
     RECV_B = "RECV_B"  # post the buffer for the gradient from the stage after; the B or BW that needs it waits
+    OVERLAP = "OVERLAP"  # the next two ops, an F and a B or BW, are one group: both start when both have their input
     REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a copy of it; VALIDATE waits
     TIE = "TIE"  # the same for the one weight that the first and the last stage share
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
@@ -69,6 +71,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER, Kind.TENTATIVE, Kind.COMMIT})
 RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO})
+MARK = frozenset({Kind.OVERLAP})  # does nothing; as many as there are groups
 EVERYWHERE = RANK_WIDE - {Kind.TIE}  # once on every rank
 BARRIER = frozenset({Kind.VALIDATE, Kind.STEP, Kind.GATHER})  # the end of a step that all ranks come to together
 AHEAD = frozenset({Kind.TENTATIVE, Kind.NORM, Kind.VERDICT, Kind.REDO, Kind.COMMIT})  # what stands in for it otherwise
@@ -78,7 +81,7 @@ COLLECTIVE = frozenset({Kind.REDUCE, Kind.TIE, Kind.VALIDATE, Kind.GATHER})
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d+))?(?: m(?P<mb>\d+)(?:\.(?P<slice>\d+))?)?"
-    r"(?: (?P<up>up))?(?: (?P<arrow>[<>])r(?P<peer>\d+))?"
+    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d+)))?(?: (?P<arrow>[<>])r(?P<peer>\d+))?"
 )
 
 
@@ -100,13 +103,13 @@ class Op(NamedTuple):
         kind = self.kind
         if kind in STAGE_WIDE:
             text = f"{kind.value} s{self.stage}"
-        elif kind in RANK_WIDE:
+        elif kind in RANK_WIDE or kind in MARK:
             return kind.value
         else:
             text = f"{kind.value} s{self.stage} m{self.mb}"
             if self.slice:
                 text = f"{text}.{self.slice}"
-        return f"{text} up" if self.pipe else text
+        return f"{text} {'up' if self.pipe == 1 else f'pipe{self.pipe}'}" if self.pipe else text
 
     @classmethod
     def parse(cls, text: str) -> Op:
@@ -129,13 +132,13 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     kind = _KINDS.get(match["kind"]) if match else None
     if match is None or kind is None:
         raise _not_an_op(text)
-    stage, mb, part, up, arrow, peer = match.group("stage", "mb", "slice", "up", "arrow", "peer")
-    wants_stage, wants_mb = kind not in RANK_WIDE, kind in COMPUTE or kind in TRANSFER
+    stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
+    wants_stage, wants_mb = kind not in RANK_WIDE and kind not in MARK, kind in COMPUTE or kind in TRANSFER
     if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
-    op = Op(kind, int(stage or 0), int(mb or 0), 1 if up else 0, int(part or 0))
+    op = Op(kind, int(stage or 0), int(mb or 0), 1 if up else int(pipe or 0), int(part or 0))
     if str(op) != text.partition(" <")[0].partition(" >")[0]:  # 'F s01 m0', 'VALIDATE up', 'F s0 m0.0'
         raise _not_an_op(text)
     return op, None if peer is None else int(peer)
@@ -246,6 +249,11 @@ class Placement:
         return str(op) if peer is None else f"{op} {'>' if op.kind.is_send else '<'}r{peer}"
 
 
+def groups(ops: Sequence[Op]) -> dict[int, int]:
+    """For every step inside a group, its OVERLAP included, the step of that OVERLAP."""
+    return {step: first for first, op in enumerate(ops) if op.kind in MARK for step in range(first, first + 3)}
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Per rank, the ops in execution order. Compute-only schedules and complete plans are both Programs."""
@@ -289,7 +297,7 @@ class Program:
 
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
-        return {op: (rank, step) for rank, step, op in self if op.kind not in COLLECTIVE}
+        return {op: (rank, step) for rank, step, op in self if op.kind not in COLLECTIVE and op.kind not in MARK}
 
     def text(self, rank: int, step: int) -> str:
         """One op for a message: `rank 0 step 3: SEND_F s0 m1 >r1`."""

@@ -47,6 +47,9 @@ class Schedule(Section):
     early: Annotated[int, Field(ge=0, le=2)] | None = Field(
         None, description="waves: forwards of the next unit that run before the last backwards of this one"
     )
+    overlap: bool | None = Field(
+        None, description="dualpipe: pairs of F and backward are groups; default: if costs.overlap is not 0"
+    )
     memory_limit: str | None = Field(
         None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
@@ -100,6 +103,9 @@ class GivenCosts(Section):
         description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
     )
     optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
+    overlap: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
+    )
     act_b: PerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from zbc.ir import Kind, Op, Program
 
 COMPUTE = {"F", "B", "BW", "W"}
+MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
 REPEATABLE = {"F", "SEND_F", "RECV_F", "NORM", "VERDICT"}
 
@@ -93,7 +94,7 @@ class Machine:
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo = blocking, redo
         self.ahead = any(op.kind.value in AHEAD for ops in program.ranks for op in ops)
-        self.explicit = any(op.kind.value not in COMPUTE for ops in program.ranks for op in ops)
+        self.explicit = any(op.kind.value not in COMPUTE | MARK for ops in program.ranks for op in ops)
 
     def run(self, rng: random.Random) -> Outcome:
         try:
@@ -121,6 +122,11 @@ class Machine:
         kind = op.kind.value
         if kind == "VALIDATE":
             return self.validate(r, op)
+        if kind == "OVERLAP":
+            if not self.both(r):
+                return False
+            rank.pc += 1
+            return True
         if kind in ("REDUCE", "TIE", "GATHER"):
             self.start(r, op)
         elif kind == "STEP":
@@ -136,6 +142,24 @@ class Machine:
         elif not self.compute(r, op):
             return False
         rank.pc += 1
+        return True
+
+    def both(self, r: int) -> bool:
+        """A group starts when both its ops could."""
+        rank = self.ranks[r]
+        pair = rank.ops[rank.pc + 1 : rank.pc + 3]
+        require(sorted(op.kind.value[0] for op in pair) == ["B", "F"], f"OVERLAP before {pair}")
+        for op in pair:
+            forward = op.kind.value == "F"
+            key, source = self.key(r, op), op.stage + (-1 if forward else 1)
+            if not 0 <= source < self.stages:
+                continue
+            maker = self.pipes[op.pipe][source] + r - r % self.p
+            made = self.ranks[maker].outputs if forward else self.ranks[maker].gradients
+            if maker == r:
+                require((source, *key[1:]) in made, f"rank {r} has no input for {op}")
+            elif not (("F" if forward else "B", *key) in rank.arrived if self.explicit else (source, *key[1:]) in made):
+                return False
         return True
 
     # ---- compute ----

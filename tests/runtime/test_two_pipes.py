@@ -9,7 +9,8 @@ from tests.compiler.grid import WAVES
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
-from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind
 from zbc.runtime.threads import run_threads
 
@@ -96,3 +97,10 @@ def test_sharing_out_the_optimizer_among_the_two_holders_changes_no_bit():
     assert results(found[0]) == results(found[1])
     before, after = alike(found[0]), alike(found[1])
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("name", "v"), [("dualpipe", 1), ("dualpipe-v", 2)])
+def test_groups_run_one_op_after_the_other_where_there_is_one_stream(name, v):
+    program = lower(SCHEDULES[name].make(Request(4, 8, v, overlap=True)))
+    assert any(op.kind is Kind.OVERLAP for ops in program.ranks for op in ops)
+    check_gradients(make_plan(program, keep=without_step), tolerance=1e-6)

@@ -37,6 +37,9 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
 
     With two pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py.
     """
+    if costs.overlap:  # as if every F could hide, as far as groups allow
+        hidden = 1.0 - costs.overlap
+        costs = replace(costs, f=tuple(hidden * ms for ms in costs.f), overlap=0.0)
     # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
     costs = replace(costs, act_w=tuple(map(min, costs.act_b, costs.act_w)))
     p = placement.ranks

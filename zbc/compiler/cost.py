@@ -59,6 +59,7 @@ class Costs:
     step: PerStage = ()  # ms of STEP, and of COMMIT; () for none
     tentative: PerStage = ()  # ms of TENTATIVE
     hop: float = 0.0  # ms of a few numbers from a rank to the next
+    overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
 
     @classmethod
     def uniform(
@@ -92,6 +93,10 @@ class Costs:
     def tentative_ms(self, stages: Sequence[int]) -> float:
         """ms of the tentative steps of these stages."""
         return sum(self.tentative[s] for s in stages) if self.tentative else 0.0
+
+    def pair(self, f: float, b: float) -> float:
+        """ms of a group of an F and a backward that take `f` and `b` ms alone."""
+        return f + b - self.overlap * min(f, b)
 
     def transfer(self, stage: int, pipe: int = 0) -> float:
         """ms from `stage` to the next one, or back."""
@@ -159,7 +164,8 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
     known = job.model.builtin
     source = "given" if given else "estimated" if known else "assumed equal"
-    costs = Costs(f, b, w, act_b, act_w, _transfers(job, placement, given), sizes, source)
+    links = _transfers(job, placement, given)
+    costs = Costs(f, b, w, act_b, act_w, links, sizes, source, overlap=job.costs.overlap)
     costs = _with_optimizer(costs, job, placement, stages, table)
     return _with_sums(costs, job, placement, stages, table)
 

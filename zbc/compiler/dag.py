@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ir import COLLECTIVE, COMPUTE, Kind, Op, Program
+from zbc.ir import COLLECTIVE, COMPUTE, MARK, Kind, Op, Program
 
 
 class Meeting(NamedTuple):
@@ -33,6 +33,7 @@ class Dag:
     source: list[int]
     target: list[int]  # the op on another rank that op i feeds, -1 for none
     meetings: tuple[Meeting, ...] = ()  # in an order in which they can happen
+    paired: bytes = b""  # 1 for an op that makes a group with the one behind it; empty if there is no group
 
 
 def build(program: Program) -> Dag:
@@ -67,7 +68,17 @@ def build(program: Program) -> Dag:
         source[i] = j
         if rank[j] != rank[i]:
             target[j] = i
-    return Dag(ops, first, rank, source, target, tuple(_meetings(program, first)))
+    return Dag(ops, first, rank, source, target, tuple(_meetings(program, first)), _paired(program, len(ops)))
+
+
+def _paired(program: Program, count: int) -> bytes:
+    paired, i = bytearray(count), 0
+    for ops in program.ranks:
+        for op in ops:
+            if op.kind in MARK:
+                paired[i] = 1
+            i += op.kind in COMPUTE
+    return bytes(paired) if any(paired) else b""
 
 
 def _meetings(program: Program, first: Sequence[int]) -> list[Meeting]:

@@ -92,6 +92,7 @@ def _request(job: Job, v: int, limit: Limit, budget: float) -> Request:
         v=v,
         group=job.schedule.group,
         early=job.schedule.early,
+        overlap=job.costs.overlap > 0 if job.schedule.overlap is None else job.schedule.overlap,
         costs=limit.costs,
         memory_limit=limit.units,
         objective=job.objective,

@@ -4,6 +4,9 @@ A transfer is pure latency beside compute (the time model of arXiv 2401.10241): 
 `comm` after the op that made it ended. One pass, O(ops): run each rank until it must wait, go on where the result is
 needed.
 
+The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
+group takes is up to the costs; its time is shown as the F and behind it the backward, each with its share.
+
 Sums of gradients run beside compute too, on a channel of their own per rank, one after the other: a sum begins when all
 its ranks have come to it and are done with the one before. What of them is not over with the last op adds to the step.
 """
@@ -146,6 +149,8 @@ def _run(
 ) -> Timeline:
     ops, source, target = dag.ops, dag.source, dag.target
     start, end = [0.0] * len(ops), [-1.0] * len(ops)
+    paired = dag.paired or bytes(len(ops))
+    ready = [-1.0] * len(ops) if dag.paired else end  # when what an op makes is there
     ranks = len(dag.first) - 1
     at, free = dag.first[:ranks], [0.0] * ranks if free_from is None else list(free_from)
     stack = list(range(ranks - 1, -1, -1))
@@ -155,17 +160,30 @@ def _run(
         while i < stop:
             j = source[i]
             if j >= 0:
-                arrival = end[j]
+                arrival = ready[j]
                 if arrival < 0.0:
                     break
                 arrival += lag[i]
                 if arrival > time:
                     time = arrival
+            if paired[i]:
+                j = source[i + 1]
+                if j >= 0:
+                    if ready[j] < 0.0:
+                        break
+                    time = max(time, ready[j] + lag[i + 1])
+                start[i], whole = time, costs.pair(length[i], length[i + 1])
+                time += whole
+                end[i] = start[i + 1] = time - whole * length[i + 1] / ((length[i] + length[i + 1]) or 1.0)
+                end[i + 1] = ready[i] = ready[i + 1] = time
+                stack += [dag.rank[k] for k in target[i : i + 2] if k >= 0 and _awaits(at[dag.rank[k]], k, paired)]
+                i += 2
+                continue
             start[i] = time
             time += length[i]
-            end[i] = time
+            end[i] = ready[i] = time
             k = target[i]
-            if k >= 0 and at[dag.rank[k]] == k:  # someone may be waiting for just this
+            if k >= 0 and _awaits(at[dag.rank[k]], k, paired):
                 stack.append(dag.rank[k])
             i += 1
         at[r], free[r] = i, time
@@ -174,6 +192,11 @@ def _run(
         details = [f"rank {r}: {ops[at[r]]} waits for {ops[source[at[r]]]}" for r in stuck[:8]]
         raise ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
     return Timeline(dag, start, end, _sums(dag, costs, end, free))
+
+
+def _awaits(at: int, op: int, paired: bytes) -> bool:
+    """Whether a rank that stands at op `at` may be waiting for the input of `op`."""
+    return at == op or (at == op - 1 and paired[at] == 1)
 
 
 def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -> tuple[Sum, ...]:

@@ -23,14 +23,14 @@ from pathlib import Path
 from zbc.compiler.check.found import raise_found
 from zbc.errors import ZbcError
 from zbc.interop.refused import Refused
-from zbc.ir import COMPUTE, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program
+from zbc.ir import COMPUTE, MARK, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program
 
 LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
-_IMPLIED = TRANSFER | STAGE_WIDE | RANK_WIDE  # what torch works out by itself
+_IMPLIED = TRANSFER | STAGE_WIDE | RANK_WIDE | MARK  # what torch works out by itself
 _MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
 _SHOWN = 24  # characters of a cell in a message
 

@@ -202,6 +202,10 @@ def gather(worker: Worker, op: Op) -> None:
     worker.gathering.append(optimizer)
 
 
+def overlap(worker: Worker, op: Op) -> None:
+    """OVERLAP: the two ops behind it run one after the other, since a rank has one stream of compute."""
+
+
 def refuse(worker: Worker, op: Op) -> None:
     """Ops of plans this runtime does not execute yet."""
     raise ZbcError("E406", f"run: this runtime cannot execute {op}", hint="plan again with this version")
@@ -216,6 +220,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.RECV_F: receive_forward,
     Kind.SEND_B: send_backward,
     Kind.RECV_B: receive_backward,
+    Kind.OVERLAP: overlap,
     Kind.REDUCE: reduce,
     Kind.TIE: reduce,
     Kind.VALIDATE: validate,

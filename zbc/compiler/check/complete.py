@@ -30,6 +30,7 @@ def complete_problems(n: Numbered) -> Iterator[ZbcError]:
     yield from _outside(n)
     yield from _repeated(n)
     yield from _missing_compute(n)
+    yield from _groups(n)
     yield from _missing_step_ops(n)
     yield from _misplaced(n)
     yield from _out_of_order(n, late_ops(n))
@@ -202,6 +203,19 @@ _STEP_HINTS = {
     Kind.REDO: "one REDO on each rank, behind VERDICT, with nothing but forwards before it",
     Kind.COMMIT: "one COMMIT for each stage a rank holds, behind REDO and before its first B or BW",
 }
+
+
+def _groups(n: Numbered) -> Iterator[ZbcError]:
+    """Behind every OVERLAP stand an F and a backward of something else, in either order."""
+    for i in n.groups:
+        rank, step = n.place(i)
+        pair = n.program.ranks[rank][step + 1 : step + 3]
+        forward = [op for op in pair if op.kind is Kind.F]
+        backward = [op for op in pair if op.kind in (Kind.B, Kind.BW)]
+        if len(forward) != 1 or len(backward) != 1 or forward[0][1:] == backward[0][1:]:
+            behind = " and ".join(map(str, pair)) or "nothing"
+            text = f"program: OVERLAP is not followed by an F and a backward that does not need it, but by {behind}"
+            yield ZbcError("E202", text, where=n.where(i), hint="drop it, or put the two ops right behind it")
 
 
 # ---- E205, E206 ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, RANK_WIDE, TRANSFER, Kind, Op, Program
+from zbc.ir import COMPUTE, MARK, RANK_WIDE, TRANSFER, Kind, Op, Program
 
 TRANSFERS = tuple(kind for kind in Kind if kind in TRANSFER)  # sets of strings have another order in every process
 KEYED = (*(kind for kind in Kind if kind in COMPUTE), *TRANSFERS)
@@ -30,6 +30,7 @@ class Numbered:
     width: int
     at: dict[Kind, list[int]]
     step_ops: list[int] = field(default_factory=list)  # stage-wide and rank-wide ops of existing stages
+    groups: list[int] = field(default_factory=list)  # OVERLAP
     outside: list[int] = field(default_factory=list)  # no such stage, microbatch, pipe or slice
     repeated: list[int] = field(default_factory=list)  # ran before, on any rank; `at` has the first
     misplaced: list[int] = field(default_factory=list)  # on a rank that does not hold the stage
@@ -125,6 +126,9 @@ def _enter(numbered: Numbered, rank: int, ops: Sequence[Op]) -> None:
 def _enter_step_op(numbered: Numbered, rank: int, i: int) -> None:
     program = numbered.program
     op = program.ranks[rank][i - numbered.starts[rank]]
+    if op.kind in MARK:
+        numbered.groups.append(i)
+        return
     if not _exists(program, op):
         numbered.outside.append(i)
         return

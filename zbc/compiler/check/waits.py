@@ -87,6 +87,7 @@ def build(n: Numbered, *, blocking_sends: bool) -> Waits:
         _agreement(waits)
     else:
         _direct(waits)
+    _together(waits)
     for late in (*late_ops(n), *late_step_ops(n)):
         waits.add_need(late.op, late.found if late.found >= 0 else waits.ghost_op(late.needs))
     for i in n.outside:
@@ -113,6 +114,16 @@ def _direct(waits: Waits) -> None:
                 waits.need[used] = made
             elif used >= 0:
                 waits.need[used] = waits.ghost_op(n.wanted(producer, crossing.sender, j))
+
+
+def _together(waits: Waits) -> None:
+    """What the ops of a group need from other ranks, the group needs before it starts."""
+    n = waits.n
+    for i in n.groups:
+        end = n.starts[n.place(i)[0] + 1]
+        for k in range(i + 1, min(i + 3, end)):
+            for node in waits.needs(k):
+                waits.add_need(i, node)
 
 
 # ---- messages ------------------------------------------------------------------------------------------------

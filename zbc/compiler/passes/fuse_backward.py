@@ -22,7 +22,8 @@ def fuse_backward(program: Program) -> Program:
 def _fuse(ops: Sequence[Op]) -> list[Op]:
     fused: list[Op] = []
     for op in ops:
-        if op.kind is Kind.W and fused and fused[-1].kind is Kind.B and fused[-1][1:] == op[1:]:
+        apart = any(other.kind is Kind.OVERLAP for other in fused[-3:-1])  # the B is in a group, the W is not
+        if op.kind is Kind.W and fused and fused[-1].kind is Kind.B and fused[-1][1:] == op[1:] and not apart:
             fused[-1] = op._replace(kind=Kind.BW)
         else:
             fused.append(op)

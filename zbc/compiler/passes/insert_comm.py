@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from zbc.ir import Kind, Message, Op, Program
+from zbc.ir import Kind, Message, Op, Program, groups
 
 Position = int
+USERS = frozenset({Kind.F, Kind.B, Kind.BW})  # of what comes from other ranks
 AHEAD = 1  # compute ops between the post of a receive and the op that waits for it
 
 
@@ -13,7 +14,7 @@ def insert_comm(program: Program) -> Program:
 
     Receives of one channel (sender, receiver) are posted in the order the sender sends, which FIFO transports demand;
     where that order is not the order of use, a receive is posted earlier. Stages on the same rank hand tensors over in
-    memory and get no transfer.
+    memory and get no transfer. Groups stay together: receives are posted before a group, sends follow it.
 
         rank 1           rank 1
         F s1 m0          RECV_F s1 m0 <r0
@@ -28,12 +29,17 @@ def insert_comm(program: Program) -> Program:
     ranks = []
     for rank, ops in enumerate(program.ranks):
         listed: list[Op] = []
+        held: list[Op] = []  # sends of a group
+        inside = groups(ops)
         for step, op in enumerate(ops):
             listed += posts[rank].get(step, ())
             listed.append(op)
             message = sends.get(op)
             if message is not None:
-                listed.append(message.send)
+                held.append(message.send)
+            if step not in inside or inside[step] + 2 == step:
+                listed += held
+                held = []
         ranks.append(listed)
     return program.with_ranks(ranks, by="insert-comm")
 
@@ -47,7 +53,7 @@ def _sends(program: Program) -> tuple[dict[Op, Message], dict[tuple[int, int], l
     for rank, ops in enumerate(program.ranks):
         for op in ops:
             kind, stage, mb, pipe, part = op
-            if kind is Kind.W or (stage == last if kind is Kind.F else stage == 0):
+            if kind not in USERS or (stage == last if kind is Kind.F else stage == 0):
                 continue
             there = stage + 1 if kind is Kind.F else stage - 1
             peer = placement.pipes[pipe][there]
@@ -60,15 +66,17 @@ def _sends(program: Program) -> tuple[dict[Op, Message], dict[tuple[int, int], l
 def _posts(program: Program, channels: dict[tuple[int, int], list[Message]]) -> list[dict[Position, list[Op]]]:
     """Per rank, the receives to post right before the op at a position."""
     users: list[dict[tuple[bool, int, int, int, int], Position]] = [
-        {(op.kind is Kind.F, *op[1:]): step for step, op in enumerate(ops) if op.kind is not Kind.W}
-        for ops in program.ranks
+        {(op.kind is Kind.F, *op[1:]): step for step, op in enumerate(ops) if op.kind in USERS} for ops in program.ranks
     ]
+    inside = [groups(ops) for ops in program.ranks]
     posts: list[dict[Position, list[Op]]] = [{} for _ in program.ranks]
     for (_, receiver), messages in sorted(channels.items()):
         position = len(program.ranks[receiver])
         placed = []
         for message in reversed(messages):  # a receive comes no later than the ones sent after it
-            position = min(position, max(0, users[receiver][message] - AHEAD))
+            user = users[receiver][message]
+            post = max(0, inside[receiver].get(user, user) - AHEAD)
+            position = min(position, inside[receiver].get(post, post))
             placed.append((position, message))
         for position, message in reversed(placed):
             posts[receiver].setdefault(position, []).append(message.recv)

@@ -98,7 +98,8 @@ BIDIRECTIONAL = (
         makespan="3m + (p/2 - 1)",
         span="the same",
         memory="p + 1",
-        needs="an even number of ranks; closed form for even m >= 2p; any m runs",
+        needs="an even number of ranks; closed form for even m >= 2p; any m runs; pairs as groups: 3m + (p - 2)",
+        options=("overlap",),
         ranks_in=2,
     ),
     Schedule(
@@ -115,7 +116,8 @@ BIDIRECTIONAL = (
         span="the same",
         memory="p + 1/2",
         aliases=("dualpipev", "ScheduleDualPipeV"),
-        needs="closed form for m >= 2p; any m runs",
+        needs="closed form for m >= 2p; any m runs; pairs as groups: 3m + (p - 1)",
+        options=("overlap",),
     ),
     Schedule(
         name="hanayo",

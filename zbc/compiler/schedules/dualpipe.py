@@ -122,4 +122,6 @@ class _Rank:
         return Op(kind, stage, first + every * count, pipe)
 
     def _pair(self, forward: Op, backward: Op) -> None:
+        if self.overlap and max(forward.mb, backward.mb) < self.m:
+            self.ops.append(Op(Kind.OVERLAP, 0))
         self.ops += [forward, backward]

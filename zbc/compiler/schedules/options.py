@@ -8,7 +8,7 @@ from zbc.compiler.schedules.request import Schedule
 from zbc.errors import ZbcError
 from zbc.spec import Draft
 
-OPTIONS = ("group", "early")
+OPTIONS = ("group", "early", "overlap")
 
 
 def option_problems(draft: Draft, schedule: Schedule, known: Iterable[Schedule]) -> list[ZbcError]:

@@ -1,0 +1,165 @@
+"""Groups: an F and a backward that start together."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.check import operational
+from tests.compiler.test_paper_tables import rows
+from tests.compiler.test_passes import listing as lines
+from tests.jobs import job
+from tests.listing import listing
+from zbc.compiler.bounds import bounds
+from zbc.compiler.check import check_all, check_complete, check_deadlock
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.memory import peaks
+from zbc.compiler.passes import lower
+from zbc.compiler.passes.fuse_backward import fuse_backward
+from zbc.compiler.passes.insert_comm import insert_comm
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+
+BOTH = [("dualpipe", 1), ("dualpipe-v", 2)]
+
+
+def pairs(name, p, m, v):
+    return SCHEDULES[name].make(Request(p, m, v, overlap=True))
+
+
+@pytest.mark.parametrize(("name", "v"), BOTH)
+def test_pairs_as_groups_are_the_published_orders(name, v):
+    """The bubble (p/2 - 1)(F&B + B - 3W) of DualPipe is that of pairs that need both inputs before they start."""
+    variant = {"dualpipe": "dualpipe_atomic", "dualpipe-v": "dualpipev_atomic"}[name]
+    cells = [row for row in rows("unit_cost_orders.csv") if row["variant"] == variant]
+    assert len(cells) >= 6
+    for row in cells:
+        program = pairs(name, int(row["p"]), int(row["m"]), v)
+        costs = Costs.uniform(program.placement, comm=float(row["comm"]))
+        for level in (program, lower(program)):
+            timeline = simulate(level, costs)
+            assert timeline.makespan == pytest.approx(float(row["makespan"])), row
+            assert timeline.span == pytest.approx(float(row["span"])), row
+        held = [rank.units for rank in peaks(program, costs)]
+        assert held == pytest.approx([float(x) for x in row["peak_act_per_rank"].split()])
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 16])
+def test_the_published_bubble_holds_for_any_times_of_f_b_and_w_that_are_equal(p):
+    for t in (0.5, 1.0, 3.0):
+        program = pairs("dualpipe", p, 2 * p, 1)
+        timeline = simulate(program, Costs.uniform(program.placement, t, t, t))
+        bubble = (p / 2 - 1) * (3 * t + 2 * t - 3 * t)
+        assert timeline.makespan == pytest.approx(3 * t * 2 * p + bubble)
+
+
+def group():
+    text = """
+        rank 0: F s0 m0, F s0 m1, OVERLAP, F s0 m2, BW s0 m0, BW s0 m1, BW s0 m2
+        rank 1: F s1 m0, BW s1 m0, F s1 m1, BW s1 m1, F s1 m2, BW s1 m2
+    """
+    return listing(text)
+
+
+def test_a_group_starts_with_its_later_input_and_what_it_makes_is_there_at_its_end():
+    costs = replace(Costs.uniform(group().placement, 2.0, 1.0, 1.5), overlap=0.0)
+    at = {str(op): (start, end) for _, op, start, end in simulate(group(), costs)}
+    assert at["BW s1 m0"] == (4.0, 6.5)
+    assert at["F s0 m2"] == (6.5, 8.5), "not at 4, where rank 0 is free"
+    assert at["BW s0 m0"] == (8.5, 11.0)
+    assert at["F s1 m2"][0] == 11.0, "not at 8.5, where its F is done"
+
+
+@pytest.mark.parametrize(("overlap", "length"), [(0.0, 4.5), (0.5, 3.5), (1.0, 2.5)])
+def test_the_shorter_op_of_a_group_hides_behind_the_longer_by_the_factor(overlap, length):
+    costs = replace(Costs.uniform(group().placement, 2.0, 1.0, 1.5), overlap=overlap)
+    timeline = simulate(group(), costs)
+    at = {str(op): (start, end) for _, op, start, end in timeline}
+    assert at["BW s0 m0"][1] - at["F s0 m2"][0] == pytest.approx(length)
+    assert timeline.busy(0) == pytest.approx(3 * 4.5 - overlap * 2.0)
+
+
+def test_transfers_stand_before_and_behind_a_group():
+    found = lines(insert_comm(group()))[0]
+    where = found.index("OVERLAP")
+    assert found[where : where + 4] == ["OVERLAP", "F s0 m2", "BW s0 m0", "SEND_F s0 m2 >r1"]
+    assert found.index("RECV_B s0 m0 <r1") < where, "also where it is wanted one op ahead"
+
+
+def test_a_b_of_a_group_does_not_fuse_with_a_w_outside():
+    before = listing("rank 0: F s0 m0, OVERLAP, F s0 m1, B s0 m0, W s0 m0, B s0 m1, W s0 m1")
+    assert lines(fuse_backward(before)) == [["F s0 m0", "OVERLAP", "F s0 m1", "B s0 m0", "W s0 m0", "BW s0 m1"]]
+
+
+def test_a_group_can_deadlock_where_its_ops_one_after_the_other_would_not():
+    text = """
+        rank 0: F s0 m0, {}F s0 m1, BW s0 m0, BW s0 m1
+        rank 1: F s1 m0, F s1 m1, BW s1 m0, BW s1 m1
+    """
+    check_all(lower(listing(text.format(""))))
+    for level in (listing(text.format("OVERLAP, ")), lower(listing(text.format("OVERLAP, ")))):
+        with pytest.raises(ZbcError, match="deadlock") as caught:
+            check_deadlock(level)
+        assert caught.value.code == "E201"
+        assert any("OVERLAP" in line for line in caught.value.details)
+        assert operational.run(level).state == "stuck"
+
+
+@pytest.mark.parametrize("pair", ["F s0 m1", "F s0 m1, F s0 m2", "F s0 m1, W s0 m0", "F s0 m1, BW s0 m1", ""])
+def test_a_mark_without_an_f_and_a_backward_of_something_else_is_refused(pair):
+    rest = [op for op in ("F s0 m1", "F s0 m2", "BW s0 m1", "BW s0 m2") if op not in pair]
+    first = "F s0 m0, B s0 m0, W s0 m0" if "W s0 m0" not in pair else "F s0 m0, B s0 m0"
+    ops = [first, "OVERLAP", pair, *rest] if pair else [first, *rest, "OVERLAP"]
+    text = "rank 0: " + ", ".join(filter(None, ops))
+    with pytest.raises(ZbcError, match="OVERLAP is not followed by") as caught:
+        check_complete(listing(text))
+    assert caught.value.code == "E202"
+
+
+def test_a_mark_reads_back_and_a_peer_or_stage_on_it_does_not():
+    assert Op.parse("OVERLAP") == Op(Kind.OVERLAP, 0)
+    for text in ("OVERLAP s0", "OVERLAP m1", "OVERLAP up", "OVERLAP >r1"):
+        with pytest.raises(ZbcError):
+            Op.parse(text)
+
+
+@pytest.mark.parametrize(("name", "v"), BOTH)
+def test_groups_agree_with_the_operational_machine(name, v):
+    rng = random.Random(name)
+    for _ in range(25):
+        p, m = 2 * rng.randint(1, 3), rng.randint(1, 14)
+        for level in (pairs(name, p, m, v), lower(pairs(name, p, m, v))):
+            check_all(level)
+            assert operational.run(level, seed=rng.randrange(99)).ok
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_no_group_beats_the_bounds(overlap):
+    for name, v in BOTH:
+        for p, m in ((2, 5), (4, 8), (6, 13)):
+            program = pairs(name, p, m, v)
+            for times in ((1, 1, 1, 0.1), (2, 1, 0.5, 0), (1, 3, 1, 0.5)):
+                costs = replace(Costs.uniform(program.placement, *times), overlap=overlap)
+                least, timeline = bounds(program.placement, costs, m), simulate(program, costs)
+                assert least.makespan <= timeline.makespan + 1e-9
+                assert least.span <= timeline.span + 1e-9
+
+
+def test_a_job_gets_groups_where_overlapping_pays_and_where_it_asks_for_them():
+    unit = {"f": 1.0, "b": 1.0, "w": 1.0}
+
+    def made(schedule, costs):
+        found = compile_job(job(kind="dualpipe-v", layers=16, schedule=schedule, costs={**unit, **costs}))
+        return any(op.kind is Kind.OVERLAP for _, _, op in found.program), found.report.makespan_ms
+
+    assert made({}, {}) == (False, pytest.approx(25.5))
+    assert made({"overlap": True}, {}) == (True, pytest.approx(27.0))
+    assert made({}, {"overlap": 1.0}) == (True, pytest.approx(22.0))
+    assert made({"overlap": False}, {"overlap": 1.0}) == (False, pytest.approx(25.5))
+    with pytest.raises(ZbcError, match=r"schedule\.overlap is for dualpipe, dualpipe-v"):
+        job(kind="zb-v", schedule={"overlap": True})
