@@ -133,19 +133,23 @@ def test_dropout_draws_by_the_number_of_the_microbatch_among_those_of_all_copies
 
 
 def test_every_copy_reads_samples_of_its_own():
-    plan = copies_of("1f1b", 2, 3, 2)
-    read: dict[int, list[int]] = {}
+    plan = copies_of("1f1b", 2, 3, 2, data={"kind": "synthetic"})
+    read: dict[int, list[tuple[int, ...]]] = {}
 
     def listen(worker):
-        if worker.batches is not None:
+        if worker.plan.rank == 0:
             inputs, found = worker.batches.inputs, read.setdefault(worker.rank, [])
-            indices = worker.batches.indices
-            worker.batches.inputs = lambda step, mb: (found.extend(indices(step, mb)), inputs(step, mb))[1]
+
+            def listened(step, mb):
+                x = inputs(step, mb)
+                found.extend(map(tuple, x.tolist()))
+                return x
+
+            worker.batches.inputs = listened
 
     run_threads(plan, 2, setup=listen)
     first, second = read[0], read[2]
-    assert len(first) == len(second) == 2 * 3 * 2 and not set(first) & set(second)
-    assert len(set(first)) == len(first)
+    assert len(set(first)) == len(first) == len(second) == 2 * 3 * 2 and not set(first) & set(second)
 
 
 def test_a_layer_that_does_not_train_gets_no_gradient_on_any_copy():
