@@ -34,7 +34,7 @@ hidden = {hidden}
 heads = {heads}
 vocab = {vocab}
 seq_len = {seq_len}
-positions = "{positions}"
+{positions}
 dtype = "{dtype}"
 parameters = "{parameters}"
 [parallel]
@@ -48,6 +48,7 @@ activations = "{activations}"
 [data]
 kind = "synthetic"
 """
+ROTARY = 'positions = "rotary"'
 BASE: dict[str, Any] = {
     "family": "gpt",
     "layers": 6,
@@ -55,7 +56,7 @@ BASE: dict[str, Any] = {
     "heads": 4,
     "vocab": 512,
     "seq_len": 64,
-    "positions": "learned",
+    "positions": "",
     "dtype": "float32",
     "parameters": "float32",
     "pp": 2,
@@ -67,11 +68,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "base": {},
     "bf16": {"dtype": "bfloat16"},
     "masters": {"dtype": "bfloat16", "parameters": "bfloat16"},
-    "rotary": {"positions": "rotary"},
+    "rotary": {"positions": ROTARY},
     "llama": {"family": "llama", "hidden": 96, "heads": 6},
     "wide": {"hidden": 192, "heads": 6, "seq_len": 32, "size": 3, "pp": 4, "layers": 10, "m": 8},
     "long": {"seq_len": 256, "heads": 2, "size": 1},
-    "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": "rotary"},
+    "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": ROTARY},
 }
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v")
 

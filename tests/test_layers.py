@@ -57,6 +57,7 @@ RUNTIME = [
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.permutation", "zbc.runtime.tokens"],
+    ["zbc.runtime.remembered", "zbc.runtime.probe"],
     ["zbc.runtime.slot", "zbc.runtime.seeding", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.rotary"],
     ["zbc.runtime.gpt"],
     ["zbc.runtime.llama"],

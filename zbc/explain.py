@@ -488,6 +488,17 @@ stages it would exist twice and drift apart; give each layer its own. The
 built-in families can share embedding and head: model.tie_embeddings = true.
 """,
     ),
+    "E509": _entry(
+        "a layer cannot be trained in a pipeline",
+        """
+Found when the layers are looked at before training starts: a lazy layer whose
+parameters have no size yet, sparse gradients, random numbers that torch does
+not know of, or buffers that a forward changes (running statistics) where they
+could not come out as in one process: a stage that several ranks hold a copy
+of, or a plan that runs forwards of it out of order or twice. docs/models.md
+lists what layers may do.
+""",
+    ),
     "E520": _entry(
         "the folder of pretrained weights cannot be read",
         """

@@ -118,8 +118,6 @@ class Costs:
         if self.bytes is None:
             return 0.0
         more = self.bytes[op.stage].more
-        if op.kind is Kind.B and op.stage == 0:  # there is no result after it to count the gradient that it ends with
-            return more.b + self.bytes[0].boundary
         return {Kind.F: more.f, Kind.B: more.b, Kind.W: more.w, Kind.BW: more.bw}[op.kind]
 
 
@@ -315,7 +313,7 @@ def _bytes(
                 act_b=sum(z.act_b for z in sizes),
                 act_w=sum(z.act_w for z in sizes),
                 boundary=boundary,
-                more=more(sizes, job.memory.of(s) == "recompute"),
+                more=more(sizes, recompute=job.memory.of(s) == "recompute", first=s == 0),
                 largest=largest,
                 step=temporaries * largest,
             )

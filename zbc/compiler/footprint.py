@@ -35,6 +35,7 @@ class Footprint:
     act_b: float = 0.0
     act_w: float = 0.0
     entry: float = 0.0  # its input
+    result: float = 0.0  # its output
     more_f: float = 0.0
     more_alone: float = 0.0  # F that keeps nothing
     more_b: float = 0.0
@@ -106,6 +107,7 @@ def embedding(z: Sizes) -> Footprint:
         act_b=8 * z.tokens,
         act_w=8 * z.tokens + rows + places,
         entry=8 * z.tokens,
+        result=rows,
         more_f=more,
         more_alone=more,
         more_b=places,
@@ -126,6 +128,7 @@ def block(z: Sizes) -> Footprint:
         act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads) * t,
         act_w=(4 * h + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t,
         entry=z.stream * h * t,
+        result=z.stream * h * t,
         more_f=h * n * t,
         more_alone=(4 if z.gated else 2) * f * n * t,
         more_b=(3 if z.gated else 2) * f * n * t + grad,
@@ -167,19 +170,24 @@ class More:
     bw: float = 0.0
 
 
-def more(layers: Sequence[Footprint], recompute: bool) -> More:
-    """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then."""
+def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
+    """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then.
+
+    The `first` stage has no gradient of its input to hand on, which B otherwise holds at its end.
+    """
     kept = [z.entry if recompute else z.act_b for z in layers]
     again = [z.act_b - z.entry if recompute else 0.0 for z in layers]
     f = b = w = bw = 0.0
     behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
     for z, keep, load in zip(reversed(layers), reversed(kept), reversed(again), strict=True):
+        flowing = z.result if behind else 0.0  # the gradient from the layer behind; behind the last it is the stage's
         f = max(f, (z.more_alone if recompute else z.more_f) - behind)
-        b = max(b, load + z.more_b + left)
-        bw = max(bw, load + z.more_bw - behind)
+        b = max(b, load + z.more_b + left + flowing)
+        bw = max(bw, load + z.more_bw - behind + flowing)
         w = max(w, z.more_w - released)
         behind, left, released = behind + keep, left + z.act_w - keep, released + z.act_w
-    return More(f, max(0.0, b - max(0.0, left)), w, bw)
+    after = left + (0.0 if first else layers[0].entry)
+    return More(f, max(0.0, b - max(0.0, after)), w, bw)
 
 
 NO_MORE = More()

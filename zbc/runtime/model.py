@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.nn import functional
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime import gpt, llama, userobject
+from zbc.runtime.probe import refuse_untrainable
 from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
@@ -54,14 +56,20 @@ class LayerPlan:
             self.fill(module)
         return module
 
-    def on_meta(self) -> nn.Module:
-        """The layer without storage: shapes, dtypes and parameter names only."""
+    def on_meta(self, owners: Owners | None = None) -> nn.Module:
+        """The layer without storage: shapes, dtypes and parameter names only.
+
+        Raises E508 if `owners` knows its parameters as another layer's, E509 if it cannot be trained in a pipeline.
+        """
         try:
             with torch.device("meta"):
                 module = self.make()
         except Exception:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
             with seeded(0):
                 module = self._call()
+        refuse_untrainable(self.name, module)
+        if owners is not None:
+            owners.add(self.name, module)
         return hollow(module, "meta")
 
     def _call(self) -> nn.Module:
@@ -70,6 +78,27 @@ class LayerPlan:
             text = f"run: the builder of {self.name} returned {type(module).__name__}, not a torch.nn.Module"
             raise ZbcError("E502", text, hint="return modules, or functions without arguments that return modules")
         return module
+
+
+class Owners:
+    """Which layer has which parameter, also where builders hand out the same module twice."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+    def add(self, name: str, layer: nn.Module) -> None:
+        """Raises E508 if another layer has one of its parameters."""
+        for parameter in layer.parameters():
+            other, owner = self._known.get(id(parameter), (None, name))
+            if other is not None and other() is parameter:  # ids of parameters that are gone are used again
+                raise _shared([owner, name])
+            self._known[id(parameter)] = weakref.ref(parameter), name
+
+
+def _shared(names: list[str]) -> ZbcError:
+    """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
+    text = f"model: {' and '.join(names)} share a parameter"
+    return ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
 
 
 def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
@@ -157,7 +186,6 @@ def _builder(item: Any) -> Callable[[], nn.Module]:
 
 
 def _refuse_shared(found: list[Any]) -> None:
-    """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
     owners = Counter(
         id(p) for item in found if isinstance(item, nn.Module) for p in {id(p): p for p in item.parameters()}.values()
     )
@@ -168,8 +196,7 @@ def _refuse_shared(found: list[Any]) -> None:
             for i, item in enumerate(found)
             if isinstance(item, nn.Module) and any(id(p) in shared for p in item.parameters())
         ]
-        text = f"model: {' and '.join(guilty)} share a parameter"
-        raise ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
+        raise _shared(guilty)
 
 
 def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:

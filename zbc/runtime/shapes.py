@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
-from zbc.runtime.model import LayerPlan, hollow
+from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
+from zbc.runtime.probe import Traits, observe
 from zbc.runtime.seeding import seeded
 
 
@@ -46,11 +47,13 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size."""
+    """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
+    per layer what its forward does besides returning a tensor."""
 
     inputs: tuple[TensorSpec, ...]
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
+    traits: dict[str, Traits]
 
 
 def derive(
@@ -65,20 +68,23 @@ def derive(
 
     `lowered` is the type parameters are turned into for forward, if it is not their own.
 
-    Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are.
+    Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
+    layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
     sizes: dict[str, int] = {}
     behind = [first]  # behind[i]: the input of layer i
-    known: dict[tuple[str, TensorSpec], tuple[dict[str, int], TensorSpec]] = {}
+    known: dict[tuple[str, TensorSpec], tuple[dict[str, int], TensorSpec, Traits]] = {}
+    traits: dict[str, Traits] = {}
+    owners = Owners()
     for plan in plans:
         place = (plan.like or plan.name, behind[-1])
         if place not in known:
-            module = plan.on_meta()
+            module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
-            known[place] = inner, _output(plan, module, behind[-1], autocast, lowered)
-        inner, output = known[place]
+            known[place] = inner, *_output(plan, module, behind[-1], autocast, lowered)
+        inner, output, traits[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
     inputs, position = [first], 0
@@ -87,7 +93,7 @@ def derive(
         free = autocast is not None
         inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], free_dtype=free))
     names = sorted(sizes)
-    return Shapes(tuple(inputs), tuple(names), tuple(sizes[name] for name in names))
+    return Shapes(tuple(inputs), tuple(names), tuple(sizes[name] for name in names), traits)
 
 
 def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
@@ -107,18 +113,19 @@ def _output(
     takes: TensorSpec,
     autocast: torch.device | None,
     lowered: torch.dtype | None,
-) -> TensorSpec:
+) -> tuple[TensorSpec, Traits]:
     """What a layer makes of its input; a layer that cannot run without values is built and run once on the CPU."""
     try:
-        y = _run(module, takes, "meta") if autocast is None else _run_fake(module, takes, autocast)
+        y, traits = _run(plan, module, takes, "meta") if autocast is None else _run_fake(plan, module, takes, autocast)
+    except ZbcError:
+        raise
     except Exception:
         try:
             with seeded(0), nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                built = plan.build(0)
+                built = copy.deepcopy(plan.build(0))  # it may be ready-made and in use
                 if lowered is not None:
-                    built = copy.deepcopy(built)  # it may be ready-made and in use
                     lower_precision(built.parameters(), lowered)
-                y = _run(built, takes, "cpu")
+                y, traits = _run(plan, built, takes, "cpu")
         except ZbcError:
             raise
         except Exception as error:
@@ -129,17 +136,17 @@ def _output(
     if not isinstance(y, Tensor):
         text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
         raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
-    return TensorSpec.of(y)
+    return TensorSpec.of(y), traits
 
 
-def _run(module: nn.Module, takes: TensorSpec, device: torch.device | str) -> object:
+def _run(plan: LayerPlan, module: nn.Module, takes: TensorSpec, device: torch.device | str) -> tuple[object, Traits]:
     with torch.no_grad():
-        return module(torch.zeros(takes.shape, dtype=takes.dtype, device=device))
+        return observe(plan.name, module, torch.zeros(takes.shape, dtype=takes.dtype, device=device), module)
 
 
-def _run_fake(module: nn.Module, takes: TensorSpec, device: torch.device) -> object:
+def _run_fake(plan: LayerPlan, module: nn.Module, takes: TensorSpec, device: torch.device) -> tuple[object, Traits]:
     with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
-        return _run(hollow(module, device), takes, device)
+        return _run(plan, hollow(module, device), takes, device)
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.runtime.model import LayerPlan
+from zbc.runtime.probe import Traits
+from zbc.runtime.remembered import Place, as_before, places, renew
 from zbc.runtime.seeding import drawing, draws, seed_of
 from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
@@ -23,7 +25,13 @@ from zbc.runtime.tape import Graph, Inputs, Tape
 class Layer:
     name: str
     module: nn.Module
-    random: bool  # its forward draws random numbers and has to be seeded
+    traits: Traits
+    buffers: tuple[Place, ...] = ()  # those its forward changes
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing needs to be done around its forward."""
+        return not (self.traits.random or self.traits.overwrites or self.buffers)
 
 
 @dataclass
@@ -62,6 +70,8 @@ class Stage:
                 return self._keep_inputs(x, step, mb, finish)
             with self.autocast:
                 for layer in self.layers:
+                    if layer.buffers:
+                        renew(layer.buffers)
                     x = self._run(layer, x, step, mb)
                 y = finish(x)
             return y, Graph(y)
@@ -70,21 +80,31 @@ class Stage:
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last = self.layers, len(self.layers) - 1
+        found: dict[int, list[Tensor | None]] = {}  # layer -> its buffers before its forward
 
         def run(index: int, x: Tensor) -> Tensor:
             with self.autocast:
                 y = self._run(layers[index], x, step, mb)
                 return finish(y) if index == last else y
 
+        def again(index: int) -> AbstractContextManager[None]:
+            return as_before(layers[index].buffers, found.pop(index)) if index in found else nullcontext()
+
         inputs: list[Tensor] = []
         with torch.no_grad():
             for index in range(len(layers)):
                 inputs.append(x)
+                if layers[index].buffers:
+                    found[index] = renew(layers[index].buffers)
                 x = run(index, x)
-        return x, Inputs(inputs, run, 0 if inputs[0].requires_grad else self._first_trained)
+        return x, Inputs(inputs, run, again, 0 if inputs[0].requires_grad else self._first_trained)
 
     def _run(self, layer: Layer, x: Tensor, step: int, mb: int) -> Tensor:
-        if not layer.random:
+        if layer.plain:
+            return layer.module(x)  # type: ignore[no-any-return]
+        if layer.traits.overwrites:
+            x = x.clone()
+        if not layer.traits.random:
             return layer.module(x)  # type: ignore[no-any-return]
         with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
             return layer.module(x)  # type: ignore[no-any-return]
@@ -144,6 +164,7 @@ def build_stage(
     takes: TensorSpec,
     gives: TensorSpec | None,
     *,
+    traits: Mapping[str, Traits],
     seed: int,
     device: torch.device,
     dtype: str,
@@ -157,7 +178,8 @@ def build_stage(
     layers = []
     for plan in plans:
         module = plan.build(seed).to(device)
-        layers.append(Layer(plan.name, module, draws(module)))
+        seen = traits[plan.name] | Traits(random=draws(module))
+        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers)))
     low = dtype == "bfloat16"
     # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all of them.
     kinds = SPLIT if splits else (nn.Linear,) if low else ()

@@ -11,6 +11,7 @@ what W needs waits in the slot as it does without recompute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -43,13 +44,20 @@ class Graph:
 class Inputs:
     """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, the loss included where it ends in one.
 
-    `first` is the first layer behind whose input something trains: there the way back ends.
+    `again(i)` surrounds the second forward and the backward of layer i. `first` is the first layer behind whose input
+    something trains: there the way back ends.
     """
 
-    __slots__ = ("_first", "_inputs", "_run")
+    __slots__ = ("_again", "_first", "_inputs", "_run")
 
-    def __init__(self, inputs: list[Tensor], run: Callable[[int, Tensor], Tensor], first: int) -> None:
-        self._inputs, self._run, self._first = inputs, run, first
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        run: Callable[[int, Tensor], Tensor],
+        again: Callable[[int], AbstractContextManager[None]],
+        first: int,
+    ) -> None:
+        self._inputs, self._run, self._again, self._first = inputs, run, again, first
 
     def backward(self, grad: Tensor | None) -> None:
         while len(self._inputs) > self._first:
@@ -64,6 +72,7 @@ class Inputs:
         index = len(self._inputs)
         if index:  # behind the first layer the kept tensor is no leaf yet; what nobody trains needs no gradient
             x = x.detach().requires_grad_(index > self._first and x.is_floating_point())
-        graph = Graph(self._run(index, x))
-        graph.backward(grad)
+        with self._again(index):
+            graph = Graph(self._run(index, x))
+            graph.backward(grad)
         return x.grad

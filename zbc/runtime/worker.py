@@ -19,6 +19,7 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
 from zbc.runtime.prefetch import Prefetched
+from zbc.runtime.probe import refuse_unordered
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
@@ -185,11 +186,14 @@ def _build_stages(
     split = {op.stage for op in plan.ops if op.kind is Kind.B}
     stages = {}
     for s in manifest.to_placement().stages_of(plan.rank):
+        for name in manifest.layers[s]:
+            refuse_unordered(manifest, plan.ops, s, name, shapes.traits[name])
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
             takes=shapes.inputs[s],
             gives=shapes.inputs[s + 1] if s + 1 < manifest.stages else None,
+            traits=shapes.traits,
             seed=settings.train.seed,
             device=device,
             dtype=settings.model.dtype,

@@ -1,0 +1,134 @@
+"""Layers of users: each kind trains with the gradients of one process, or is refused by name before training starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
+from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.runtime import model as models
+from zbc.runtime.threads import run_threads
+from zbc.runtime.worker import Settings
+
+SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
+EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
+
+
+def plan(kind, schedule="zb-h1", p=2, m=4, **options):
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    return make_plan(make_program(schedule, p, m), model=model, **VECTORS, **options)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
+@pytest.mark.parametrize("kind", EXACT)
+def test_gradients_are_those_of_one_process_bit_by_bit(kind, schedule, p, activations):
+    check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
+@pytest.mark.parametrize("kind", ["tied", "strided"])
+def test_gradients_are_those_of_one_process_up_to_the_order_of_sums(kind, schedule, p, activations):
+    """A weight used twice adds in another order; what is sent is contiguous, which changes the order inside kernels."""
+    check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
+def test_whole_numbers_between_layers_and_stages(schedule, p, activations):
+    """No gradient gets past them: what lies before gets none, as in one process."""
+    workers = check_gradients(plan("integers", schedule, p, keep=without_step, activations=activations))
+    (first,) = (s for w in workers for s in w.stages.values() if "layers.0.linear.weight" in s.parameters)
+    assert first.parameters["layers.0.linear.weight"].grad is None
+
+
+def buffers_of_one_process(plan, steps):
+    """The buffers after `steps` steps of one process: as `reference`, which keeps the modules to itself."""
+    kept = {}
+    build = models.LayerPlan.build
+
+    def remember(self, seed):
+        kept[self.name] = build(self, seed)
+        return kept[self.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.LayerPlan, "build", remember)
+        reference(plan, steps)
+    return {f"{name}.{key}": buffer for name, module in kept.items() for key, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
+@pytest.mark.parametrize("kind", ["batchnorm", "averages"])
+def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedule, p, activations):
+    check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
+    training = plan(kind, schedule, p, activations=activations)
+    check_training(training, 3)
+    found = {
+        f"{layer.name}.{key}": buffer
+        for worker in run_threads(training, 3)
+        for stage in worker.stages.values()
+        for layer in stage.layers
+        for key, buffer in layer.module.named_buffers()
+    }
+    expected = buffers_of_one_process(training, 3)
+    assert found.keys() == expected.keys() and found
+    assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+
+
+def test_dropout_is_that_of_any_other_schedule_without_a_word_from_its_layer():
+    losses = {
+        run_threads(plan(kind, schedule, p, activations=how), 2)[0].results[1].loss
+        for kind in ("noise",)
+        for schedule, p in SCHEDULES
+        for how in ("keep", "recompute")
+    }
+    assert len(losses) == 1
+
+
+REFUSED = {
+    "gambles": ("E509", "layer layers.1 draws from Python's random module"),
+    "lazy": ("E509", "layer layers.0 is lazy"),
+    "sparse": ("E509", "layer layers.1.0 has sparse gradients"),
+    "branches": ("E505", "layer layers.1 returned dict, not one tensor"),
+    "handed_out_twice": ("E508", "layers.0 and layers.2 share a parameter"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name_on_every_rank_before_training_starts(kind):
+    code, text = REFUSED[kind]
+    for rank in (0, 1):
+        with pytest.raises(ZbcError) as caught:
+            make_worker(plan(kind), rank)
+        assert caught.value.code == code and text in caught.value.message and caught.value.hint
+
+
+def refusal(kind, ops, placement, m):
+    family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    with pytest.raises(ZbcError) as caught:
+        make_worker(plan_of(ops, placement, m, model=family, **VECTORS))
+    assert caught.value.code == "E509" and "layer layers.0 changes its buffer" in caught.value.message
+    return caught.value.message
+
+
+def test_running_statistics_are_refused_where_they_have_no_order():
+    turned = "F s0 m1, F s0 m0, BW s0 m1, BW s0 m0, VALIDATE"
+    assert "order of the microbatches" in refusal("batchnorm", [turned], Placement.linear(1), 2)
+    down = "F s0 m0, SEND_F s0 m0, RECV_F s1 m1 up, F s1 m1 up, BW s1 m1 up, SEND_B s1 m1 up, RECV_B s0 m0, BW s0 m0"
+    up = "F s0 m1 up, SEND_F s0 m1 up, RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, RECV_B s0 m1 up, BW s0 m1 up"
+    copies = [f"{side}, REDUCE s0, REDUCE s1, VALIDATE" for side in (down, up)]
+    assert "several ranks hold a copy" in refusal("averages", copies, Placement.bidirectional((0, 1)), 2)
+
+
+def test_looking_at_a_layer_leaves_it_and_the_generators_as_they_were():
+    before = torch.get_rng_state()
+    worker = make_worker(plan("averages", p=2))
+    module = worker.stages[0].layers[0].module
+    assert torch.equal(module.mean, torch.ones(8)) and module.count == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert Settings.of(worker.plan.manifest).model.layers == 4

@@ -1,0 +1,276 @@
+"""Layers of every kind a user may bring; each factory returns four of them for vectors of width 8."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+W = 8
+
+
+class Inline(nn.Module):
+    """Parameters used without a module around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.w = nn.Parameter(torch.linspace(0.5, 1.5, W)), nn.Parameter(torch.randn(W, W) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(torch.tanh(x) * self.scale, self.w)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return w * x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w * 3 * x**2, (grad * x**3).sum(0)
+
+
+class Custom(nn.Module):
+    """An autograd.Function of the user's own, between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w, self.b = nn.Linear(W, W), nn.Parameter(torch.full((W,), 0.1)), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Cube.apply(torch.tanh(self.a(x)), self.w))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.back = nn.Conv1d(2, 4, 3, padding=1), nn.ConvTranspose1d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(functional.gelu(self.conv(x.view(-1, 2, W // 2)))).flatten(1)
+
+
+class Tied(nn.Module):
+    """One weight used by two modules of a layer, one module used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) + self.a(x)
+
+
+class Hooked(nn.Module):
+    """Hooks that change outputs and gradients, on modules and on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+        self.a.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.a.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+        self.b.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
+        self.b.weight.register_hook(lambda grad: grad * 3)
+        self.register_forward_hook(lambda module, inputs, output: output - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Overwrites(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(0.5).relu_()) + x
+
+
+class Strided(nn.Module):
+    """Returns a view that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, 2 * W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))[:, ::2]
+
+
+class Rounds(nn.Module):
+    """A float input becomes whole numbers: no gradient gets past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * 10).long().clamp(0, 9)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).mean(1)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spare, self.lost = nn.Linear(W, W), nn.Linear(W, W), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Noise(nn.Module):
+    """Draws from torch's generator without saying so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 0.1 * torch.randn_like(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.linear(x), 0.4) + functional.alpha_dropout(x, 0.2, training=True)
+
+
+class Gambles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class Averages(nn.Module):
+    """A buffer that its forward reads and changes in place, and one it replaces: both decide the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.register_buffer("mean", torch.ones(W))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        self.count = self.count + 1
+        return self.linear(x) * self.mean / self.count
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"a": self.a(x), "b": self.b(x)}
+
+
+def four(kind):
+    return [kind for _ in range(4)]
+
+
+def inline():
+    return four(Inline)
+
+
+def custom():
+    return four(Custom)
+
+
+def conv():
+    return four(Conv)
+
+
+def tied():
+    return four(Tied)
+
+
+def hooked():
+    return four(Hooked)
+
+
+def overwrites():
+    inside = nn.ReLU(inplace=True), nn.Linear(W, W)
+    return [lambda: nn.Linear(W, W), Overwrites, lambda: nn.Sequential(*inside), Overwrites]
+
+
+def aliases():
+    """An identity in front of a layer that writes into what it gets."""
+    return [nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity]
+
+
+def strided():
+    return [Strided, Strided, lambda: nn.Linear(W, W), Strided]
+
+
+def integers():
+    return [Rounds, Looks, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
+
+
+def unused():
+    return four(Unused)
+
+
+def noise():
+    return four(Noise)
+
+
+def dropped():
+    return four(Dropped)
+
+
+def batchnorm():
+    return four(lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()))
+
+
+def averages():
+    return four(Averages)
+
+
+def frozen():
+    def half():
+        layer = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))
+        layer[0].requires_grad_(False)
+        return layer
+
+    return four(half)
+
+
+def gambles():
+    return [lambda: nn.Linear(W, W), Gambles, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
+
+
+def lazy():
+    return [lambda: nn.LazyLinear(W), *four(lambda: nn.Linear(W, W))[1:]]
+
+
+def sparse():
+    return [Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU]
+
+
+def branches():
+    return [lambda: nn.Linear(W, W), Branches, nn.ReLU, nn.ReLU]
+
+
+def handed_out_twice():
+    """Builders, but of one and the same module."""
+    shared = nn.Linear(W, W)
+    return [lambda: shared, nn.ReLU, lambda: nn.Sequential(shared), nn.ReLU]

@@ -1,0 +1,116 @@
+"""What the forward of a layer does besides returning a tensor, seen while shapes are derived.
+
+random       it draws from torch's generators: the stage seeds them for it
+overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
+remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.plan import Manifest
+
+
+@dataclass(frozen=True)
+class Traits:
+    random: bool = False
+    overwrites: bool = False
+    remembers: tuple[str, ...] = ()  # names of buffers inside the layer
+
+    def __or__(self, other: Traits) -> Traits:
+        remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
+        return Traits(self.random or other.random, self.overwrites or other.overwrites, remembers)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices ops that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs or {}):
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an op that draws for its dropout only, and has none (attention)."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not given.get("dropout_p")
+
+
+def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], object]) -> tuple[object, Traits]:
+    """Call `run(x)`, the forward of `module`, and say what it did. Raises E509 if it draws outside of torch."""
+    buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
+    version, state = x._version, random.getstate()
+    with _Draws() as draws:
+        y = run(x)
+    if random.getstate() != state:
+        text = f"model: layer {name} draws from Python's random module in its forward"
+        hint = "draw with torch, whose numbers are seeded for each step, microbatch and layer"
+        raise ZbcError("E509", text, hint=hint)
+    after = dict(module.named_buffers())
+    changed = [key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at]
+    return y, Traits(draws.seen, x._version != version, tuple(dict.fromkeys([*changed, *_statistics(module)])))
+
+
+def _statistics(module: nn.Module) -> list[str]:
+    """Running statistics, which kernels update without a trace."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, inner in module.named_modules()
+        if isinstance(inner, _NormBase) and inner.training and inner.track_running_stats
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+        if inner._buffers.get(key) is not None
+    ]
+
+
+def refuse_untrainable(name: str, layer: nn.Module) -> None:
+    """Raise E509 for parameters that have no size yet, and for gradients that are not dense."""
+    for path, module in layer.named_modules():
+        where = f"{name}.{path}" if path else name
+        if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
+            text = f"model: layer {where} is lazy: its parameters have no size before its first forward"
+            raise ZbcError("E509", text, hint="give the sizes to the constructor")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            text = f"model: layer {where} has sparse gradients, which the gradient norm and sums over ranks do not know"
+            raise ZbcError("E509", text, hint="set sparse=False")
+
+
+def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str, traits: Traits) -> None:
+    """Raise E509 if the buffers that a layer's forward changes could not come out as in one process.
+
+    They follow the order of the forwards, so there has to be one order: a single copy of the stage, each microbatch
+    once, ascending.
+    """
+    if not traits.remembers:
+        return
+    what = f"model: layer {layer} changes its buffer {traits.remembers[0]} in its forward"
+    hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
+    if manifest.copies * len(set(manifest.placement[stage])) > 1:
+        text = f"{what}, and several ranks hold a copy of stage {stage}: each would keep other values"
+        raise ZbcError("E509", text, hint=hint)
+    order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage]
+    if order != sorted(set(order)):
+        text = f"{what}, and the plan does not run the forwards of stage {stage} in the order of the microbatches"
+        raise ZbcError("E509", text, hint=hint)
+    if manifest.planning.get("optimizer", {}).get("sync") == "post-validate":
+        text = f"{what}, and without the optimizer's barrier a forward may run twice"
+        raise ZbcError("E509", text, hint='set optimizer.sync = "before-step"')
