@@ -495,8 +495,8 @@ Found when the layers are looked at before training starts: a lazy layer whose
 parameters have no size yet, sparse gradients, random numbers that torch does
 not know of, or buffers that a forward changes (running statistics) where they
 could not come out as in one process: a stage that several ranks hold a copy
-of, or a plan that runs forwards of it out of order or twice. docs/models.md
-lists what layers may do.
+of, or a plan that runs its forwards out of order. docs/models.md lists what
+layers may do.
 """,
     ),
     "E520": _entry(

@@ -111,6 +111,3 @@ def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: s
     if order != sorted(set(order)):
         text = f"{what}, and the plan does not run the forwards of stage {stage} in the order of the microbatches"
         raise ZbcError("E509", text, hint=hint)
-    if manifest.planning.get("optimizer", {}).get("sync") == "post-validate":
-        text = f"{what}, and without the optimizer's barrier a forward may run twice"
-        raise ZbcError("E509", text, hint='set optimizer.sync = "before-step"')
