@@ -13,7 +13,7 @@ from zbc.errors import ZbcError
 from zbc.ir import COLLECTIVE, SUM, Kind, Op, Program, message_of, parse_line
 
 KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
-OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE)(?: up)?\b")
+OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
 PLACE = re.compile(r"rank (\d+) step (\d+): (" + OP.pattern + r"(?: [<>]r\d+)?)")
 LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, behind step (\d+))?")
 FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
