@@ -61,6 +61,7 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
             "optimizer.zero1 shares out float32 parameters",
         ),
         ({"optimizer": {"sync": "post-validate", "zero1": True}}, "E110", "optimizer.zero1 needs the barrier"),
+        ({"optimizer": {"zero1": True, "sync": "post-validate"}}, "E110", "optimizer.zero1 needs the barrier"),
         ({"checkpoint": {"every": 5}}, "E107", "checkpoint.every"),
         ({"memory": {"activations": {"0": "keep", "1": "offload"}}}, "E107", "memory.activations"),
         ({"costs": {"f": 1.0}}, "E141", "costs give f but not b, w"),

@@ -29,11 +29,13 @@ LLAMA = {**GPT, "family": "llama", "kv_heads": 2, "ffn_hidden": 48, "vocab": 67}
 NOISE = {"kind": "synthetic"}
 
 
-def make_program(schedule: str, p: int, m: int, v: int | None = None, **how: Any) -> Program:
+def make_program(
+    schedule: str, p: int, m: int, v: int | None = None, *, sync: str = "before-step", **how: Any
+) -> Program:
     """A complete, checked program; `how` sets its `copies`, `tied` and `sharded`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
-    program = lower(replace(found.make(Request(p=p, m=m, v=v)), **how))
+    program = lower(replace(found.make(Request(p=p, m=m, v=v)), **how), sync)
     check_all(program)
     return program
 

@@ -27,9 +27,10 @@ CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 
 def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=None, **how):
     """The plan of a GPT on real text, or what `how` says."""
-    sharded = how.get("optimizer", {}).get("zero1", False)
-    several = make_program(schedule, p, m, v).placement.stages > 1
-    program = make_program(schedule, p, m, v, copies=copies, sharded=sharded, tied=tied and several)
+    chosen = how.get("optimizer", {})
+    ties = {"tied": tied and make_program(schedule, p, m, v).placement.stages > 1}
+    sync, sharded = chosen.get("sync", "before-step"), chosen.get("zero1", False)
+    program = make_program(schedule, p, m, v, sync=sync, copies=copies, sharded=sharded, **ties)
     options = {**REAL, "optimizer": CLIPPED, **how}
     return make_plan(program, keep=keep, **{**options, "model": {**options["model"], "tie_embeddings": tied}})
 
@@ -230,6 +231,23 @@ def test_tied_weights_and_copies_together(schedule, zero1):
     assert [loss for loss, _ in results(workers)] == pytest.approx(expected.losses, abs=1e-6)
     assert [norm for _, norm in results(workers)] == pytest.approx(expected.norms, rel=1e-6)
     assert all(isinstance(o, Sharded) is zero1 for w in workers for o in w.optimizers.values())
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e6])
+@pytest.mark.parametrize(
+    ("schedule", "p", "copies", "tied"),
+    [("1f1b", 2, 2, False), ("zb-h1", 2, 1, True), ("zb-v", 2, 2, True), ("interleaved-1f1b", 2, 2, True)],
+)
+def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, p, copies, tied, largest):
+    """Clipped in every step, and never."""
+    options = {"lr": 1e-2, "clip_grad_norm": largest}
+    plain, ahead = (
+        run_threads(copies_of(schedule, p, 4, copies, tied=tied, optimizer={**options, "sync": sync}), 4)
+        for sync in ("before-step", "post-validate")
+    )
+    assert results(plain) == results(ahead)
+    before, after = alike(plain), alike(ahead)
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_every_weight_is_written_down_from_one_rank():
