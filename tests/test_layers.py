@@ -17,7 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.interop.megatron_layout"],
-    ["zbc.model_section"],
+    ["zbc.model_section", "zbc.learning_rate"],
     ["zbc.hfconfig"],
     ["zbc.spec"],
     ["zbc.plan"],
@@ -52,7 +52,7 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
-    ["zbc.section", "zbc.model_section", "zbc.hfconfig"],
+    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate"],
     ["zbc.spec", "zbc.plan", "zbc.runtime.options"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],

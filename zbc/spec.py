@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import tomli
 from pydantic import Field, ValidationError
 
-from zbc import model_section, toml
+from zbc import learning_rate, model_section, toml
 from zbc.errors import ZbcError, raise_all
 from zbc.model_section import Model as Model
 from zbc.section import FACTORY, Count, NotNegative, Positive
@@ -141,6 +141,7 @@ class Optimizer(Section):
     sync: Literal["before-step", "post-validate"] = Field(
         "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
     )
+    schedule: learning_rate.Schedule = Field(learning_rate.Schedule(), description="the learning rate over the steps")
     zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
 
 
@@ -471,6 +472,12 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
 
 
+def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
+    optimizer, train = draft.sections.get("optimizer"), draft.sections.get("train")
+    if optimizer is not None and train is not None:
+        yield from learning_rate.problems(optimizer.lr, optimizer.schedule, train.steps, draft.document)
+
+
 def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
     """What cannot go together with copies of a stage, or with weights that two stages share."""
     model: Model | None = draft.sections.get("model")
@@ -516,6 +523,7 @@ RULES = (
     _partition_rules,
     _activation_rules,
     _copies_rule,
+    _rate_rules,
     _unsupported,
 )
 

@@ -42,7 +42,7 @@ def test_a_line_has_all_a_reader_looks_for(open_log):
     with open_log() as log:
         line = log.record(result())
     assert line == (
-        "step  1/12  loss 5.5000  grad norm 1.25  640 tokens/s  100.0 ms  bubble 25.0%  peak 3 MiB (rank 1)"
+        "step  1/12  loss 5.5000  grad norm 1.25  lr 0.0003  640 tokens/s  100.0 ms  bubble 25.0%  peak 3 MiB (rank 1)"
     )
 
 

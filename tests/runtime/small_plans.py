@@ -15,6 +15,7 @@ from zbc.compiler.check import check_all
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
+from zbc.learning_rate import rate
 from zbc.plan import Boundary, Plan, RankPlan, assemble
 from zbc.runtime import model
 from zbc.runtime.data import Batches, build_samples
@@ -49,6 +50,7 @@ def make_plan(
     size: int = 2,
     boundaries: Sequence[Boundary | None] | None = None,
     seed: int = 7,
+    steps: int = 100,
     activations: str | dict[str, str] = "keep",
     keep: Callable[[Op], bool] = lambda op: True,
 ) -> Plan:
@@ -70,7 +72,7 @@ def make_plan(
         planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
-            "train": {"seed": seed},
+            "train": {"seed": seed, "steps": steps},
             "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
         },
     )
@@ -132,6 +134,8 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
         norm = sum(p.grad.double().square().sum().item() for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
+        for group in [] if optimizer is None else optimizer.param_groups:
+            group["lr"] = rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
         _step(
             optimizer, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)]
         )

@@ -20,7 +20,7 @@ from zbc.runtime.threads import run_threads
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw": {"kind": "adamw", "lr": 0.003},
+    "adamw": {"kind": "adamw", "lr": 0.003, "schedule": {"kind": "cosine", "warmup_steps": 4}},
     "adam": {"kind": "adam", "lr": 0.003, "weight_decay": 0.01},
     "sgd": {"kind": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0},
 }

@@ -75,6 +75,15 @@ def test_weights_after_three_clipped_adamw_steps_are_those_of_one_process(schedu
     check_training(plan, tolerance=slack(schedule))
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+def test_each_step_is_made_with_its_own_learning_rate(kind):
+    schedule = {"kind": kind, "warmup_steps": 2, "min_lr": 1e-3}
+    plan = make_plan(make_program("zb-v", 2, 4), optimizer={"lr": 1e-2, "schedule": schedule}, steps=5)
+    check_training(plan, steps=5)
+    constant = run_threads(make_plan(make_program("zb-v", 2, 4), optimizer={"lr": 1e-2}), 5)[0].results
+    assert [r.loss for r in run_threads(plan, 5)[0].results] != [r.loss for r in constant]
+
+
 def test_weights_after_momentum_steps_are_those_of_one_process():
     check_training(make_plan(make_program("zb-h1", 2, 4), optimizer={"kind": "sgd", "lr": 0.1, "momentum": 0.9}))
 

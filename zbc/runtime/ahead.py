@@ -19,7 +19,7 @@ import torch
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan import judges
-from zbc.runtime.optimizer import Masters
+from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.pending import Ahead, Pending
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
@@ -32,9 +32,14 @@ NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
 
 
 def tentative(worker: Worker, op: Op) -> None:
-    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over copies."""
+    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over copies.
+
+    The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
+    """
     worker.finish_sums()
-    masters_of(worker, op).tentative()
+    masters = masters_of(worker, op)
+    set_rate(masters, worker.rate(worker.step))
+    masters.tentative()
 
 
 def norm(worker: Worker, op: Op) -> None:

@@ -13,6 +13,7 @@ from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime import ahead
 from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
+from zbc.runtime.optimizer import set_rate
 from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
@@ -189,6 +190,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     if not verdict.skipped:
+        set_rate(optimizer, worker.rate(worker.step))
         optimizer.step(verdict.clip(worker.clip))
     optimizer.drop()
 

@@ -9,6 +9,7 @@ Rank 0 writes; every number of a step is the same on all ranks, so the loss is t
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import torch
 
 import zbc
 from zbc.errors import ZbcError
+from zbc.learning_rate import rate
 from zbc.plan import Manifest
 from zbc.runtime.progress import StepResult
+from zbc.spec import Optimizer
 from zbc.text import percent, short, size
 
 METRICS, RUN = "metrics.jsonl", "run.json"
@@ -47,7 +50,10 @@ class RunLog:
         Raises E606 if it cannot be written, E607 if `out` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
-        self._log, self._lr = manifest.training["log"], manifest.training["optimizer"]["lr"]
+        self._log = manifest.training["log"]
+        optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
+        planned = manifest.training["train"]["steps"]
+        self._rate = functools.partial(rate, optimizer.lr, optimizer.schedule, planned)
         seq_len = manifest.planning["model"].get("seq_len")
         self._unit = "samples" if seq_len is None else "tokens"
         self._per_step = manifest.copies * manifest.microbatches * manifest.microbatch_size * (seq_len or 1)
@@ -94,7 +100,7 @@ class RunLog:
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "redone": result.redone,
-            "lr": self._lr,
+            "lr": self._rate(result.step),
             f"{self._unit}_per_s": rate,
             "step_ms": 1e3 * result.seconds,
             "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
@@ -110,6 +116,7 @@ class RunLog:
             f"step {numbers['step']:{width}d}/{self._steps}",
             f"loss {numbers['loss']:.4f}",
             f"grad norm {numbers['grad_norm']:.4g}{how}",
+            f"lr {numbers['lr']:.3g}",
             f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
             f"{numbers['step_ms']:.1f} ms",
             f"bubble {percent(numbers['bubble_rate_makespan'])}",

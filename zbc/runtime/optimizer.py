@@ -153,6 +153,12 @@ class Masters:
             cast.forget()
 
 
+def set_rate(stage: StageOptimizer, rate: float) -> None:
+    """The learning rate of the steps from here on."""
+    for group in () if stage.optimizer is None else stage.optimizer.param_groups:
+        group["lr"] = rate
+
+
 def build_optimizer(
     options: spec.Optimizer,
     parameters: Mapping[str, nn.Parameter],

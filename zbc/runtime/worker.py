@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.ir import SUM, TRANSFER, Kind, Op
+from zbc.learning_rate import rate
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
@@ -92,6 +94,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
         loss=model.loss(settings.model.loss),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
+        rate=functools.partial(rate, settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps),
         layout=Layout(shapes.parameters, manifest.microbatches * manifest.copies, manifest.world, shapes.sizes),
         tied=_tied(manifest),
     )

@@ -1,0 +1,80 @@
+"""The learning rate of every step, by formula; and that it is the one a step is made with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.jobs import toml_text
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.learning_rate import Schedule, rate
+
+
+def rates(steps, lr=1.0, **schedule):
+    made = Schedule.model_validate(schedule)
+    return [rate(lr, made, steps, step) for step in range(steps)]
+
+
+def test_constant_after_a_warm_up():
+    assert rates(3) == [1.0, 1.0, 1.0]
+    assert rates(6, lr=2.0, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_ends_at_the_least_rate():
+    assert rates(6, kind="linear", warmup_steps=2) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(5, kind="linear", decay_steps=2, min_lr=0.5) == [0.75, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_cosine_is_that_of_torch():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    peer = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
+    expected = []
+    for _ in range(20):
+        optimizer.step()
+        peer.step()
+        expected.append(peer.get_last_lr()[0])
+    assert rates(25, kind="cosine", warmup_steps=5, min_lr=0.1)[5:] == pytest.approx(expected)
+    assert rates(25, kind="cosine", warmup_steps=5, min_lr=0.1)[4] == 1.0
+
+
+def test_wsd_stays_and_falls_at_the_end():
+    assert rates(20, kind="wsd", warmup_steps=2, decay_steps=4) == [0.5] + [1.0] * 15 + [0.75, 0.5, 0.25, 0.0]
+    assert rates(20, kind="wsd").count(1.0) == 18
+
+
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 300),
+    decay=st.none() | st.integers(1, 300),
+    step=st.integers(0, 1000),
+)
+def test_a_rate_is_always_between_the_least_and_the_largest(kind, steps, warmup, decay, step):
+    schedule = Schedule(kind=kind, warmup_steps=warmup, decay_steps=decay, min_lr=0.125)
+    found = rate(1.0, schedule, steps, step)
+    assert 0.0 < found <= 1.0 and math.isfinite(found)
+    assert found >= 0.125 or step + 1 < warmup
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"warmup_steps": 4}, "warmup_steps = 4 is more than train.steps = 3"),
+        ({"kind": "linear", "warmup_steps": 2, "decay_steps": 2}, "decay_steps = 2 and warmup_steps = 2"),
+        ({"kind": "cosine", "min_lr": 1.0}, "min_lr = 1 is above optimizer.lr"),
+        ({"min_lr": 1e-5}, "min_lr does nothing"),
+        ({"decay_steps": 1}, "decay_steps does nothing"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_its_place(tmp_path, schedule, words):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text(optimizer={"schedule": schedule}))
+    with pytest.raises(ZbcError) as caught:
+        spec.draft(path).finish()
+    assert caught.value.code == "E110" and words in caught.value.message and "zbc.toml:" in caught.value.where
