@@ -32,7 +32,7 @@ from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
-from zbc.viz import html, svg, terminal
+from zbc.viz import html, perfetto, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
 
 _NOTEBOOK = 32  # ranks a notebook shows
@@ -131,6 +131,10 @@ class Plan:
         """The timeline as one HTML file to zoom and search in; it loads nothing."""
         return html.draw([self.drawn(steps)], ranks)
 
+    def perfetto(self, *, steps: int = 1) -> str:
+        """The timeline as a Chrome trace for Perfetto, with messages as arrows and memory as counters."""
+        return perfetto.draw([self.drawn(steps)])
+
     def text(self, *, width: int = 100, by: Literal["time", "slot"] = "time", steps: int = 1) -> str:
         """The timeline as text, without colours."""
         view = terminal.View(width=width, by=by)
@@ -181,6 +185,7 @@ EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
     "megatron": _megatron,
     "json": lambda plan, _: {".json": as_json.dumps(plan.program, plan.timeline)},
     "dot": lambda plan, _: {".dot": dot.dumps(plan.program, plan.timeline, plan.costs)},
+    "perfetto": lambda plan, _: {".json": plan.perfetto()},
 }
 
 

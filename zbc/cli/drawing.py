@@ -34,6 +34,7 @@ class Form(StrEnum):
     TERM = "term"
     SVG = "svg"
     HTML = "html"
+    PERFETTO = "perfetto"
 
 
 class By(StrEnum):
@@ -82,10 +83,14 @@ def visualize(
         from zbc.viz.svg import Sheet, draw
 
         text = draw(drawn, Sheet(ranks=shown, zoom=window))
-    else:
+    elif form is Form.HTML:
         from zbc.viz import html
 
         text = html.draw(drawn, shown)
+    else:
+        from zbc.viz import perfetto
+
+        text = perfetto.draw(drawn, shown)
     if output is None:
         show(text.rstrip("\n"))
     else:

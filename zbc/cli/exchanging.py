@@ -26,6 +26,7 @@ class Target(StrEnum):
     MEGATRON = "megatron"
     JSON = "json"
     DOT = "dot"
+    PERFETTO = "perfetto"
 
 
 def export(

@@ -93,7 +93,7 @@ def _panel(one: Drawn, sheet: Sheet, window: Window, name: str, y: float) -> tup
         y += 15
     lines += [_text(MARGIN + LEFT - 8, y + 14, "rank", "n e"), _text(sheet.width - MARGIN, y + 14, "peak", "n e")]
     y += 20
-    held = peaks(one.program, one.costs)
+    held = peaks(one.program, one.costs, one.strip.steps[0])
     plot = sheet.width - 2 * MARGIN - LEFT - RIGHT
     blocks = {rank: list(_blocks(one, rank, window, plot)) for rank in ranks}
     widths = sorted(block.width for found in blocks.values() for block in found)

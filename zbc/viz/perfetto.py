@@ -1,0 +1,147 @@
+"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process is a rank; its tracks are its streams: compute, the tensors on their way to each neighbour, sums of gradients.
+Arrows lead from the start of a tensor's way to the op that takes it; counters show what the rank holds. Slices of one
+track never overlap: tensors that are on their way at the same time get tracks of their own.
+
+Format: "Trace Event Format" of the Chromium project. Times are whole nanoseconds, written in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from zbc.compiler.memory import over_time
+from zbc.ir import Kind, Op
+from zbc.text import MIB
+from zbc.viz.look import look
+from zbc.viz.strip import Drawn, Piece
+from zbc.viz.words import title
+
+_NS = 1_000_000  # in a millisecond
+_APART = 1000  # process ids of one plan and the next
+_COMPUTE, _SUMS, _SENDS = 1, 2, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
+_LANES = 1000
+
+
+def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
+    """The trace of one plan or of several; `ranks` leaves out all others."""
+    lines = []
+    for k, one in enumerate(drawn):
+        lines += _plan(one, k * _APART, ranks, f"{one.name}: " if len(drawn) > 1 else "")
+    names = json.dumps([title(one.program) for one in drawn])
+    return f'{{"displayTimeUnit":"ms","otherData":{{"plans":{names}}},"traceEvents":[\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> Iterator[str]:
+    shown = list(ranks) if ranks is not None else list(range(one.strip.ranks))
+    rank_of: dict[int, int] = {}
+    pieces: dict[int, Piece] = {}
+    for rank in shown:
+        pid = base + rank + 1
+        yield _named("process_name", pid, 0, f"{prefix}rank {rank}")
+        yield f'{{"ph":"M","name":"process_sort_index","pid":{pid},"tid":0,"args":{{"sort_index":{pid}}}}}'
+        yield _named("thread_name", pid, _COMPUTE, "compute")
+        for piece in one.strip.pieces(rank):
+            rank_of[piece.id], pieces[piece.id] = rank, piece
+            yield _slice(
+                pid, _COMPUTE, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, _about(piece.op)
+            )
+        yield from _sums(one, rank, pid)
+        yield from _counters(one, rank, pid)
+    yield from _transfers(one, base, pieces, rank_of)
+
+
+def _about(op: Op) -> str:
+    more = f',"slice":{op.slice}' if op.slice else ""
+    more += ',"pipe":"up"' if op.pipe else ""
+    return f'{{"stage":{op.stage},"microbatch":{op.mb}{more}}}'
+
+
+def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+    found = [piece for piece in one.strip.sums(rank) if piece.end > piece.start]
+    if found:
+        yield _named("thread_name", pid, _SUMS, "collectives")
+    for piece in found:
+        yield _slice(pid, _SUMS, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, "{}")
+
+
+def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[int, int]) -> Iterator[str]:
+    """Tensors between ranks, each a slice on a track of the sender and an arrow to the op that takes it."""
+    lanes: dict[tuple[int, int], list[int]] = {}  # sender, receiver -> when each lane is free, ns
+    sources = list(one.strip.sources())
+    crossing = [(pieces[j], pieces[i]) for i, j in enumerate(sources) if i in pieces and j in pieces]
+    crossing = [(a, b) for a, b in crossing if rank_of[a.id] != rank_of[b.id]]
+    crossing.sort(key=lambda pair: pair[0].end)
+    for number, (source, taker) in enumerate(crossing):
+        sender, receiver = rank_of[source.id], rank_of[taker.id]
+        ms = one.costs.transfer(min(source.op.stage, taker.op.stage), source.op.pipe)
+        start, stop = _ns(source.end), min(_ns(source.end + ms), _ns(taker.start))
+        track, begin = _COMPUTE, _ns(source.start)
+        if stop > start:
+            free = lanes.setdefault((sender, receiver), [])
+            lane = next((k for k, busy in enumerate(free) if busy <= start), len(free))
+            track, begin = _SENDS + _LANES * receiver + lane, start
+            if lane == len(free):
+                free.append(0)
+                name = f"to rank {receiver}" + (f" ({lane + 1})" if lane else "")
+                yield _named("thread_name", base + sender + 1, track, name)
+            free[lane] = stop
+            what = "output" if taker.op.kind is Kind.F else "gradient"
+            text = f"{what} of {source.op}"
+            yield _slice_ns(base + sender + 1, track, text, "transfer", start, stop, f'{{"for":"{taker.op}"}}')
+        flow = f'"cat":"message","name":"message","id":{base * 10**7 + number}'
+        yield f'{{"ph":"s",{flow},"pid":{base + sender + 1},"tid":{track},"ts":{_us(begin)}}}'
+        at = _us(_ns(taker.start))
+        yield f'{{"ph":"f","bp":"e",{flow},"pid":{base + receiver + 1},"tid":{_COMPUTE},"ts":{at}}}'
+
+
+def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+    """Activation units over time, and bytes by category where they are known."""
+    yield from _changes(pid, "activations (shares of a microbatch)", one.strip.memory(rank, one.costs), "units")
+    if one.costs.bytes is None:
+        return
+    begin = one.strip.begin
+    held = [
+        (found.ms - begin, found.activations / MIB)
+        for timeline in one.strip.steps
+        for found in over_time(timeline, one.program, rank, one.costs)
+    ]
+    yield from _changes(pid, "activations (MiB)", iter(held), "MiB")
+
+
+def _changes(pid: int, name: str, points: Iterator[tuple[float, float]], unit: str) -> Iterator[str]:
+    """A counter; of several values at one time the last one counts."""
+    last: dict[int, float] = {}
+    for ms, value in points:
+        last[_ns(ms)] = value
+    for ns in sorted(last):
+        value = round(max(0.0, last[ns]), 6)
+        yield f'{{"ph":"C","name":"{name}","pid":{pid},"tid":0,"ts":{_us(ns)},"args":{{"{unit}":{value}}}}}'
+
+
+# ---- events --------------------------------------------------------------------------------------------------
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> str:
+    return f'{{"ph":"M","name":"{what}","pid":{pid},"tid":{tid},"args":{{"name":{json.dumps(name)}}}}}'
+
+
+def _slice(pid: int, tid: int, name: str, category: str, start: float, end: float, about: str) -> str:
+    return _slice_ns(pid, tid, name, category, _ns(start), _ns(end), about)
+
+
+def _slice_ns(pid: int, tid: int, name: str, category: str, start: int, end: int, about: str) -> str:
+    times = f'"ts":{_us(start)},"dur":{_us(end - start)}'
+    return f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{pid},"tid":{tid},{times},"args":{about}}}'
+
+
+def _ns(ms: float) -> int:
+    return round(ms * _NS)
+
+
+def _us(ns: int) -> str:
+    """Nanoseconds as microseconds, exactly."""
+    whole, part = divmod(ns, 1000)
+    return f"{whole}.{part:03d}" if part else str(whole)
