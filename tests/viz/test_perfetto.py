@@ -37,11 +37,10 @@ def test_a_trace_keeps_the_rules_and_holds_every_op_and_message(name, comm):
         assert [float(start) for start, *_ in slices] == pytest.approx([US * p.start for p in pieces], abs=1e-3)
         assert [float(end) for _, end, *_ in slices] == pytest.approx([US * p.end for p in pieces], abs=1e-3)
     dag = one.strip.steps[0].dag
-    crossing = {
-        (str(dag.ops[j]), str(dag.ops[i])) for i, j in enumerate(dag.source) if j >= 0 and dag.rank[i] != dag.rank[j]
-    }
+    pairs = [(i, j) for i, j in enumerate(dag.source) if j >= 0 and dag.rank[i] != dag.rank[j]]
+    crossing = {(str(dag.ops[j]), str(dag.ops[i])) for i, j in pairs}
     arrows = set()
-    for (pid, tid, (_, _, text, about)), (_, _, taken) in [((a[0], a[1], a[2]), b) for a, b in trace.flows]:
+    for (pid, tid, (_, _, text, about)), (_, _, taken) in trace.flows:
         if comm:
             assert trace.tracks[pid, tid].startswith("to rank ")
             assert about["for"] == taken[2]

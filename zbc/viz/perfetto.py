@@ -27,7 +27,7 @@ _LANES = 1000
 
 def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     """The trace of one plan or of several; `ranks` leaves out all others."""
-    lines = []
+    lines: list[str] = []
     for k, one in enumerate(drawn):
         lines += _plan(one, k * _APART, ranks, f"{one.name}: " if len(drawn) > 1 else "")
     names = json.dumps([title(one.program) for one in drawn])
