@@ -25,6 +25,7 @@ from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.cost import Costs
+from zbc.compiler.difference import RankDifference, difference
 from zbc.compiler.passes import lower
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
@@ -160,6 +161,11 @@ class Plan:
         text = f"export: {target} needs the model and its layers, {self.name} is an order alone"
         hint = "plan a job whose schedule.file it is, and export that"
         raise ZbcError("E413", text, hint=hint)
+
+    def diff(self, other: Plan, *, compute_only: bool = True) -> list[RankDifference]:
+        """Rank by rank, which ops stay in order, which moved, and which only one of both plans has."""
+        pair = (self.program, other.program) if compute_only else (self.complete, other.complete)
+        return difference(*pair, compute_only=compute_only)
 
     def write(self, folder: str | Path) -> None:
         """Write the plan directory. Raises E407, and E415 for a plan without a job."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import data, drawing, exchanging, jobs, planning, running
+from zbc.cli import data, differing, drawing, exchanging, jobs, planning, running
 
 app = typer.Typer(
     name="zbc",
@@ -39,6 +39,7 @@ app.command()(planning.plan)
 app.command()(planning.check)
 app.command()(planning.compare)
 app.command()(drawing.visualize)
+app.command()(differing.diff)
 app.command()(exchanging.export)
 app.command("import")(exchanging.import_order)
 app.command()(running.run)

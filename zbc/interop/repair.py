@@ -10,7 +10,6 @@ wins.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -19,6 +18,7 @@ from random import Random
 from zbc.compiler.check import check_all
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.cost import Costs
+from zbc.compiler.difference import kept
 from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
@@ -104,17 +104,7 @@ def _fits(program: Program, ranks: Ranks, costs: Costs, limits: Sequence[float])
 
 def _moved(before: Ranks, after: Ranks) -> int:
     """Ops that have to be taken out and put elsewhere: all but a longest run of places that keeps its order."""
-    return sum(len(old) - _longest_kept(old, new) for old, new in zip(before, after, strict=True))
-
-
-def _longest_kept(old: Sequence[Op], new: Sequence[Op]) -> int:
-    at = {op: k for k, op in enumerate(old)}
-    tails: list[int] = []
-    for op in new:
-        k = at[op]
-        place = bisect_left(tails, k)
-        tails[place : place + 1] = [k]
-    return len(tails)
+    return sum(len(old) - len(kept(old, new)) for old, new in zip(before, after, strict=True))
 
 
 # ---- candidates ----------------------------------------------------------------------------------------------
