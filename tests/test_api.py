@@ -89,7 +89,7 @@ def test_a_notebook_shows_the_timeline():
 
 
 def test_steps_without_a_barrier_are_drawn_without_one():
-    plan = zbc.plan(job(kind="zb-h2"))
+    plan = zbc.plan(job(kind="zb-h2", costs={"f": 1.0, "b": 1.0, "w": 1.0}))
     assert plan.barrier
     assert plan.strip(3).length == pytest.approx(3 * plan.simulate().makespan)
 

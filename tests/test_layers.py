@@ -43,6 +43,7 @@ LAYERS = [
         "zbc.compiler.schedules.dualpipe",
         "zbc.compiler.passes",
     ],
+    ["zbc.compiler.steps"],
     ["zbc.compiler.search"],
     ["zbc.compiler.schedules"],
     ["zbc.compiler"],

@@ -37,6 +37,7 @@ def as_table(rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 def _key(rows: Sequence[Row]) -> Iterator[str]:
     yield "makespan, span in ms, each with the bubble's share of it; units: activations at the fullest rank's peak"
+    yield "settled: ms of a step with its optimizer once steps follow one another, with or without its barrier"
     yield "sends: per rank and step; gap: how far a step is above the lower bound of its placement"
 
 
@@ -59,11 +60,11 @@ def _swept(rows: Sequence[Row]) -> list[str]:
 def _heads(rows: Sequence[Row], *, short: bool = False) -> list[str]:
     keys = [key.rpartition(".")[2] if short else key for key in _swept(rows)]
     if short:
-        names = ["makespan", "bubble", "span", "bubble ", "units", "GiB", "sends", "gap"]
+        names = ["makespan", "bubble", "span", "bubble ", "settled", "units", "GiB", "sends", "gap"]
         sequence = "ms/seq"
     else:
-        names = ["makespan_ms", "bubble_rate_makespan", "span_ms", "bubble_rate_span", "peak_activation_units"]
-        names += ["peak_gib", "sends_per_rank", "gap_to_bound"]
+        names = ["makespan_ms", "bubble_rate_makespan", "span_ms", "bubble_rate_span", "settled_ms"]
+        names += ["peak_activation_units", "peak_gib", "sends_per_rank", "gap_to_bound"]
         sequence = "ms_per_sequence"
     return ["schedule", *keys, *([sequence] if _varied(rows) else []), *names]
 
@@ -84,6 +85,7 @@ def _cells(planned: Sequence[tuple[Row, Report]], *, varied: bool) -> list[list[
         [percent(report.bubble_rate_makespan) for report in reports],
         aligned([report.span_ms for report in reports]),
         [percent(report.bubble_rate_span) for report in reports],
+        aligned([row.settled_ms for row, _ in planned]),
         [f"{report.peak_activation_units:.2f}" for report in reports],
         aligned([report.peak_bytes / GIB for report in reports], 3),
         [f"{row.transfers:g}" for row, _ in planned],
@@ -124,7 +126,7 @@ def _numbers(row: Row, rows: Sequence[Row], count: int) -> list[Any]:
         return [""] * count
     numbers = [row.sequence_ms] if _varied(rows) else []
     numbers += [report.makespan_ms, report.bubble_rate_makespan, report.span_ms, report.bubble_rate_span]
-    numbers += [report.peak_activation_units, report.peak_bytes / GIB, row.transfers, row.gap]
+    numbers += [row.settled_ms, report.peak_activation_units, report.peak_bytes / GIB, row.transfers, row.gap]
     rounded = [round(number, 9) for number in numbers]
     return rounded if report.bytes_known else [*rounded[:-3], "", *rounded[-2:]]
 

@@ -53,10 +53,18 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
         f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
-    settled = f"{short(report.steady_state_ms)} ms"
-    if barrier:
-        return [*lines, f"a step takes the makespan; without the optimizer's barrier {settled}"]
-    return [*lines, f"the optimizer is no barrier: a step takes {settled} once settled"]
+    return [*lines, *_settled(report, barrier=barrier)]
+
+
+def _settled(report: Report, *, barrier: bool) -> Iterator[str]:
+    """What a step takes with its optimizer, and what it would take the other way."""
+    ahead = report.ahead_ms
+    here = report.barrier_ms if barrier or ahead is None else ahead
+    how = "with" if barrier or ahead is None else "without"
+    yield f"settled   {short(here)} ms with the optimizer, {how} its barrier"
+    other = ahead if barrier else report.barrier_ms
+    if other is not None and here > 0:
+        yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {100 * (other / here - 1):+.1f}%"
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:

@@ -25,6 +25,7 @@ class Row:
     report: Report | None = None
     transfers: float = 0.0  # messages a rank sends per step, on average
     step_ms: float = 0.0  # what a step costs by the job's objective
+    settled_ms: float = 0.0  # what one costs with its optimizer, once steps follow one another
     bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
     sequences: int = 1  # a step trains on
     error: ZbcError | None = None
@@ -111,7 +112,9 @@ def _row(
     sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
     bound = report.lower_bound_span_ms if job.objective == "span" else report.lower_bound_makespan_ms
     sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
-    return Row(schedule, settings, report, sends / report.ranks, compiled.step_ms, bound, sequences)
+    return Row(
+        schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
+    )
 
 
 def _job(path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...]) -> Job:

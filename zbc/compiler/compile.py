@@ -20,6 +20,7 @@ from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
 from zbc.compiler.schedules.options import option_problems
 from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.spec import Draft, Job
@@ -42,8 +43,16 @@ class Compiled:
 
     @property
     def step_ms(self) -> float:
-        """The makespan or the span, as the job's objective says."""
+        """The makespan or the span, as the job's objective says; without a barrier and an objective, a settled step."""
+        if self.job.schedule.objective is None and self.job.optimizer.sync == "post-validate":
+            return self.settled_ms
         return self.report.makespan_ms if self.job.objective == "makespan" else self.report.span_ms
+
+    @property
+    def settled_ms(self) -> float:
+        """What a step costs with its optimizer once steps follow one another as they will."""
+        ahead = self.report.ahead_ms if self.job.optimizer.sync == "post-validate" else None
+        return self.report.barrier_ms if ahead is None else ahead
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
         """The manifest and the text of every rank file."""
@@ -130,7 +139,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     timeline = simulate(program, found.costs)
     memory = peaks(program, found.costs, timeline)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name)
-    summary = replace(summary, compile_seconds=time.perf_counter() - began)
+    barrier, ahead = either_way(found.program, found.costs)
+    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, memory, summary)
 

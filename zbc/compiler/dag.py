@@ -8,12 +8,12 @@ program that passed check/, so the rank's order already covers it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ir import COLLECTIVE, COMPUTE, MARK, Kind, Op, Program
+from zbc.ir import AHEAD, COLLECTIVE, COMPUTE, MARK, Kind, Op, Program
 
 
 class Meeting(NamedTuple):
@@ -36,12 +36,17 @@ class Dag:
     paired: bytes = b""  # 1 for an op that makes a group with the one behind it; empty if there is no group
 
 
-def build(program: Program) -> Dag:
-    """Number the compute ops of `program` and link them. Raises E202 if an op needs one that no rank runs."""
-    ops = [op for rank in program.ranks for op in rank if op.kind in COMPUTE]
+def build(program: Program, *, ahead: bool = False) -> Dag:
+    """Number the compute ops of `program` and link them. Raises E202 if an op needs one that no rank runs.
+
+    `ahead`: and the ops that close a step without a barrier. NORM needs that of the rank before, VERDICT that of the
+    rank behind.
+    """
+    kinds = COMPUTE | AHEAD if ahead else COMPUTE
+    ops = [op for rank in program.ranks for op in rank if op.kind in kinds]
     rank, first = [], [0]
     for r, listed in enumerate(program.ranks):
-        count = sum(op.kind in COMPUTE for op in listed)
+        count = sum(op.kind in kinds for op in listed)
         rank += [r] * count
         first.append(first[-1] + count)
     forward: dict[tuple[int, int, int, int], int] = {}
@@ -49,7 +54,7 @@ def build(program: Program) -> Dag:
     for i, (kind, stage, mb, pipe, part) in enumerate(ops):
         if kind is Kind.F:
             forward[stage, mb, pipe, part] = i
-        elif kind is not Kind.W:
+        elif kind is Kind.B or kind is Kind.BW:
             backward[stage, mb, pipe, part] = i
     source, target = [-1] * len(ops), [-1] * len(ops)
     last = program.placement.stages - 1
@@ -60,6 +65,8 @@ def build(program: Program) -> Dag:
             j = forward.get((stage - 1, mb, pipe, part))
         elif kind is Kind.W:
             j = backward.get((stage, mb, pipe, part))
+        elif kind in AHEAD:
+            continue
         else:
             table, near = (forward, stage) if stage == last else (backward, stage + 1)
             j = table.get((near, mb, pipe, part))
@@ -68,21 +75,32 @@ def build(program: Program) -> Dag:
         source[i] = j
         if rank[j] != rank[i]:
             target[j] = i
-    return Dag(ops, first, rank, source, target, tuple(_meetings(program, first)), _paired(program, len(ops)))
+    for i, j in _hops(ops, rank, len(program.ranks)) if ahead else ():
+        source[i], target[j] = j, i
+    meetings = tuple(_meetings(program, first, kinds))
+    return Dag(ops, first, rank, source, target, meetings, _paired(program, len(ops), kinds))
 
 
-def _paired(program: Program, count: int) -> bytes:
+def _paired(program: Program, count: int, kinds: Container[Kind]) -> bytes:
     paired, i = bytearray(count), 0
     for ops in program.ranks:
         for op in ops:
             if op.kind in MARK:
                 paired[i] = 1
-            i += op.kind in COMPUTE
+            i += op.kind in kinds
     return bytes(paired) if any(paired) else b""
 
 
-def _meetings(program: Program, first: Sequence[int]) -> list[Meeting]:
-    """Every REDUCE, TIE and GATHER, those before that a rank starts earlier.
+def _hops(ops: Sequence[Op], rank: Sequence[int], ranks: int) -> Iterator[tuple[int, int]]:
+    """The pairs (op, what it needs) of the ops that ranks agree by."""
+    at = {(op.kind, rank[i]): i for i, op in enumerate(ops) if op.kind in (Kind.NORM, Kind.VERDICT)}
+    for r in range(1, ranks):
+        yield at[Kind.NORM, r], at[Kind.NORM, r - 1]
+        yield at[Kind.VERDICT, r - 1], at[Kind.VERDICT, r]
+
+
+def _meetings(program: Program, first: Sequence[int], kinds: Container[Kind]) -> list[Meeting]:
+    """Every REDUCE, TIE and GATHER, those before that a rank starts earlier. `kinds` are those of numbered ops.
 
     Raises E201 if ranks start theirs in different orders.
     """
@@ -90,7 +108,7 @@ def _meetings(program: Program, first: Sequence[int]) -> list[Meeting]:
     for rank, ops in enumerate(program.ranks):
         queue, i = [], first[rank]
         for op in ops:
-            if op.kind in COMPUTE:
+            if op.kind in kinds:
                 i += 1
             elif op.kind in COLLECTIVE and op.kind is not Kind.VALIDATE:
                 queue.append((op, i - 1 if i > first[rank] else -1))

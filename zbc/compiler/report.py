@@ -52,7 +52,9 @@ class Report:
     span_ms: float
     bubble_rate_makespan: float
     bubble_rate_span: float
-    steady_state_ms: float  # consecutive steps without a barrier
+    steady_state_ms: float  # consecutive steps without a barrier, of the order alone
+    barrier_ms: float  # a settled step with the optimizer's barrier and the optimizer's own time
+    ahead_ms: float | None  # the same without the barrier, with the ops that stand in for it; None if it is needed
     lower_bound_makespan_ms: float
     lower_bound_span_ms: float
     deadlock_free: bool
@@ -95,7 +97,7 @@ def _plain(value: Any) -> Any:
 def build(
     program: Program, costs: Costs, timeline: Timeline, memory: list[RankMemory], bounds: Bounds, name: str
 ) -> Report:
-    """The report of a program that passed check/."""
+    """The report of a program that passed check/; `barrier_ms` and `ahead_ms` are to be set by the caller."""
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,
@@ -108,6 +110,8 @@ def build(
         bubble_rate_makespan=timeline.bubble_rate_makespan,
         bubble_rate_span=timeline.bubble_rate_span,
         steady_state_ms=steady_state(timeline.dag, program, costs),
+        barrier_ms=timeline.makespan,
+        ahead_ms=None,
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import Dag, build
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program
+from zbc.ir import AHEAD, Kind, Op, Program
 
 SAME = 1e-12  # times this close, relatively, are one
 
@@ -234,5 +234,6 @@ def _lags(dag: Dag, costs: Costs) -> list[float]:
     for j, i in enumerate(dag.target):
         if i >= 0:
             op = dag.ops[i]
-            result[i] = costs.comm[op[3]][min(op[1], dag.ops[j][1])]
+            ahead = op.kind in AHEAD
+            result[i] = costs.hop if ahead else costs.comm[op[3]][min(op[1], dag.ops[j][1])]
     return result

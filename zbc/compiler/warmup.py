@@ -17,7 +17,7 @@ def forwards(dag: Dag) -> list[int]:
     reach = []
     for r in range(ranks):
         mine = range(dag.first[r], dag.first[r + 1])
-        reach.append(next((k for k, i in enumerate(mine) if dag.ops[i].kind is not Kind.F), len(mine)))
+        reach.append(next((k for k, i in enumerate(mine) if not lone_forward(dag, i)), len(mine)))
     shrinking = True
     while shrinking:
         shrinking = False
@@ -27,6 +27,11 @@ def forwards(dag: Dag) -> list[int]:
                     reach[r], shrinking = k, True
                     break
     return reach
+
+
+def lone_forward(dag: Dag, op: int) -> bool:
+    """Whether an op is a forward, and not one that overlaps a backward."""
+    return dag.ops[op].kind is Kind.F and not (dag.paired and dag.paired[op])
 
 
 def closed(dag: Dag, reach: Sequence[int]) -> list[int]:

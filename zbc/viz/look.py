@@ -36,6 +36,8 @@ LOOKS = {
     Kind.REDUCE: Look("S", "S", "sum of gradients", ("#b9a7cf", "#b9a7cf"), "#000000"),
     Kind.TIE: Look("T", "T", "sum of the shared weight", ("#b9a7cf", "#b9a7cf"), "#000000"),
     Kind.GATHER: Look("G", "G", "gather of weights", ("#d8cfe4", "#d8cfe4"), "#000000"),
+    Kind.TENTATIVE: Look("A", "A", "tentative step", ("#5a5a5a", "#5a5a5a"), "#ffffff"),
+    Kind.COMMIT: Look("C", "C", "final step", ("#c4c4c4", "#c4c4c4"), "#000000"),
 }
 RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), "#000000")  # kinds that came later than this table

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import curve
 from zbc.compiler.simulate import Timeline, run
-from zbc.ir import Kind, Op, Program
+from zbc.compiler.steps import consecutive
+from zbc.ir import AHEAD, COMPUTE, Kind, Op, Program
 
 
 class Piece(NamedTuple):
@@ -42,13 +44,15 @@ class Strip:
         return max(self.steps[-1].closes(rank) for rank in range(self.ranks)) - self.begin
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """The compute ops of a rank, in order."""
+        """The ops of a rank that take time, in order."""
         begin = self.begin
         for step, timeline in enumerate(self.steps):
             dag = timeline.dag
             base = step * len(dag.ops)
             for i in range(dag.first[rank], dag.first[rank + 1]):
-                yield Piece(base + i, dag.ops[i], timeline.start[i] - begin, timeline.end[i] - begin)
+                start, end = timeline.start[i] - begin, timeline.end[i] - begin
+                if end > start or dag.ops[i].kind in COMPUTE:
+                    yield Piece(base + i, dag.ops[i], start, end)
 
     def sums(self, rank: int) -> Iterator[Piece]:
         """The collectives a rank takes part in, which run beside its compute ops; their ids are -1."""
@@ -103,7 +107,14 @@ def once(timeline: Timeline) -> Strip:
 
 
 def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, barrier: bool) -> Strip:
-    """`steps` steps: with a barrier each begins when the one before has ended everywhere, else each rank goes on."""
+    """`steps` steps: with a barrier each begins when the one before has ended everywhere, else each rank goes on.
+
+    The optimizer's time counts where the program is complete.
+    """
+    if steps == 1:
+        return once(timeline)
+    if barrier or any(op.kind in AHEAD for op in program.ranks[0]):
+        return Strip(tuple(islice(consecutive(program, costs), steps)))
     timelines = [timeline]
     for _ in range(steps - 1):
         last = timelines[-1]

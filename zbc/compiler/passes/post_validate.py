@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.simulate import run
-from zbc.compiler.warmup import closed, forwards
+from zbc.compiler.warmup import closed, forwards, lone_forward
 from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
 
 SETTLES = 4  # steps until the ranks follow one another as they will
@@ -85,8 +85,8 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
         verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
     commit = []
     for r in range(ranks):
-        mine = dag.ops[dag.first[r] : dag.first[r + 1]]
-        commit.append(next((k for k, op in enumerate(mine) if op.kind is not Kind.F), len(mine)))
+        mine = range(dag.first[r], dag.first[r + 1])
+        commit.append(next((k for k, i in enumerate(mine) if not lone_forward(dag, i)), len(mine)))
     return _Places(norm, verdict, closed(dag, verdict), commit)
 
 

@@ -1,0 +1,100 @@
+"""What steps in a row cost, with the optimizer's barrier and without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice, pairwise
+
+import pytest
+
+from tests.compiler.grid import FIXED, make
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import simulate, steady_state
+from zbc.compiler.steps import consecutive, either_way, settled
+from zbc.ir import AHEAD, Kind, Placement
+
+UNIT = 1.0
+
+
+def costs_of(program, *, f=UNIT, b=UNIT, w=UNIT, comm=0.0, hop=0.0, step=0.0, tentative=None) -> Costs:
+    """Times of a rank, shared evenly by its stages."""
+    stages, ranks = program.placement.stages, program.placement.ranks
+    made = Costs.uniform(program.placement, f, b, w, comm)
+    each = [(ms * ranks / stages,) * stages for ms in (step, step if tentative is None else tentative)]
+    return replace(made, step=each[0], tentative=each[1], hop=hop)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 12)])
+def test_an_optimizer_that_takes_no_time_costs_the_makespan_or_the_settled_span(name, p, m):
+    program = make(name, p, m)
+    costs = costs_of(program)
+    timeline = simulate(program, costs)
+    assert either_way(program, costs) == (
+        pytest.approx(timeline.makespan),
+        pytest.approx(steady_state(timeline.dag, program, costs)),
+    )
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16)])
+def test_zb_h2_and_zb_v_reach_the_work_of_a_rank_without_the_barrier(p, m):
+    """arXiv 2401.10241: without a barrier their bubble is zero, with one p-1 and (p-1)/2 units."""
+    for name, bubble in (("zb-h2", p - 1), ("zb-v", (p - 1) / 2)):
+        program = make(name, p, m)
+        assert either_way(program, costs_of(program)) == (pytest.approx(3 * m + bubble), pytest.approx(3 * m))
+
+
+def test_the_barrier_waits_for_the_slowest_optimizer_and_a_rank_without_it_pays_twice():
+    program = make("zb-h2", 4, 8)
+    with_barrier, ahead = either_way(program, costs_of(program, step=2.0))
+    assert (with_barrier, ahead) == (pytest.approx(27 + 2.0), pytest.approx(24 + 2 * 2.0))
+    cheap = either_way(program, costs_of(program, step=2.0, tentative=0.5))
+    assert cheap[1] == pytest.approx(24 + 2.5)
+
+
+def test_a_slow_way_of_the_verdict_holds_up_the_first_backward():
+    """From the last rank back to the first: three hops, which a warm-up of six forwards hides, until it does not."""
+    program = make("zb-h2", 4, 8)
+    hidden, seen = (either_way(program, costs_of(program, hop=hop))[1] for hop in (0.5, 8.0))
+    assert hidden == pytest.approx(24) and seen > 24 + 5
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_ops_of_a_step_without_a_barrier_run_in_the_order_they_need(name):
+    program = lower(make(name, 4, 8), "post-validate")
+    costs = costs_of(program, comm=0.1, hop=0.3, step=1.0)
+    for timeline in islice(consecutive(program, costs), 3):
+        at = {(span.rank, span.op): span for span in timeline}
+        find = {(span.rank, span.op.kind): span for span in timeline if span.op.kind in AHEAD}
+        for rank in range(4):
+            if rank:
+                assert find[rank, Kind.NORM].start >= find[rank - 1, Kind.NORM].end + 0.3 - 1e-9
+                assert find[rank - 1, Kind.VERDICT].start >= find[rank, Kind.VERDICT].end + 0.3 - 1e-9
+            back = min(span.start for (r, op), span in at.items() if r == rank and op.kind in (Kind.B, Kind.BW))
+            assert find[rank, Kind.COMMIT].end <= back + 1e-9
+
+
+def test_steps_follow_one_another_without_a_gap_they_do_not_need():
+    program = lower(make("zb-h2", 4, 8), "post-validate")
+    costs = costs_of(program, step=1.0)
+    timelines = list(islice(consecutive(program, costs), 4))
+    for before, after in pairwise(timelines):
+        assert after.first_start(0) == pytest.approx(before.last_end(0))
+    assert timelines[3].last_end(0) - timelines[2].last_end(0) == pytest.approx(settled(program, costs))
+
+
+def test_stages_that_are_stepped_in_parts_need_the_barrier():
+    program = replace(make("1f1b", 2, 4), copies=2, sharded=True)
+    assert either_way(program, costs_of(program))[1] is None
+
+
+def test_the_sum_over_copies_holds_up_the_tentative_step():
+    program = replace(make("1f1b", 2, 4), copies=2)
+    costs = replace(costs_of(program), reduce=(5.0, 5.0))
+    assert either_way(program, costs)[1] == pytest.approx(simulate(program, costs).makespan + 5.0)
+
+
+def test_linear_placements_have_one_step_per_stage():
+    assert costs_of(make("1f1b", 4, 4), step=3.0).step == (3.0,) * 4
+    assert Costs.uniform(Placement.linear(2)).tentative_ms((0, 1)) == 0.0

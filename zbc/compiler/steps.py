@@ -1,0 +1,69 @@
+"""Steps in a row, with the optimizer between them: what a step costs once the ranks follow one another as they will.
+
+With the barrier, a step begins when every rank has ended the one before and made its optimizer steps; that the ranks
+agree takes no time of its own. Without it, each rank goes on: its tentative steps, its part in agreeing on the step (a
+message there, a message back), and the steps it makes final are ops among the others and take their time. Steps stand
+as they were assumed to; a step that is clipped or skipped costs its forwards before REDO once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.dag import build
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import Timeline, run
+from zbc.ir import AHEAD, Program
+
+SETTLES = 8  # steps after which their length no longer changes
+SAME = 1e-12  # relative difference of times that are one
+
+
+def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
+    """One step after the other, on one axis of time, without end; of complete programs.
+
+    Without a barrier the timelines hold the ops that close a step, too.
+    """
+    ahead = any(op.kind in AHEAD for op in program.ranks[0])
+    dag = build(program, ahead=ahead)
+    ranks = range(len(program.ranks))
+    tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in ranks] if ahead else []
+    free = [0.0 for _ in ranks]
+    while True:
+        timeline = run(dag, program, costs, free)
+        yield timeline
+        if ahead:  # a sum that ends behind the ops holds up the tentative steps
+            sums = [max((one.end for one in timeline.sums if r in one.ranks), default=0.0) for r in ranks]
+            free = [max(timeline.last_end(r), sums[r] + tentative[r], free[r]) for r in ranks]
+        else:
+            free = [_all_stepped(timeline, program, costs)] * len(free)
+
+
+def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
+    """When all ranks have stepped, behind the barrier."""
+    ranks = range(timeline.ranks)
+    return max(timeline.closes(r) for r in ranks) + max(optimizer_ms(program, costs, r) for r in ranks)
+
+
+def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
+    """ms of the optimizer steps of a rank."""
+    return sum(costs.step[s] for s in program.placement.stages_of(rank)) if costs.step else 0.0
+
+
+def settled(program: Program, costs: Costs) -> float:
+    """What a step of a complete program costs, in ms, once steps follow one another as they will."""
+    period, ends = 0.0, [0.0] * len(program.ranks)
+    for _, timeline in zip(range(SETTLES), consecutive(program, costs), strict=False):
+        fresh = [max(timeline.closes(r), ends[r]) for r in range(timeline.ranks)]
+        periods = [b - a for a, b in zip(ends, fresh, strict=True)]
+        before, period, ends = period, max(periods), fresh
+        if period - min(periods) <= SAME * period and abs(period - before) <= SAME * period:
+            break
+    return period
+
+
+def either_way(compute: Program, costs: Costs) -> tuple[float, float | None]:
+    """What a settled step of an order costs with the barrier and without it; None where it needs one."""
+    with_barrier = settled(lower(compute, "before-step", costs), costs)
+    return with_barrier, None if compute.sharded else settled(lower(compute, "post-validate", costs), costs)
