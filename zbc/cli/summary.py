@@ -64,7 +64,8 @@ def _settled(report: Report, *, barrier: bool) -> Iterator[str]:
     yield f"settled   {short(here)} ms with the optimizer, {how} its barrier"
     other = ahead if barrier else report.barrier_ms
     if other is not None and here > 0:
-        yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {100 * (other / here - 1):+.1f}%"
+        change = f"{100 * (other / here - 1):+.1f}%"
+        yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:
