@@ -486,15 +486,9 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
     if model is not None and model.tie_embeddings and not model.builtin:
         text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
-    if optimizer is None or not optimizer.zero1:
-        return
-    if optimizer.sync == "post-validate":
+    if optimizer is not None and optimizer.zero1 and optimizer.sync == "post-validate":
         text = 'config: optimizer.zero1 needs the barrier, optimizer.sync is "post-validate"'
         hint = 'set sync = "before-step", or zero1 = false'
-        yield ZbcError("E110", text, where=where(("optimizer", "zero1")), hint=hint)
-    if model is not None and model.parameters == "bfloat16":
-        text = "config: optimizer.zero1 shares out float32 parameters, model.parameters is bfloat16"
-        hint = 'set model.parameters = "float32", or zero1 = false'
         yield ZbcError("E110", text, where=where(("optimizer", "zero1")), hint=hint)
 
 

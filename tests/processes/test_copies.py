@@ -27,8 +27,9 @@ def one_thread_per_kernel():
     torch.set_num_threads(before)
 
 
-def plan_of(schedule, *, zero1=False, tied=False):
+def plan_of(schedule, *, zero1=False, tied=False, low=False):
     model = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16, "tie_embeddings": tied}
+    model |= {"dtype": "bfloat16", "parameters": "bfloat16"} if low else {}
     options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1}
     program = make_program(schedule, 2, 4, copies=2, sharded=zero1, tied=tied)
     return make_plan(program, model=model, optimizer=options)
@@ -36,7 +37,13 @@ def plan_of(schedule, *, zero1=False, tied=False):
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    [("1f1b", {}), ("zb-v", {"zero1": True}), ("zb-h1", {"tied": True}), ("zb-h1", {"tied": True, "zero1": True})],
+    [
+        ("1f1b", {}),
+        ("zb-v", {"zero1": True}),
+        ("zb-v", {"zero1": True, "low": True}),
+        ("zb-h1", {"tied": True}),
+        ("zb-h1", {"tied": True, "zero1": True}),
+    ],
 )
 def test_processes_compute_what_threads_compute(pool, schedule, how):
     """Sums of two terms have one order; those of a tied weight have four."""
@@ -49,7 +56,7 @@ def test_processes_compute_what_threads_compute(pool, schedule, how):
     weights = unpack([weights for *_, weights in found])
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=rel, atol=1e-4 if rel else 0.0)
-    assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-6)
+    assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
 
 
 def every_weight(rank, plan, steps):

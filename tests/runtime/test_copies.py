@@ -93,6 +93,24 @@ def test_sharing_out_the_optimizer_changes_no_bit(schedule):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_weights_keep_their_bits_and_have_masters_of_their_pieces_only(tied):
+    low = {**REAL["model"], "dtype": "bfloat16", "parameters": "bfloat16"}
+    plain, shared = (
+        run_threads(copies_of("zb-h1", 2, 2, 2, model=low, tied=tied, optimizer={**CLIPPED, "zero1": zero1}), 3)
+        for zero1 in (False, True)
+    )
+    assert results(plain) == results(shared)
+    before, after = alike(plain), alike(shared)
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype is torch.bfloat16 for name in before)
+    masters = [
+        sum(p.numel() for o in w.optimizers.values() for group in o.optimizer.param_groups for p in group["params"])
+        for w in shared
+    ]
+    everything = sum(p.numel() for p in after.values())
+    assert sum(masters) == everything + 3 * tied * after["embed.tokens.weight"].numel()  # four ranks step a tied one
+
+
 def test_optimizer_state_is_shared_out():
     def held(workers):
         return [

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime.bucket import gradient_type
-from zbc.runtime.optimizer import InPlace
+from zbc.runtime.optimizer import build_optimizer
+from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import CHUNK, chunks, squares_of
@@ -63,7 +64,8 @@ def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
 class Sharded:
     """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
 
-    `whole` names parameters that this rank sums and steps all of by other means.
+    `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
+    forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Sharded:
         ranks: tuple[int, ...],
         rank: int,
         whole: frozenset[str] = frozenset(),
+        lowered: torch.dtype | None = None,
     ) -> None:
         self.parameters = parameters
+        self._casts = tuple(casts)
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
@@ -88,9 +92,13 @@ class Sharded:
         self._length = max(sum(piece.size for piece in share) for share in self._shares)
         self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
         self._own = {piece: nn.Parameter(self._view(piece)) for piece in self._shares[self._mine]}
-        names = {str(piece): p for piece, p in self._own.items()} | {name: parameters[name] for name in sorted(whole)}
-        self._inner = InPlace(options, names, casts)
         self._whole = {name: parameters[name] for name in sorted(whole)}
+        working = {str(piece): p for piece, p in self._own.items()} | self._whole
+        self._inner = build_optimizer(options, working, self._casts, lowered=lowered)
+        if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
+            lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
+            for piece, parameter in self._own.items():
+                parameter.data = self._view(piece)
         self._sum: tuple[Pending, Tensor, Tensor] | None = None
         self._weights: tuple[Pending, Tensor] | None = None
 
@@ -180,7 +188,8 @@ class Sharded:
                     view.copy_(row[at : at + piece.size].view(view.shape))
                 at += piece.size
         self._weights = None
-        self._inner.drop()  # casts made of the weights as they were
+        for cast in self._casts:
+            cast.forget()
 
     def _view(self, piece: Piece) -> Tensor:
         return _part(self._trained[piece.name].detach(), piece, keep_shape=True)

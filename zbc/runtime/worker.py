@@ -113,11 +113,12 @@ def _layers(settings: Settings) -> list[model.LayerPlan]:
 
 def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) -> StageOptimizer:
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index))
+    options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     if manifest.sharded and len(ranks) > 1:
         whole = frozenset({model.TIED} & stage.parameters.keys()) if manifest.tied else frozenset()
-        return Sharded(settings.optimizer, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole)
-    lowered, ahead = LOWERED[settings.model.parameters], settings.optimizer.sync == "post-validate"
-    return build_optimizer(settings.optimizer, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
+        return Sharded(options, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole, lowered=lowered)
+    ahead = settings.optimizer.sync == "post-validate"
+    return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
 def _ahead(worker: Worker) -> Ahead | None:

@@ -4,6 +4,10 @@ Contract each matched send and receive into one message; let a message wait for 
 before it in its channel, an op for the op before it on its rank and for the messages it uses, a rendezvous for all its
 ranks. A program ends under every timing exactly when these waits have no circle: nothing that happens takes away what
 something else waits for, so there is no race to lose.
+
+Data-parallel copies of the pipeline run the same ops and meet only in collectives, each rank its own like. So a circle
+through several copies, with the number of the copy left out, is one in the program, and one in the program is one in
+every copy: the program alone is looked at.
 """
 
 from __future__ import annotations
