@@ -213,6 +213,19 @@ def test_compare_counts_the_messages_a_rank_sends(zbc, job):
     assert sends == {"1f1b": 2 * 3 * 8 / 4, "zb-v": (2 * 7 - 2) * 8 / 4}
 
 
+def test_compare_shows_what_two_replicas_cost_in_parameters_and_traffic(zbc, job):
+    """Chimera holds every stage twice and adds up every gradient over both: in a ring of two, each sends all of it."""
+    text = zbc("compare", job(layers=10), "--schedules", "1f1b,chimera,bitpipe,hanayo", "--csv").out
+    rows = {row["schedule"]: row for row in csv.DictReader(io.StringIO(text))}
+    params = {name: float(row["parameter_gib"]) for name, row in rows.items()}
+    sums = {name: float(row["gradient_traffic_gib"]) for name, row in rows.items()}
+    assert 1.6 < params["chimera"] / params["1f1b"] <= 2.0
+    assert sums["1f1b"] == sums["hanayo"] == 0
+    assert sums["chimera"] == pytest.approx(params["chimera"] / 4, rel=1e-4), "of four numbers per parameter, one"
+    head = zbc("compare", "zbc.toml", "--schedules", "1f1b,chimera").out.splitlines()[0]
+    assert "params  sums" in " ".join(head.split()).replace(" ", "  ")
+
+
 def test_a_sweep_is_a_cross_product_ranked_by_the_time_per_sequence(zbc, job):
     sweeps = ["--sweep", "schedule.microbatches=4,8,16", "--sweep", "schedule.microbatch_size=1,2"]
     entries = zbc("compare", job(), "--schedules", "zb-h1,gpipe", *sweeps, "--json").json()["schedules"]
@@ -264,7 +277,7 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})
     (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--csv").out))
     assert (row["peak_gib"], float(row["peak_activation_units"]), row["sends_per_rank"]) == ("", 4.0, "12.0")
-    assert re.search(r" 4\.00 +\? +12 ", zbc("compare", "zbc.toml", "--schedules", "1f1b").out)
+    assert re.search(r" 4\.00 +\? +\? +\? +12 ", zbc("compare", "zbc.toml", "--schedules", "1f1b").out)
     out = zbc("plan", "zbc.toml").out
     assert "bytes are not known before the model is built" in out
     assert "assumed equal" in out

@@ -38,6 +38,7 @@ def as_table(rows: Sequence[Row]) -> Iterator[RenderableType]:
 def _key(rows: Sequence[Row]) -> Iterator[str]:
     yield "makespan, span in ms, each with the bubble's share of it; units: activations at the fullest rank's peak"
     yield "settled: ms of a step with its optimizer once steps follow one another, with or without its barrier"
+    yield "GiB: at most on a rank; params: of it weights, gradients, optimizer; sums: sent to add up gradients"
     yield "sends: per rank and step; gap: how far a step is above the lower bound of its placement"
 
 
@@ -60,11 +61,12 @@ def _swept(rows: Sequence[Row]) -> list[str]:
 def _heads(rows: Sequence[Row], *, short: bool = False) -> list[str]:
     keys = [key.rpartition(".")[2] if short else key for key in _swept(rows)]
     if short:
-        names = ["makespan", "bubble", "span", "bubble ", "settled", "units", "GiB", "sends", "gap"]
+        names = ["makespan", "bubble", "span", "bubble ", "settled", "units", "GiB", "params", "sums", "sends", "gap"]
         sequence = "ms/seq"
     else:
         names = ["makespan_ms", "bubble_rate_makespan", "span_ms", "bubble_rate_span", "settled_ms"]
-        names += ["peak_activation_units", "peak_gib", "sends_per_rank", "gap_to_bound"]
+        names += ["peak_activation_units", "peak_gib", "parameter_gib", "gradient_traffic_gib"]
+        names += ["sends_per_rank", "gap_to_bound"]
         sequence = "ms_per_sequence"
     return ["schedule", *keys, *([sequence] if _varied(rows) else []), *names]
 
@@ -87,13 +89,19 @@ def _cells(planned: Sequence[tuple[Row, Report]], *, varied: bool) -> list[list[
         [percent(report.bubble_rate_span) for report in reports],
         aligned([row.settled_ms for row, _ in planned]),
         [f"{report.peak_activation_units:.2f}" for report in reports],
-        aligned([report.peak_bytes / GIB for report in reports], 3),
+        *(aligned([size / GIB for size in sizes], 3) for sizes in _sizes(reports)),
         [f"{row.transfers:g}" for row, _ in planned],
         [percent(row.gap) for row, _ in planned],
     ]
     if not all(report.bytes_known for report in reports):
-        columns[-3] = ["?"] * len(planned)
+        columns[-5:-2] = [["?"] * len(planned)] * 3
     return [list(cells) for cells in zip(*columns, strict=True)]
+
+
+def _sizes(reports: Sequence[Report]) -> list[list[int]]:
+    """Bytes: peak, parameters and what stays with them, sent for sums."""
+    each = [(report.peak_bytes, report.parameter_bytes, report.summed_bytes) for report in reports]
+    return [list(column) for column in zip(*each, strict=True)]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -126,9 +134,10 @@ def _numbers(row: Row, rows: Sequence[Row], count: int) -> list[Any]:
         return [""] * count
     numbers = [row.sequence_ms] if _varied(rows) else []
     numbers += [report.makespan_ms, report.bubble_rate_makespan, report.span_ms, report.bubble_rate_span]
-    numbers += [row.settled_ms, report.peak_activation_units, report.peak_bytes / GIB, row.transfers, row.gap]
+    numbers += [row.settled_ms, report.peak_activation_units]
+    numbers += [*(size / GIB for (size,) in _sizes([report])), row.transfers, row.gap]
     rounded = [round(number, 9) for number in numbers]
-    return rounded if report.bytes_known else [*rounded[:-3], "", *rounded[-2:]]
+    return rounded if report.bytes_known else [*rounded[:-5], "", "", "", *rounded[-2:]]
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:

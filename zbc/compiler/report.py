@@ -10,7 +10,7 @@ from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
-from zbc.ir import Program
+from zbc.ir import SUM, Kind, Op, Program
 
 FORMAT = "zbc-report"
 VERSION = 1
@@ -37,6 +37,12 @@ class RankReport:
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
+    summed_bytes: int  # it sends to add up gradients over the copies of its stages
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Weights, gradients and what the optimizer keeps."""
+        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,16 @@ class Report:
         return max(rank.peak_activation_units for rank in self.per_rank)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Of the rank that keeps most."""
+        return max(rank.parameter_bytes for rank in self.per_rank)
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the rank that sends most."""
+        return max(rank.summed_bytes for rank in self.per_rank)
+
+    @property
     def peak_bytes(self) -> int:
         return max(rank.peak_bytes for rank in self.per_rank)
 
@@ -119,11 +135,13 @@ def build(
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
-        per_rank=tuple(_rank(program, timeline, rank, found, begin) for rank, found in enumerate(memory)),
+        per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
     )
 
 
-def _rank(program: Program, timeline: Timeline, rank: int, memory: RankMemory, begin: float) -> RankReport:
+def _rank(
+    program: Program, costs: Costs, timeline: Timeline, rank: int, memory: RankMemory, begin: float
+) -> RankReport:
     idle = timeline.idle(rank)
     return RankReport(
         rank=rank,
@@ -143,4 +161,13 @@ def _rank(program: Program, timeline: Timeline, rank: int, memory: RankMemory, b
         optimizer_bytes=round(memory.optimizer),
         activation_bytes=round(memory.activations),
         buffer_bytes=round(memory.buffers),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind in SUM)),
     )
+
+
+def _sent(program: Program, costs: Costs, op: Op) -> float:
+    """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
+    result unless each rank keeps its part only."""
+    k = program.copies * len(program.members(op))
+    size = costs.tied if op.kind is Kind.TIE else costs.bytes[op.stage].gradients if costs.bytes else 0.0
+    return size * (k - 1) / k * (1 if program.sharded and op.kind is Kind.REDUCE else 2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
+from zbc.compiler.passes.reduce_grads import reduce_grads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.simulate import simulate
@@ -84,7 +85,7 @@ def packed(
     """
     best: Found | None = None
     for program in _candidates(placement, m, costs, limits, name, orders, split):
-        timeline = simulate(program, costs)
+        timeline = simulate(reduce_grads(program, costs), costs)  # an order that leaves sums time is better
         found = Found(program, timeline.makespan, timeline.span)
         if best is None or _better(found.rank(objective), best.rank(objective)):
             best = found

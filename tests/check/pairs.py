@@ -1,0 +1,76 @@
+"""Random pairs of a bidirectional or wave schedule and a size, as they are and damaged; what checks and machine say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from tests.check import operational
+from zbc.compiler.check import check_all
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.errors import ZbcError
+from zbc.ir import Op, Program
+
+NAMES = ("chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A request and its complete program."""
+
+    name: str
+    request: Request
+    program: Program
+
+    def __str__(self) -> str:
+        r = self.request
+        more = f" v={r.v} group={r.group} early={r.early} overlap={r.overlap} copies={self.program.copies}"
+        return f"{self.name} p={r.p} m={r.m}{more}"
+
+
+def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
+    """Pair number `seed`: the options of the schedule are drawn too."""
+    rng = random.Random(seed)
+    name = rng.choice(NAMES)
+    card = SCHEDULES[name]
+    p = card.ranks_in * rng.randint(1, ranks // card.ranks_in)
+    v = rng.choice([v for v in (1, 2, 3, 4) if card.allows(v)])
+    units = "group" in card.options
+    request = Request(
+        p,
+        rng.randint(1, microbatches),
+        v,
+        group=2 * rng.randint(1, p) if units and rng.random() < 0.4 else None,
+        early=rng.choice((None, 0, 1, 2)) if units else None,
+        overlap="overlap" in card.options and rng.random() < 0.5,
+    )
+    copies = rng.choice((1, 1, 1, 2))
+    return Pair(name, request, lower(replace(card.make(request), copies=copies)))
+
+
+def damaged(program: Program, rng: random.Random) -> Program:
+    """The program with two ops of a rank swapped, one moved, one dropped or one repeated."""
+    ranks: list[list[Op]] = [list(ops) for ops in program.ranks]
+    ops = rng.choice(ranks)
+    i, j = rng.randrange(len(ops)), rng.randrange(len(ops))
+    draw = rng.random()
+    if draw < 0.35:
+        ops[i], ops[j] = ops[j], ops[i]
+    elif draw < 0.7:
+        ops.insert(j, ops.pop(i))
+    elif draw < 0.85:
+        del ops[i]
+    else:
+        ops.insert(j, ops[i])
+    return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def verdicts(program: Program, seed: int) -> tuple[bool, bool]:
+    """Whether the checks let a program pass, and whether it runs to its end."""
+    try:
+        check_all(program)
+        passes = True
+    except ZbcError:
+        passes = False
+    return passes, operational.run(program, seed=seed).ok
