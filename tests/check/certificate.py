@@ -122,7 +122,7 @@ def _add_collectives(graph: nx.DiGraph, ops: list[tuple[int, int, Op]]) -> None:
     """Each rank has a queue of collectives beside its ops; the nodes "next" and "over" stand for a place in it.
 
     One is over when all who meet in it are next in their queues, and have started it. VALIDATE is the one that holds up
-    its rank, and it needs the sums of its rank to be over. For programs with each collective once and no op late.
+    its rank. For programs with each collective once and no op late.
     """
     collectives = [entry for entry in ops if entry[2].kind in COLLECTIVE]
     for r, k, op in collectives:
@@ -131,7 +131,6 @@ def _add_collectives(graph: nx.DiGraph, ops: list[tuple[int, int, Op]]) -> None:
         if before:
             graph.add_edge(("next", r, k), ("over", r, max(before)), weight=0)
         waiting = [("over", r, k)] + [("end", r, k)] * (op.kind is Kind.VALIDATE)
-        waiting += [("start", r3, k3) for r3, k3, o in ops if o.kind is Kind.VALIDATE and r3 == r and op.kind in SUM]
         for here in waiting:
             for r2, k2, other in collectives:
                 if other == op and here != ("over", r2, k2):

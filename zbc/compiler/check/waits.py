@@ -199,23 +199,9 @@ def _rendezvous(waits: Waits) -> None:
             which = "a second " if k else ""
             waits.never(first, waits.ghost(f"{which}{op} never comes on rank {absent[0]}"))
     for queue in queues.values():
-        _queue(waits, queue)
-
-
-def _queue(waits: Waits, queue: list[int]) -> None:
-    """The collectives of one rank, in its order."""
-    n = waits.n
-    for before, i in pairwise(queue):
-        waits.behind.setdefault(waits.event[before], []).append(waits.event[i])
-        waits.parties[waits.event[i]] += 1
-    sums: list[int] = []
-    for i in queue:
-        kind = n.op(i).kind
-        if kind in SUM:
-            sums.append(i)
-        elif kind is Kind.VALIDATE:
-            for j in sums:
-                waits.add_need(i, n.size + waits.event[j])
+        for before, i in pairwise(queue):
+            waits.behind.setdefault(waits.event[before], []).append(waits.event[i])
+            waits.parties[waits.event[i]] += 1
 
 
 def _agreement(waits: Waits) -> None:
