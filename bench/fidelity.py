@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from record import Record
 
@@ -212,16 +212,23 @@ def report(record: Record, kind: str, simulated: float, outcome: Outcome) -> Non
     record(f"{'':9} # a sleep ended {outcome.late:.3f} ms late on average{others}")
 
 
-def measure(folder: Path, kinds: list[str], steps: int, tell: Callable[[str, Outcome], None]) -> None:
+def measure(
+    folder: Path,
+    kinds: list[str],
+    steps: int,
+    tell: Callable[[str, Any], None],
+    *,
+    target: Callable[..., None] = run_rank,
+    limit: float = LIMIT,
+) -> None:
     """Start the ranks and hand on what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
     context = multiprocessing.get_context("forkserver")  # one import of torch for all ranks
     context.set_forkserver_preload(["torch.distributed", "peer", "ours"])
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=run_rank, args=(rank, folder, kinds, steps, sender), daemon=True)
-        for rank in range(RANKS)
+        context.Process(target=target, args=(rank, folder, kinds, steps, sender), daemon=True) for rank in range(RANKS)
     ]
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + limit
     try:
         for process in ranks:
             process.start()
@@ -230,7 +237,7 @@ def measure(folder: Path, kinds: list[str], steps: int, tell: Callable[[str, Out
                 if any(process.exitcode for process in ranks):
                     sys.exit("fidelity: a rank failed")
                 if time.monotonic() > end:
-                    sys.exit(f"fidelity: no result after {LIMIT:.0f} s")
+                    sys.exit(f"fidelity: no result after {limit:.0f} s")
             tell(*receiver.recv())
         for process in ranks:
             process.join(max(0.0, end - time.monotonic()))

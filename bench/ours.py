@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 
 from zbc.plan import Plan, RankPlan
-from zbc.runtime.execute import run_step
+from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
@@ -18,8 +18,12 @@ class Ours:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def step(self, step: int) -> StepResult:
+    def step(self, step: int) -> StepResult | None:
         return run_step(self._worker, step)
+
+    def finish(self) -> None:
+        """Behind the last of several steps without a barrier."""
+        finish(self._worker)
 
     def clear(self) -> None:
         """Nothing is left behind."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from tests.runtime.small_plans import make_plan
+from tests.runtime.small_plans import make_plan, make_worker
 from zbc.compiler.check import check_all
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind
 from zbc.plan import Plan
+from zbc.runtime.execute import finish, run_step
+from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.threads import run_threads
 
@@ -25,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sgd": {"kind": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0},
 }
 LOW = {"dtype": "bfloat16", "parameters": "bfloat16"}
+SYNCS = ("post-validate", "before-step")
 LARGEST = 100.0  # far above the norms of this model
 
 
@@ -34,9 +39,12 @@ def verdicts(steps: int, first: str) -> list[str]:
     return [first, *found[1:]]
 
 
-def plan_for(schedule: str, p: int, sync: str, optimizer: str, m: int = MICROBATCHES, **model: Any) -> Plan:
+def plan_for(
+    schedule: str, p: int, sync: str, optimizer: str, m: int = MICROBATCHES, copies: int = 1, **model: Any
+) -> Plan:
     found = find(schedule)
-    program = lower(found.make(Request(p=p, m=m, v=found.default_chunks)), sync)
+    order = replace(found.make(Request(p=p, m=m, v=found.default_chunks)), copies=copies)
+    program = lower(order, sync)
     check_all(program)
     made = {
         "family": "tests.runtime.user_models:residual",
@@ -154,3 +162,115 @@ OTHERS = [
 def test_so_have_other_schedules_optimizers_and_sizes(schedule, p, optimizer, low, m, first):
     run = Watched(plan_for(schedule, p, "post-validate", optimizer, m, **(LOW if low else {})), verdicts(12, first))
     same(run, synchronous(optimizer, low, 12, first, m))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "m"), [("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)]
+)
+def test_so_have_copies_of_stages_and_groups_that_overlap(schedule, p, m):
+    """Beside a barrier of their own: sums over copies add in another order than one process."""
+    ahead, sync = (Watched(plan_for(schedule, p, how, "adamw", m), verdicts(10, "clip")) for how in SYNCS)
+    same(ahead, sync)
+
+
+# ---- what forwards leave behind ------------------------------------------------------------------------------
+
+
+def test_statistics_that_forwards_keep_count_each_of_them_once():
+    """BatchNorm: a forward that runs again finds its buffers as they were."""
+    model = {"family": "tests.runtime.test_ahead:normalised", "args": {"count": 4}, "layers": 4}
+    plans = [plan_for("1f1b", 2, sync, "adamw", 4, **model) for sync in SYNCS]
+    ahead, sync = (run_threads(plan, 8, setup=lambda worker: setattr(worker, "clip", 0.5)) for plan in plans)
+    wanted, found = ([buffer for worker in workers for buffer in buffers(worker)] for workers in (sync, ahead))
+    assert any(result.redone for result in ahead[0].results)
+    assert len(found) == 4 * 3 and all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert {int(buffer) for buffer in found if buffer.dtype is torch.int64} == {8 * 4}
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.linear(torch.cat([x, -x])))[: len(x)]
+
+
+def normalised(count: int) -> list[Any]:
+    return [Normalised for _ in range(count)]
+
+
+def buffers(worker: Worker) -> list[torch.Tensor]:
+    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
+    return [buffer for module in modules for buffer in module.buffers()]
+
+
+def test_nothing_is_kept_of_a_step_when_it_is_over():
+    for worker in run_threads(plan_for("zb-v", 2, "post-validate", "adamw"), 2):
+        assert worker.ahead.pending is None and not worker.leftovers() and not worker.renamed
+        assert all(p.grad is None for stage in worker.stages.values() for p in stage.parameters.values())
+
+
+def test_a_rank_that_asks_to_stop_is_heard_by_all_one_step_later():
+    plan = plan_for("1f1b", 3, "post-validate", "adamw")
+    hub = Hub(3)
+    workers = [make_worker(plan, rank, hub) for rank in range(3)]
+
+    def train(worker: Worker) -> None:
+        for step in range(6):
+            result = run_step(worker, step, stop=worker.rank == 1 and step >= 2)
+            worker.results += [] if result is None else [result]
+        worker.results.append(finish(worker))
+        worker.transport.close()
+
+    threads = [threading.Thread(target=train, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for worker in workers:
+        assert [(r.step, r.stop) for r in worker.results] == [(k, k >= 1) for k in range(6)]
+
+
+# ---- the norm ------------------------------------------------------------------------------------------------
+
+
+class Integers:
+    """Small whole numbers, so that gradients and their sums are exact in any order."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(8.0) % 3 - 1 + index % 2, torch.full((8,), float(1000 * (-1) ** index))
+
+
+def signs(count: int) -> list[torch.nn.Linear]:
+    """Linear layers of -1, 0 and 1."""
+    made = [torch.nn.Linear(8, 8) for _ in range(count)]
+    for k, layer in enumerate(made):
+        layer.weight.data = torch.roll(torch.eye(8), k, 0) * (-1) ** k
+        layer.bias.data.zero_()
+    return made
+
+
+@cache
+def norm(schedule: str, p: int, copies: int, sync: str) -> float:
+    """Of the first step on eight samples, whoever works on them."""
+    model = {"family": "tests.runtime.test_ahead:signs", "args": {"count": 8}, "layers": 8}
+    model["loss"] = "tests.runtime.user_models:sum_of_errors"
+    plan = plan_for(schedule, p, sync, "adamw", 8 // copies, copies, **model)
+    training = {**plan.manifest.training, "data": {"kind": "tests.runtime.test_ahead:Integers"}}
+    plan = replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
+    results = [worker.results[0] for worker in run_threads(plan, 1)]
+    assert len({(r.grad_norm, r.loss) for r in results}) == 1
+    return results[0].grad_norm
+
+
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+@pytest.mark.parametrize(
+    ("schedule", "p", "copies"),
+    [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4), ("chimera", 4, 1)],
+)
+def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
+    assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
