@@ -20,7 +20,7 @@ LAYERS = [
     ["zbc.model_section", "zbc.learning_rate"],
     ["zbc.hfconfig"],
     ["zbc.spec"],
-    ["zbc.plan"],
+    ["zbc.plan", "zbc.forward"],
     ["zbc.compiler.footprint"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
     ["zbc.compiler.ways"],
@@ -54,7 +54,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate"],
-    ["zbc.spec", "zbc.plan", "zbc.runtime.options"],
+    ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.runtime.options"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.permutation", "zbc.runtime.tokens"],
@@ -75,6 +75,7 @@ RUNTIME = [
     ["zbc.runtime.state"],
     ["zbc.runtime.ahead"],
     ["zbc.runtime.handlers", "zbc.runtime.measure"],
+    ["zbc.runtime.evaluate"],
     ["zbc.runtime.worker", "zbc.runtime.execute"],
     ["zbc.runtime"],
 ]

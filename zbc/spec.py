@@ -150,6 +150,12 @@ class Train(Section):
 
     steps: Count = 100
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    eval_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between evaluations, and one in the end; 0: none"
+    )
+    eval_batches: Count | None = Field(
+        None, description="of as many samples as a step has, per evaluation; default all that the data kept for it make"
+    )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
 
 
@@ -374,6 +380,16 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
 
 
+def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
+    train, data = draft.sections.get("train"), draft.sections.get("data")
+    if train is None or data is None:
+        return
+    if train.eval_every and not data.validation and data.validation_path is None:
+        text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
+        hint = "set data.validation = 0.01, or data.validation_path"
+        yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
+
+
 def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
     if data.kind == "tokens" and not data.path:
         text = "config: data.path is missing (token files)"
@@ -518,6 +534,7 @@ RULES = (
     _activation_rules,
     _copies_rule,
     _rate_rules,
+    _evaluation_rules,
     _unsupported,
 )
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.processes.plans import compiled, metrics, write_plan
+from tests.processes.plans import compiled, metrics, run_here, write_plan
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
 from zbc.runtime.metrics import RunLog, RunSettings
@@ -97,3 +97,14 @@ def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
     with pytest.raises(ZbcError) as raised:
         open_log()
     assert raised.value.code == "E607" and len(metrics(tmp_path / "run")) == 1
+
+
+def test_an_evaluation_has_lines_of_its_own(tmp_path):
+    plan = write_plan(tmp_path, train={"eval_every": 2}, data={"validation": 0.0001})
+    lines = run_here(plan, 4, tmp_path / "run")
+    shown = [line for line in lines if "evaluation:" in line]
+    assert [line.split("  ")[0] for line in shown] == ["step 2/3", "step 3/3"]
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 2, 3, 3]
+    found = [row for row in rows if "eval_loss" in row]
+    assert [row["eval_samples"] for row in found] == [104, 104] and all(row["eval_loss"] > 5 for row in found)

@@ -51,6 +51,7 @@ def make_plan(
     boundaries: Sequence[Boundary | None] | None = None,
     seed: int = 7,
     steps: int = 100,
+    train: dict[str, Any] | None = None,
     activations: str | dict[str, str] = "keep",
     keep: Callable[[Op], bool] = lambda op: True,
 ) -> Plan:
@@ -72,7 +73,7 @@ def make_plan(
         planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
-            "train": {"seed": seed, "steps": steps},
+            "train": {"seed": seed, "steps": steps, **(train or {})},
             "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
         },
     )

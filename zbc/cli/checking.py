@@ -98,6 +98,8 @@ def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
     import zbc.plan as plan
     from zbc.compiler.check import check_all, survives_blocking_sends
+    from zbc.compiler.check.forward import check_forward
+    from zbc.forward import forward_only
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
@@ -113,6 +115,8 @@ def check_plan(target: Path) -> Checked:
         program = plan.program_of(manifest, tuple(ranks))
         try:
             check_all(program)
+            if manifest.training["train"].get("eval_every"):
+                check_forward(forward_only(program.placement, program.microbatches))
         except ZbcError as error:
             problems += error.errors
         else:

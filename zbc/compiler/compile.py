@@ -12,6 +12,7 @@ import zbc.plan as plans
 from zbc import spec
 from zbc.compiler import estimate, report
 from zbc.compiler.check import check_all, check_complete
+from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
@@ -22,6 +23,7 @@ from zbc.compiler.schedules.options import option_problems
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
+from zbc.forward import forward_only
 from zbc.ir import Program
 from zbc.spec import Draft, Job
 from zbc.text import short, size, wrap
@@ -136,6 +138,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     check_complete(found.program)  # passes and simulation rely on it; plugins may be wrong
     program = lower(found.program, job.optimizer.sync, found.costs)
     check_all(program)
+    if job.train.eval_every:
+        check_forward(forward_only(program.placement, program.microbatches))
     timeline = simulate(program, found.costs)
     memory = peaks(program, found.costs, timeline)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name)

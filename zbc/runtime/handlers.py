@@ -32,10 +32,10 @@ def forward(worker: Worker, op: Op) -> None:
     if key in worker.kept:
         raise ZbcError("E703", f"run: {op} runs twice")
     x = _stage_input(worker, key, stage, message)
-    target = _to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
+    target = to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
     slot = Slot()
     worker.clock.start()
-    finish = stage.fit if target is None else functools.partial(_loss, worker.loss, target)
+    finish = stage.fit if target is None else functools.partial(stage_loss, worker.loss, target)
     y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)
     if end:
         worker.losses[op.mb] = y.detach()
@@ -50,7 +50,7 @@ def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None
     if message is not None:
         x = worker.wait(message)
     elif key.stage == 0:
-        x = _to_device(_batches(worker).inputs(worker.step, worker.number(key.mb)), worker.device)
+        x = to_device(_batches(worker).inputs(worker.step, worker.number(key.mb)), worker.device)
     else:
         x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
     takes = stage.takes
@@ -67,11 +67,13 @@ def _batches(worker: Worker) -> Batches | Prefetched:
     return worker.batches
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor from the CPU on `device`; the copy does not block."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
+def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
+    """The loss of a microbatch. Raises E505 if it is not one number."""
     loss = function(output, target)
     if loss.dim() != 0:
         text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"

@@ -24,7 +24,7 @@ import zbc
 from zbc.errors import ZbcError
 from zbc.learning_rate import rate
 from zbc.plan import Manifest
-from zbc.runtime.progress import StepResult
+from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.spec import Optimizer
 from zbc.text import percent, short, size
 
@@ -84,12 +84,30 @@ class RunLog:
     def record(self, result: StepResult) -> str | None:
         """Write a step down; its line for the console, if it is a step to show."""
         numbers = self._numbers(result)
-        text = json.dumps({key: _plain(value) for key, value in numbers.items()})
-        self._file.write(text + "\n")
-        self._file.flush()
+        self._write(numbers)
         step = numbers["step"]
         shown = step in (1, self._steps) or step % self._log["every"] == 0 or result.stop
         return self._line(numbers) if shown else None
+
+    def record_evaluation(self, result: EvaluationResult) -> str:
+        """Write an evaluation down; its line for the console."""
+        numbers = {
+            "step": result.step + 1,
+            "eval_loss": result.loss,
+            "eval_samples": result.samples,
+            "eval_ms": 1e3 * result.seconds,
+        }
+        self._write(numbers)
+        width = len(str(self._steps))
+        return (
+            f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f} over "
+            f"{result.samples} samples, {1e3 * result.seconds:.1f} ms"
+        )
+
+    def _write(self, numbers: dict[str, Any]) -> None:
+        text = json.dumps({key: _plain(value) for key, value in numbers.items()})
+        self._file.write(text + "\n")
+        self._file.flush()
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         rate = self._per_step / result.seconds if result.seconds > 0 else math.nan

@@ -41,3 +41,13 @@ class StepResult:
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     redone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The mean loss over samples that are never trained on, after step `step`; the same on every rank but `seconds`."""
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float

@@ -78,6 +78,21 @@ class Stage:
         finally:
             swap_slot(before)
 
+    def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
+        """What `finish` makes of the stage's output, with nothing kept for a backward.
+
+        What draws random numbers even so draws from a seed made of `place`.
+        """
+        before = swap_slot(Slot())
+        try:
+            with torch.no_grad(), self.autocast:
+                for layer in self.layers:
+                    with drawing(self.device, seed_of(*place, layer.name)) if layer.traits.random else nullcontext():
+                        x = layer.module(x)
+                return finish(x)
+        finally:
+            swap_slot(before)
+
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last = self.layers, len(self.layers) - 1
         found: dict[int, list[Tensor | None]] = {}  # layer -> its buffers before its forward

@@ -10,7 +10,7 @@ Where two neighbouring stages share a rank there is no transfer: the producer pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.prefetch import Prefetched
-from zbc.runtime.progress import Progress, StepResult
+from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
@@ -45,6 +45,17 @@ class Kept(NamedTuple):
     tape: Tape
     grad: Tensor | None  # what backward starts with, at the loss
     slot: Slot
+
+
+@dataclass
+class Evaluation:
+    """What a rank needs to evaluate: the forward-only program, and the data where they are read."""
+
+    every: int
+    batches: Batches | None  # None on ranks with neither the first nor the last stage
+    count: int  # batches per evaluation; 0 where the rank does not know
+    script: list[tuple[Callable[[Worker, Op], None], Op, str]]
+    results: list[EvaluationResult] = field(default_factory=list)
 
 
 class Route(NamedTuple):
@@ -89,6 +100,7 @@ class Worker:
     input_grads: dict[Key, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
@@ -182,6 +194,10 @@ class Worker:
         if self.tied is not None and self.tied not in self.primary():
             found.pop(self.tied, None)
         return found
+
+    def prepare(self, ops: Iterable[Op]) -> None:
+        """Look up where further ops find their things."""
+        self.routes |= {op: route for op in ops if (route := _route(self, op)) is not None}
 
     def close(self) -> None:
         """End the threads that work for this rank."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from zbc.plan import Plan, RankPlan
+from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
@@ -63,6 +64,10 @@ def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) ->
                 worker.results.append(result)
                 if result.stop:
                     break
+            if due(worker, step, last=step + 1 == steps):
+                closed = finish(worker)
+                worker.results += [] if closed is None else [closed]
+                evaluate(worker, step)
         last = finish(worker)
         if last is not None:
             worker.results.append(last)

@@ -21,6 +21,7 @@ from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_rank
 from zbc.runtime import hfexport
 from zbc.runtime.board import Board, Connect, prefixed
+from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
@@ -142,6 +143,11 @@ def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | N
             told = True
         result = run_step(worker, step, stop=told)
         _show(result, seat, log)
+        if due(worker, step, last=step + 1 == steps):
+            _show(finish(worker), seat, log)
+            found = evaluate(worker, step)
+            if log is not None:
+                seat.emit(log.record_evaluation(found))
         if result is not None and result.stop and step + 1 < steps:
             _show(finish(worker), seat, log)
             reason = board.stop_reason() or "another rank"

@@ -16,7 +16,8 @@ from zbc.learning_rate import rate
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
-from zbc.runtime.data import KINDS, Batches, Samples, build_samples, input_spec
+from zbc.runtime.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec
+from zbc.runtime.evaluate import build_evaluation
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
@@ -100,6 +101,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     )
     worker.sums |= _sums(worker)
     worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    worker.evaluation = build_evaluation(worker, settings.train, functools.partial(_validation, settings, bool(ends)))
     worker.ahead = _ahead(worker)
     return worker
 
@@ -158,6 +160,10 @@ def _samples(settings: Settings, *, needed: bool) -> Samples | None:
     if not needed and settings.data.kind in KINDS:
         return None
     return build_samples(settings.data, settings.model, settings.train.seed)
+
+
+def _validation(settings: Settings, needed: bool) -> Samples | None:
+    return build_validation(settings.data, settings.model, settings.train.seed) if needed else None
 
 
 def _batches(

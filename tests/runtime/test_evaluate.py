@@ -1,0 +1,210 @@
+"""Evaluation: the right number for every cut, from a proven program, and nothing of the training changes by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters
+from zbc.compiler.check.forward import check_forward
+from zbc.errors import ZbcError
+from zbc.forward import forward_only
+from zbc.ir import Kind, Op, Placement
+from zbc.runtime import model
+from zbc.runtime.data import Batches, build_validation
+from zbc.runtime.seeding import seed_of
+from zbc.runtime.threads import run_threads
+from zbc.runtime.worker import Settings
+
+# ---- the program -----------------------------------------------------------------------------------------------
+
+PLACEMENTS = [Placement.linear, lambda p: Placement.looped(p, 3), Placement.vshape]
+PLACEMENTS.append(lambda p: Placement.bidirectional(tuple(range(p))))
+
+
+@pytest.mark.parametrize("make", PLACEMENTS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_every_placement_has_a_forward_program_that_is_proven(make, p):
+    for m in (1, 2, 5, 8):
+        check_forward(forward_only(make(p), m))
+
+
+def test_the_listing_of_a_small_one():
+    first, second = forward_only(Placement.vshape(2), 2).ranks
+    assert ", ".join(map(str, first)) == (
+        "F s0 m0, SEND_F s0 m0, RECV_F s3 m0, F s0 m1, SEND_F s0 m1, RECV_F s3 m1, F s3 m0, F s3 m1"
+    )
+    assert ", ".join(map(str, second)) == (
+        "RECV_F s1 m0, F s1 m0, RECV_F s1 m1, F s2 m0, SEND_F s2 m0, F s1 m1, F s2 m1, SEND_F s2 m1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "code"),
+    [
+        (1, lambda ops: [op for op in ops if op != Op(Kind.F, 1, 1)], "E202"),
+        (0, lambda ops: [*ops, ops[0]], "E202"),
+        (0, lambda ops: [op for op in ops if op.kind is not Kind.SEND_F], "E203"),
+        (1, lambda ops: [op for op in ops if op != Op(Kind.RECV_F, 1, 1)], "E203"),
+        (0, lambda ops: [op for op in ops if op.stage == 3] + [op for op in ops if op.stage == 0], "E201"),
+    ],
+)
+def test_a_wrong_forward_program_is_refused(rank, change, code):
+    program = forward_only(Placement.vshape(2), 2)
+    ranks = [list(ops) for ops in program.ranks]
+    ranks[rank] = change(ranks[rank])
+    with pytest.raises(ZbcError) as caught:
+        check_forward(program.with_ranks(ranks, by="broken"))
+    assert caught.value.errors[0].code == code
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------------
+
+EVERY = {"eval_every": 2}
+DATA = {"kind": "text", "validation": 0.3}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(97 + (i * i) % 23) for i in range(16 * 100 + 1)))
+    return str(path)
+
+
+def plan_for(schedule, p, text, *, m=4, train=EVERY, section=GPT, how=None, **options):
+    data = {**DATA, "path": text} if section.get("family") in ("gpt", "llama") else section["data"]
+    section = {key: value for key, value in section.items() if key != "data"}
+    section = {**section, "vocab": 256} if "vocab" in section else section
+    program = make_program(schedule, p, m, **(how or {}))
+    return make_plan(program, model=section, data=data, train=train, **options)
+
+
+def results(workers):
+    return [(r.step, r.loss, r.samples) for r in workers[0].evaluation.results]
+
+
+def by_one_process(plan, workers):
+    """Mean loss of the trained weights over the kept samples, by unpatched layers."""
+    settings, m = Settings.of(plan.manifest), plan.manifest.microbatches * plan.manifest.copies
+    found = parameters(workers)
+    layers = []
+    for layer in model.layers(settings.model, 7):
+        module = layer.build(7)
+        with torch.no_grad():
+            for local, parameter in module.named_parameters():
+                parameter.copy_(found[f"{layer.name}.{local}"])
+        layers.append(module.eval())
+    samples = build_validation(settings.data, settings.model, 7)
+    batches = Batches(samples, seed=seed_of(7, "evaluation"), microbatches=m, size=plan.manifest.microbatch_size)
+    count = len(samples) // (m * plan.manifest.microbatch_size)
+    losses = []
+    for step in range(count):
+        for mb in range(m):
+            x = batches.inputs(step, mb)
+            with torch.no_grad():
+                for module in layers:
+                    x = module(x)
+                losses.append(model.loss(settings.model.loss)(x, batches.targets(step, mb)).item())
+    return sum(losses) / len(losses), len(losses) * plan.manifest.microbatch_size
+
+
+@pytest.mark.parametrize(("schedule", "p", "section"), [("1f1b", 1, GPT), ("1f1b", 4, LLAMA), ("zb-v", 2, GPT)])
+def test_the_loss_is_that_of_one_process_over_the_samples_kept(text, schedule, p, section):
+    plan = plan_for(schedule, p, text, section=section, optimizer={"lr": 1e-2})
+    workers = run_threads(plan, 5)
+    assert [step for step, _, _ in results(workers)] == [1, 3, 4]
+    loss, samples = by_one_process(plan, workers)
+    assert results(workers)[-1] == (4, pytest.approx(loss, rel=1e-12), samples)
+    assert samples == 24 and results(workers)[0][1] > results(workers)[-1][1], "it learns"
+    assert all(results([worker]) == results(workers) for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "how"),
+    [
+        ("zb-v", 4, {}),
+        ("interleaved-1f1b", 2, {}),
+        ("bitpipe", 2, {}),
+        ("1f1b", 2, {"copies": 2}),
+        ("zb-h1", 2, {"sync": "post-validate"}),
+    ],
+)
+def test_every_cut_gives_the_same_number(text, schedule, p, how):
+    m = 2 if how.get("copies") else 4
+    options = {"optimizer": {"sync": how["sync"]}} if "sync" in how else {}
+    plain = plan_for("1f1b", 1, text, train={"eval_every": 1}, m=4)
+    other = plan_for(schedule, p, text, train={"eval_every": 1}, m=m, how=how, **options)
+    first, second = (run_threads(plan, 1) for plan in (plain, other))
+    for (_, a, count), (_, b, again) in zip(results(first), results(second), strict=True):
+        assert a == pytest.approx(b, rel=1e-6) and count == again == 24
+
+
+RESIDUAL = {
+    "family": "tests.runtime.user_models:residual",
+    "layers": 4,
+    "loss": "mse",
+    "args": {"dropout": 0.2},
+    "data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3},
+}
+AVERAGED = {**RESIDUAL, "family": "tests.runtime.zoo:batchnorm", "args": {}}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "section", "how"),
+    [
+        ("1f1b", 4, GPT, {}),
+        ("zb-v", 2, {**LLAMA, "dtype": "bfloat16"}, {}),
+        ("zb-h1", 2, {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}, {}),
+        ("zb-h1", 4, RESIDUAL, {}),
+        ("1f1b", 2, AVERAGED, {}),
+        ("zb-h1", 2, GPT, {"sync": "post-validate"}),
+        ("1f1b", 2, RESIDUAL, {"sync": "post-validate"}),
+        ("bitpipe", 2, GPT, {}),
+    ],
+)
+def test_training_goes_on_as_if_nobody_had_looked(text, schedule, p, section, how):
+    optimizer = {"lr": 1e-2, "clip_grad_norm": 0.4, "sync": how.get("sync", "before-step")}
+    runs = []
+    for train in ({}, {"eval_every": 2}):
+        plan = plan_for(schedule, p, text, section=section, train=train, how=how, optimizer=optimizer)
+        runs.append(run_threads(plan, 5))
+    plain, watched = runs
+    assert len(watched[0].evaluation.results) == 3 and plain[0].evaluation is None
+    assert all(math.isfinite(r.loss) for r in watched[0].evaluation.results)
+    numbers = [[(r.step, r.loss, r.grad_norm) for r in run[0].results] for run in runs]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 5
+    before, after = (parameters(run) for run in runs)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    buffers = [
+        [b for w in run for s in w.stages.values() for x in s.layers for b in x.module.buffers()] for run in runs
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+
+
+def test_modules_return_into_the_mode_each_had(text):
+    modes = []
+
+    def freeze(worker):
+        for stage in worker.stages.values():
+            stage.layers[0].module.eval()
+            modes.append((stage, [m.training for x in stage.layers for m in x.module.modules()]))
+
+    run_threads(plan_for("1f1b", 2, text), 2, setup=freeze)
+    for stage, before in modes:
+        assert [m.training for x in stage.layers for m in x.module.modules()] == before
+        assert len(set(before)) == 2
+
+
+def test_few_batches_are_the_same_ones_every_time(text):
+    plan = plan_for("1f1b", 2, text, train={"eval_every": 1, "eval_batches": 1}, optimizer={"lr": 0.0})
+    found = results(run_threads(plan, 3))
+    assert [samples for _, _, samples in found] == [8, 8, 8] and len({loss for _, loss, _ in found}) == 1
+
+
+def test_too_little_data_for_one_evaluation_is_refused(text):
+    plan = plan_for("1f1b", 2, text, m=16)
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan, 1)
+    assert caught.value.code == "E504"

@@ -1,0 +1,143 @@
+"""Evaluation between steps: the loss on samples that are never trained on, by the placement's forward-only program.
+
+Nothing of a training changes by it: modules are put into evaluation mode and back each into its own, no graph is kept,
+and every random number that training draws has a seed of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zbc import spec
+from zbc.errors import ZbcError
+from zbc.forward import forward_only
+from zbc.ir import Kind, Op
+from zbc.runtime.data import Batches, Samples
+from zbc.runtime.handlers import HANDLERS, stage_loss, to_device
+from zbc.runtime.progress import EvaluationResult
+from zbc.runtime.seeding import seed_of
+from zbc.runtime.state import Evaluation, Worker, take
+
+
+def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Samples | None]) -> Evaluation | None:
+    """What the job asks for, None if nothing; `samples` gives the data kept for it, None where they are not read.
+
+    Raises E504 if they do not make one batch of as many samples as a step has.
+    """
+    if not train.eval_every:
+        return None
+    manifest = worker.plan.manifest
+    per_step, size, kept = manifest.microbatches * manifest.copies, manifest.microbatch_size, samples()
+    batches, count = None, 0
+    if kept is not None:
+        # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
+        batches = Batches(kept, seed=seed_of(train.seed, "evaluation"), microbatches=per_step, size=size)
+        count = min(len(kept) // (per_step * size), train.eval_batches or len(kept))
+    ops = forward_only(worker.placement, manifest.microbatches).ranks[worker.plan.rank]
+    worker.prepare(ops)
+    handlers = {**HANDLERS, Kind.F: _forward}
+    script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
+    return Evaluation(train.eval_every, batches, count, script)
+
+
+def due(worker: Worker, step: int, *, last: bool) -> bool:
+    """Whether to evaluate behind step `step` (from 0); `last`: it is the last one."""
+    evaluation = worker.evaluation
+    return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
+
+
+def evaluate(worker: Worker, step: int) -> EvaluationResult:
+    """Evaluate the weights as they are behind step `step`; all ranks do so together. The last step has to be final."""
+    evaluation = _of(worker)
+    began = time.monotonic()
+    manifest, progress = worker.plan.manifest, worker.progress
+    count = _agreed_count(worker, evaluation)
+    per_batch = manifest.microbatches * manifest.copies
+    losses = torch.zeros(count * per_batch, dtype=torch.float64, device=worker.device)
+    with _evaluating(worker):
+        for batch in range(count):
+            worker.step = batch
+            for handler, op, text in evaluation.script:
+                progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
+                handler(worker, op)
+            for mb, loss in worker.losses.items():
+                losses[batch * per_batch + worker.number(mb)] = loss.double()
+            worker.losses.clear()
+            worker.transport.finish_step(drain=True)
+    worker.all_reduce(losses, worker.everyone)
+    total = 0.0
+    for value in losses.tolist():  # in order, so that the sum does not depend on the cut
+        total += value
+    worker.step = step
+    samples = len(losses) * manifest.microbatch_size
+    result = EvaluationResult(step, total / len(losses), samples, time.monotonic() - began)
+    evaluation.results.append(result)
+    return result
+
+
+def _of(worker: Worker) -> Evaluation:
+    if worker.evaluation is None:
+        raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
+    return worker.evaluation
+
+
+def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
+    """The rank with the first stage, which reads the data, says how many batches there are."""
+    first = worker.copy == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
+    worker.all_reduce(count, worker.everyone)
+    return int(count.item())
+
+
+@contextmanager
+def _evaluating(worker: Worker) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards each in its own again, and no cast of a weight is left behind."""
+    modules: list[nn.Module] = [
+        module for stage in worker.stages.values() for layer in stage.layers for module in layer.module.modules()
+    ]
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+        for stage in worker.stages.values():
+            for cast in stage.casts:
+                cast.forget()
+
+
+def _forward(worker: Worker, op: Op) -> None:
+    """F without a backward: the output goes on, and nothing is kept."""
+    key, stage, message, _, local, end = worker.routes[op]
+    number = worker.number(op.mb)
+    if message is not None:
+        x = worker.wait(message)
+    elif op.stage == 0:
+        x = to_device(_batches(worker).inputs(worker.step, number), worker.device)
+    else:
+        x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
+    finish: Callable[[Tensor], Tensor] = stage.fit
+    if end:
+        target = to_device(_batches(worker).targets(worker.step, number), worker.device)
+        finish = functools.partial(stage_loss, worker.loss, target)
+    y = stage.evaluate(x, finish, "evaluation", worker.step, number)
+    if end:
+        worker.losses[op.mb] = y
+    else:
+        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
+        store[place] = y
+
+
+def _batches(worker: Worker) -> Batches:
+    batches = _of(worker).batches
+    if batches is None:
+        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
+    return batches
