@@ -1,0 +1,98 @@
+"""Sums over the two copies of a stage go on beside what still runs: BitPipe's eager synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zbc.compiler.check import check_all
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.simulate import simulate
+from zbc.ir import COMPUTE, Kind
+
+PAPERS = [("chimera", 1), ("bitpipe", 2)]
+SPLIT = [("chimera-zb", 1), ("bitpipe-zb", 2)]
+
+
+def lowered(name, v, p, m, each, **how):
+    """The complete program, its costs with sums that take `each` ms, and the makespan without."""
+    compute = SCHEDULES[name].make(Request(p, m, v))
+    free = Costs.uniform(compute.placement)
+    costs = replace(free, reduce=(each,) * compute.placement.stages)
+    program = lower(replace(compute, **how), costs=costs)
+    check_all(program)
+    return program, costs, simulate(compute, free).makespan
+
+
+def with_late_sums(program):
+    """All REDUCEs behind the last op of compute and the last transfer."""
+    ranks = []
+    for ops in program.ranks:
+        sums = [op for op in ops if op.kind is Kind.REDUCE]
+        rest = [op for op in ops if op.kind is not Kind.REDUCE]
+        end = next(i for i, op in enumerate(rest) if op.kind is Kind.VALIDATE)
+        ranks.append([*rest[:end], *sums, *rest[end:]])
+    late = program.with_ranks(ranks, by="late-sums")
+    check_all(late)
+    return late
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("name", "v"), PAPERS)
+def test_all_sums_but_the_one_that_begins_at_the_end_are_hidden(name, v, p):
+    """The gradients of stage 0 are complete with the last op of the step: its sum is all that is seen."""
+    each = 1.0 / v
+    program, costs, before = lowered(name, v, p, 2 * p, each)
+    after = simulate(program, costs).makespan
+    sums = sum(op.kind is Kind.REDUCE for op in program.ranks[0])
+    assert sums == 2 * v
+    assert after == pytest.approx(before + each)
+    late = simulate(with_late_sums(program), costs).makespan
+    assert late == pytest.approx(before + sums * each)
+    assert (late - after) / ((sums - 1) * each) >= 0.8
+
+
+@pytest.mark.parametrize(("name", "v"), [*PAPERS, *SPLIT, ("dualpipe", 1)])
+def test_a_sum_starts_right_behind_the_last_gradient_of_its_stage_unless_another_has_to_start_first(name, v):
+    program, _, _ = lowered(name, v, 4, 8, 0.25)
+    for ops in program.ranks:
+        sums = [i for i, op in enumerate(ops) if op.kind is Kind.REDUCE]
+        for k, i in enumerate(sums):
+            last = max(j for j, op in enumerate(ops) if op.kind in COMPUTE and op.stage == ops[i].stage)
+            between = [op for op in ops[last + 1 : i] if op.kind in COMPUTE]
+            assert last < i
+            assert not between or sums[k - 1] > last, "or it stands behind the sum before it"
+
+
+@pytest.mark.parametrize(("name", "v"), [*PAPERS, *SPLIT, ("dualpipe", 1)])
+def test_eager_sums_are_never_later_than_sums_at_the_end(name, v):
+    for p, m in ((2, 4), (4, 6), (6, 13)):
+        for each in (0.1, 1.0, 5.0):
+            program, costs, before = lowered(name, v, p, m, each)
+            eager, late = simulate(program, costs).makespan, simulate(with_late_sums(program), costs).makespan
+            assert before <= eager <= late + 1e-9
+
+
+@pytest.mark.parametrize(("name", "v"), PAPERS)
+def test_one_sum_for_both_pipes_and_all_copies_of_the_pipeline(name, v):
+    program, costs, _ = lowered(name, v, 4, 8, 1.0, copies=3)
+    for rank, ops in enumerate(program.ranks):
+        found = sorted(op.stage for op in ops if op.kind is Kind.REDUCE)
+        assert found == list(program.placement.stages_of(rank))
+    assert len(simulate(program, costs).sums) == program.placement.stages
+
+
+@pytest.mark.parametrize(("name", "v"), SPLIT)
+def test_a_searched_order_leaves_its_sums_time(name, v):
+    """The search times candidates with their sums."""
+    placement = SCHEDULES[name].placement(4, v)
+    free = Costs.uniform(placement)
+    slow = replace(free, reduce=(2.0,) * placement.stages)
+    found = []
+    for known in (free, slow):
+        program = SCHEDULES[name].make(Request(4, 8, v, costs=known))
+        found.append(simulate(lower(program, costs=slow), slow).makespan)
+    assert found[1] <= found[0]
