@@ -16,14 +16,14 @@ from zbc.runtime.worker import build_worker
 
 class Ours:
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
 
     def step(self, step: int) -> StepResult | None:
-        return run_step(self._worker, step)
+        return run_step(self.worker, step)
 
     def finish(self) -> None:
         """Behind the last of several steps without a barrier."""
-        finish(self._worker)
+        finish(self.worker)
 
     def clear(self) -> None:
         """Nothing is left behind."""

@@ -23,6 +23,9 @@ from zbc.runtime.validate import peak_bytes
 
 __all__ = ["HANDLERS", "Worker"]
 
+_NO_FORWARD = {kind: f"{kind.value} {{}}: its F has not run" for kind in (Kind.B, Kind.BW)}
+_NOTHING_TO_SEND = {kind: f"{kind.value} {{}}: what it sends has not been computed" for kind in Kind if kind.is_send}
+
 # ---- compute -------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +96,7 @@ def backward(worker: Worker, op: Op) -> None:
 
 def _backward(worker: Worker, op: Op, *, split: bool) -> Slot:
     key, stage, message, _, local, end = worker.routes[op]
-    x, tape, grad, slot = take(worker.kept, key, f"{op.kind.value} {{}}: its F has not run")
+    x, tape, grad, slot = take(worker.kept, key, _NO_FORWARD[op.kind])
     if not end:
         grad = _output_grad(worker, key, stage, message)
     worker.clock.start()
@@ -144,7 +147,7 @@ def send_backward(worker: Worker, op: Op) -> None:
 
 def _send(worker: Worker, op: Op, store: dict[Key, Tensor]) -> None:
     key, _, message, peer, _, _ = worker.routes[op]
-    tensor = take(store, key, f"{op.kind.value} {{}}: what it sends has not been computed")
+    tensor = take(store, key, _NOTHING_TO_SEND[op.kind])
     if message is not None:
         worker.send(message, tensor.contiguous(), peer)
 

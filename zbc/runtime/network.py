@@ -99,6 +99,7 @@ class Network:
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
                 self._sums[ranks] = group
+        self._ways: dict[tuple[Letter, int], tuple[Any, int, int]] = {}
         self._posted: dict[Letter, tuple[dist.Work, Tensor, int]] = {}
         self._sends: Sends = EventSends() if self._nccl else ThreadSends()
         most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
@@ -109,20 +110,22 @@ class Network:
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         tensor = tensor.contiguous()
         lost = partial(self._lost, message, peer, True)
+        group, number, tag = self._way(message, self.rank, peer)
         try:
-            work = dist.isend(tensor, peer, self._pair(self.rank, peer, message), tag=self._tag(message))
+            work = group.send([_real(tensor)], number, tag)
         except RuntimeError as error:
             raise lost(error) from error
-        self._sends.add(_started(work), tensor, lost)
+        self._sends.add(work, tensor, lost)
 
     def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
+        group, number, tag = self._way(message, peer, self.rank)
         try:
-            work = dist.irecv(buffer, peer, self._pair(peer, self.rank, message), tag=self._tag(message))
+            work = group.recv([_real(buffer)], number, tag)
         except RuntimeError as error:
             raise self._lost(message, peer, False, error) from error
-        self._posted[message] = _started(work), buffer, peer
+        self._posted[message] = work, buffer, peer
 
     def wait(self, message: Letter) -> Tensor:
         try:
@@ -175,9 +178,22 @@ class Network:
 
     def close(self) -> None:
         self._sends.close()
+        self._ways.clear()
         self._pairs.clear()
         self._signals.clear()
         self._sums.clear()
+
+    def _way(self, message: Letter, source: int, target: int) -> tuple[Any, int, int]:
+        """The group a message takes, the rank of its other end there, and its tag.
+
+        Looked up once: dist.isend and irecv ask anew each time, which takes as long as the transfer's start itself.
+        """
+        way = self._ways.get((message, source))
+        if way is None:
+            group = self._pair(source, target, message)
+            number = dist.get_group_rank(group, target if source == self.rank else source)
+            way = self._ways[message, source] = group, number, self._tag(message)
+        return way
 
     def _pair(self, source: int, target: int, message: Letter) -> Any:
         groups = self._signals if isinstance(message, Signal) else self._pairs
@@ -244,6 +260,11 @@ class _Collective(NamedTuple):
             self.work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers travel as pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _started(work: dist.Work | None) -> dist.Work:

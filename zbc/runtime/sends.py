@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zbc.errors import ZbcError
+
+_LOOK_S, _LOOKS = 0.0005, 20  # how often, and how many times in vain, the thread looks for sends before it sleeps
 
 
 class _Send(NamedTuple):
@@ -55,43 +56,68 @@ class EventSends:
 
 
 class ThreadSends:
-    """For gloo, whose work objects do not know before somebody waits: a thread does."""
+    """For gloo, whose work objects do not know before somebody waits: a thread does.
+
+    Waking a thread costs the rank more than starting a send. So the thread looks for new ones by itself, twice a
+    millisecond, and has to be woken only after it found none for a while.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Send | None] = SimpleQueue()
-        self._count = 0
+        self._under_way: deque[_Send] = deque()
+        self._begun = self._ended = 0  # the first is written by the rank's thread only, the second by the other
         self._failure: ZbcError | None = None
-        self._changed = threading.Condition()
+        self._asleep = self._draining = self._closed = False
+        self._wake, self._changed = threading.Event(), threading.Condition()
         threading.Thread(target=self._reap, name="zbc-sends", daemon=True).start()
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            self._count += 1
-        self._queue.put(_Send(work, tensor, lost))
+        if self._failure is not None:
+            raise self._failure
+        self._begun += 1
+        self._under_way.append(_Send(work, tensor, lost))
+        if self._asleep:
+            self._wake.set()
 
     def drain(self) -> None:
+        self._draining = True
+        self._wake.set()
         with self._changed:
-            self._changed.wait_for(lambda: self._count == 0 or self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
+            self._changed.wait_for(lambda: self._ended == self._begun or self._failure is not None)
+        self._draining = False
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._closed = True
+        self._wake.set()
 
     def _reap(self) -> None:
-        while True:
-            send = self._queue.get()  # held by this frame alone while it is under way, and by none before the next
-            if send is None:
-                return
+        while not self._closed:
+            try:
+                send = self._under_way.popleft()  # held by this frame alone, and by none before the next
+            except IndexError:
+                self._rest()
+                continue
             failure = None
             try:
                 send.work.wait()
             except RuntimeError as error:
                 failure = send.lost(error)
             del send
-            with self._changed:
-                self._count -= 1
-                self._failure = self._failure or failure
-                self._changed.notify_all()
+            self._failure = self._failure or failure
+            self._ended += 1
+            if self._draining:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _rest(self) -> None:
+        """Return when there is something to do."""
+        for _ in range(_LOOKS):
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+            if self._under_way or self._closed:
+                return
+        self._asleep = True  # set before the last look: what `add` appends after that look finds it set
+        if not self._under_way and not self._closed:
+            self._wake.wait()
+        self._asleep = False

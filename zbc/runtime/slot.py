@@ -77,7 +77,7 @@ def using(slot: Slot | None) -> Iterator[None]:
 
 def swap_slot(slot: Slot | None) -> Slot | None:
     """Make `slot` current and return the one before: `using` without the cost of a generator."""
-    before = current_slot()
+    before: Slot | None = getattr(_local, "slot", None)
     _local.slot = slot
     return before
 

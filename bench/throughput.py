@@ -1,0 +1,258 @@
+"""Steps per second beside torch.distributed.pipelining: the same model, order and microbatches on two gloo processes.
+
+    python bench/throughput.py [--steps N] [--case NAME ...]
+
+Both runtimes run in the same processes and take turns, step by step, so that a busy machine slows both; one thread per
+kernel. The peer is torch's general runtime with our order of ops and its own split of backward; with recompute its
+layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer runs the same optimizer after its
+step, without the gradient norm over ranks that ours computes. A ratio above 1 says that ours is faster. Last comes the
+time the main thread spends per op when stages compute nothing, and what as many bare transfers of torch take of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from record import Record
+
+RANKS, WARM_UP, LIMIT = 2, 3, 600.0
+JOB = """\
+zbc = 1
+[model]
+layers = {layers}
+hidden = {hidden}
+heads = 4
+vocab = {vocab}
+seq_len = {seq_len}
+[parallel]
+pp = 2
+[schedule]
+kind = "{kind}"
+microbatches = {m}
+microbatch_size = {size}
+[memory]
+activations = "{activations}"
+[data]
+kind = "synthetic"
+"""
+NOTHING = """\
+zbc = 1
+[model]
+family = "idle:layers"
+layers = 4
+loss = "mse"
+[parallel]
+pp = 2
+[schedule]
+kind = "{kind}"
+microbatches = 32
+[costs]
+f = 1
+b = 1
+w = 1
+[data]
+kind = "sleeping:Points"
+"""
+SMALL = {"layers": 2, "hidden": 16, "vocab": 256, "seq_len": 8, "size": 1, "m": 16, "activations": "keep"}
+MEDIUM = {"layers": 4, "hidden": 128, "vocab": 512, "seq_len": 64, "size": 2, "m": 8, "activations": "keep"}
+CASES: dict[str, dict[str, Any]] = {
+    "small 1f1b": {**SMALL, "kind": "1f1b"},
+    "small zb-h1": {**SMALL, "kind": "zb-h1"},
+    "small zb-v": {**SMALL, "kind": "zb-v"},
+    "medium 1f1b": {**MEDIUM, "kind": "1f1b"},
+    "medium zb-h1": {**MEDIUM, "kind": "zb-h1"},
+    "recompute 1f1b": {**MEDIUM, "kind": "1f1b", "activations": "recompute"},
+    "recompute zb-h1": {**MEDIUM, "kind": "zb-h1", "activations": "recompute"},
+}
+IDLE = ("1f1b", "zb-h1")
+
+
+# ---- on each rank --------------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, folder: Path, cases: list[str], steps: int, results: Connection) -> None:
+    """One rank's process: every case, both runtimes in turn, then the idle stages. Rank 0 sends what it measured."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
+    for number, case in enumerate(cases):
+        found = take_turns(runtimes(CASES[case], rank, folder / str(number), limit), steps)
+        if rank == 0:
+            results.send(found)
+    for kind in IDLE:
+        each = per_op(rank, folder / f"idle-{kind}", limit)
+        if rank == 0:
+            results.send(each)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def runtimes(case: dict[str, Any], rank: int, folder: Path, limit: timedelta) -> dict[str, Callable[[int], None]]:
+    import ours
+    import torch_runtime
+
+    from zbc.plan import Plan
+
+    plan = Plan.read(folder)
+    mine = ours.build(plan, rank, limit)
+    theirs = torch_runtime.build(plan, rank, folder, recompute=case["activations"] == "recompute")
+    return {"zbc": lambda step: mine.step(step) and None, "torch": theirs}
+
+
+def take_turns(runs: dict[str, Callable[[int], None]], steps: int) -> dict[str, list[float]]:
+    """ms of every step of each runtime, from a moment that all ranks agreed on to the end of the last one."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for step in range(WARM_UP + steps):
+        for name, run in runs.items():
+            over_ranks(0.0)
+            began = time.perf_counter()
+            run(step)
+            took = over_ranks(time.perf_counter() - began)
+            if step >= WARM_UP:
+                times[name].append(took * 1e3)
+    return times
+
+
+def over_ranks(number: float) -> float:
+    """The largest of all ranks' numbers; waits for all of them."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float]:
+    """Ops of a step of rank 0, us of its main thread per op, and what torch's own calls for transfers take of that."""
+    import ours
+
+    from zbc.plan import Plan
+
+    plan = Plan.read(folder)
+    ops = plan.program.ranks[rank]
+    runtime = ours.build(plan, rank, limit)
+    transfers = sum(op.kind.is_transfer for op in ops) / len(ops)
+    whole, bare = [], []
+    for step in range(60):
+        over_ranks(0.0)
+        began = time.thread_time()
+        runtime.step(step)
+        whole.append((time.thread_time() - began) / len(ops) * 1e6)
+        bare.append(transfers * bare_transfers(rank) * 1e6)
+    return len(ops), statistics.median(whole[10:]), statistics.median(bare[10:])
+
+
+def bare_transfers(rank: int, count: int = 30) -> float:
+    """Seconds of the main thread for one transfer, send or receive, by torch's process group alone."""
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    here, there = [torch.zeros(1) for _ in range(count)], [torch.zeros(1) for _ in range(count)]
+    over_ranks(0.0)
+    began = time.thread_time()
+    works = [group.recv([there[i]], 1 - rank, i + 1) for i in range(count)]
+    sends = [group.send([here[i]], 1 - rank, i + 1) for i in range(count)]
+    for work in works:
+        work.wait()
+    spent = time.thread_time() - began
+    for work in sends:
+        work.wait()
+    return spent / (2 * count)
+
+
+# ---- in the process that was called --------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Steps per second beside torch.distributed.pipelining.")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each runtime; the median counts")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one (repeatable); writes no file")
+    options = parser.parse_args()
+    cases = options.case or list(CASES)
+    record = Record("throughput")
+    record(f"# {RANKS} gloo processes, one thread each; ms per step, median of {options.steps} in turns")
+    record(f"{'case':16} {'ops':>5} {'zbc ms':>9} {'torch ms':>9} {'ratio':>7}   quartiles of the ratio, step by step")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        counts = [write_plan(JOB.format(**CASES[case]), folder / str(i)) for i, case in enumerate(cases)]
+        for kind in IDLE:
+            write_plan(NOTHING.format(kind=kind), folder / f"idle-{kind}")
+        found = measure(folder, cases, options.steps)
+        for case, count in zip(cases, counts, strict=True):
+            report(record, case, count, next(found))
+        for kind in IDLE:
+            ops, whole, bare = next(found)
+            record(
+                f"idle {kind:11} {ops:5} {whole:9.1f} us of the main thread per op, {bare:.1f} of it torch's transfers"
+            )
+    record()
+    record("# the cases: " + json.dumps(CASES))
+    record(JOB.rstrip())
+    if not options.case:
+        record.write()
+
+
+def report(record: Record, case: str, count: int, times: dict[str, list[float]]) -> None:
+    ratios = [theirs / mine for mine, theirs in zip(times["zbc"], times["torch"], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    mine, theirs = (statistics.median(times[name]) for name in ("zbc", "torch"))
+    record(f"{case:16} {count:5} {mine:9.2f} {theirs:9.2f} {theirs / mine:7.3f}   {low:.2f} to {high:.2f}")
+
+
+def write_plan(job: str, folder: Path) -> int:
+    """Plan a job into `folder`; the number of its ops."""
+    from zbc.compiler.compile import compile_job, load_job
+
+    path = folder.with_suffix(".toml")
+    path.write_text(job)
+    compiled = compile_job(load_job(path))
+    compiled.write(folder)
+    return compiled.program.size
+
+
+def measure(folder: Path, cases: list[str], steps: int) -> Any:
+    """Start the ranks and give what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torch_runtime", "ours"])
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=run_rank, args=(rank, folder, cases, steps, sender), daemon=True)
+        for rank in range(RANKS)
+    ]
+    end = time.monotonic() + LIMIT
+    try:
+        for process in ranks:
+            process.start()
+        for _ in range(len(cases) + len(IDLE)):
+            while not receiver.poll(0.5):
+                if any(process.exitcode for process in ranks):
+                    sys.exit("throughput: a rank failed")
+                if time.monotonic() > end:
+                    sys.exit(f"throughput: no result after {LIMIT:.0f} s")
+            yield receiver.recv()
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""torch.distributed.pipelining as a contestant of throughput.py: its general runtime with our order of compute ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer import write_order
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils.checkpoint import checkpoint
+
+from zbc.plan import Plan
+from zbc.runtime import model
+from zbc.runtime.data import Batches, build_samples
+from zbc.runtime.optimizer import torch_optimizer
+from zbc.runtime.worker import Settings
+
+
+class Checkpointed(nn.Module):
+    """A layer whose activations torch computes again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return y
+
+
+def build(plan: Plan, rank: int, folder: Path, *, recompute: bool) -> Callable[[int], None]:
+    """A function that trains one step on this rank, with the optimizer of the plan behind it."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
+    by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}
+    modules = {}
+    for s in placement.stages_of(rank):
+        layers = [by_name[name].build(seed) for name in manifest.layers[s]]
+        modules[s] = nn.Sequential(*(Checkpointed(layer) if recompute else layer for layer in layers))
+    stages: list[Any] = [PipelineStage(part, s, placement.stages, torch.device("cpu")) for s, part in modules.items()]
+    schedule = _PipelineScheduleRuntime(stages, m, loss_fn=model.loss(settings.model.loss))  # type: ignore[no-untyped-call]
+    ranks = dict(enumerate(placement.pipes[0]))
+    schedule.stage_index_to_group_rank = ranks
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks
+    path = folder / f"order-{rank}.csv"
+    write_order(plan.program, path)
+    schedule._load_csv(str(path), format="compute_only")
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
+    first, last = 0 in modules, placement.stages - 1 in modules
+    optimizer = torch_optimizer(settings.optimizer, [p for part in modules.values() for p in part.parameters()])
+
+    def run(step: int) -> None:
+        inputs = (torch.cat([batches.inputs(step, mb) for mb in range(m)]),) if first else ()
+        options = {"target": torch.cat([batches.targets(step, mb) for mb in range(m)])} if last else {}
+        schedule.step(*inputs, **options, return_outputs=False)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
