@@ -171,7 +171,7 @@ def test_every_message_of_a_step_has_a_tag_of_its_own(pool):
     update = {"slices": 3, "microbatches": 5, "placement": [[0, 3], [1, 2], [2, 1], [3, 0]]}
     plan = type(plan)(plan.manifest.model_copy(update=update), plan.program)
     count = 2 * 4 * 5 * 2 * 3
-    assert pool.run(tags, plan) == [(count, count, 0, 2 * count - 2)] * 4  # the odd ones are for forwards that run again
+    assert pool.run(tags, plan) == [(count, count, 0, 2 * count - 2)] * 4  # odd: forwards that run again
 
 
 def test_each_direction_between_two_ranks_has_a_group_of_its_own():
