@@ -19,6 +19,11 @@ from tests.check.pairs import damaged, draw, verdicts
 RANKS, MICROBATCHES = 12, 48
 
 
+def stopped() -> bool:
+    """Whether somebody made a file `stop` beside this one: then what is done so far is recorded."""
+    return (Path(__file__).parent / "stop").exists()
+
+
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -26,7 +31,11 @@ def main() -> int:
     record(f"# up to {RANKS} ranks and {MICROBATCHES} microbatches, seeds {first} to {first + count - 1}")
     good = refused = disagreements = ops = 0
     names: dict[str, int] = {}
+    done = 0
     for seed in range(first, first + count):
+        if stopped():
+            break
+        done += 1
         pair = draw(seed, ranks=RANKS, microbatches=MICROBATCHES)
         names[pair.name] = names.get(pair.name, 0) + 1
         ops += pair.program.size
@@ -40,8 +49,8 @@ def main() -> int:
         if (seed - first + 1) % 1000 == 0:
             print(f"{seed - first + 1} of {count}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     record(", ".join(f"{name} {number}" for name, number in sorted(names.items())))
-    record(f"{count} programs of {ops / count:.0f} ops on average: {good} complete, deadlock-free and run to their end")
-    record(f"{count} damaged copies: {refused} refused by both, {count - refused - disagreements} harmless to both")
+    record(f"{done} programs of {ops / done:.0f} ops on average: {good} complete, deadlock-free and run to their end")
+    record(f"{done} damaged copies: {refused} refused by both, {done - refused - disagreements} harmless to both")
     record(f"{disagreements} disagreements; {time.perf_counter() - began:.0f} s")
     record.write()
     return 1 if disagreements else 0

@@ -27,6 +27,7 @@ from zbc.ir import Kind, Op, Program
 COMPUTE = {"F", "B", "BW", "W"}
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
+BURSTS = (0, 0, 1, 5, 20)  # ops a rank does on top of the one it was chosen for, if it can
 REPEATABLE = {"F", "SEND_F", "RECV_F", "NORM", "VERDICT"}
 
 
@@ -101,10 +102,13 @@ class Machine:
             waiting: set[int] = set()
             while len(waiting) < len(self.ranks):
                 r = rng.choice([r for r in range(len(self.ranks)) if r not in waiting])
-                if self.advance(r):
-                    waiting.clear()
-                else:
+                if not self.advance(r):
                     waiting.add(r)
+                    continue
+                waiting.clear()
+                burst = rng.choice(BURSTS)
+                while burst and self.advance(r):
+                    burst -= 1
             fronts = [f"rank {r} at {rank.op}" for r, rank in enumerate(self.ranks) if rank.op is not None]
             if fronts:
                 return Outcome("stuck", ", ".join(fronts))

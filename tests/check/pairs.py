@@ -32,7 +32,7 @@ class Pair:
 def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
     """Pair number `seed`: the options of the schedule are drawn too."""
     rng = random.Random(seed)
-    name = rng.choice(NAMES)
+    name = rng.choice(NAMES if rng.random() < 0.5 else NAMES[:5])  # those that are searched take longer to make
     card = SCHEDULES[name]
     p = card.ranks_in * rng.randint(1, ranks // card.ranks_in)
     v = rng.choice([v for v in (1, 2, 3, 4) if card.allows(v)])

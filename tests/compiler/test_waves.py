@@ -220,3 +220,24 @@ def test_a_mirrored_placement_holds_every_stage_twice():
     placement = Placement.bidirectional(Placement.vshape(4).pipes[0])
     assert placement.stages_of(1) == (1, 2, 5, 6)
     assert placement.holders(1) == (1, 2)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), [("chimera-zb", 4, 8, 1), ("bitpipe-zb", 3, 5, 2)])
+def test_annealing_keeps_every_op_and_the_limit_and_gains(monkeypatch, name, p, m, v):
+    """An odd number of microbatches gives the pipes different shares."""
+    monkeypatch.setattr("zbc.compiler.search.shifting.available", lambda: False)  # compiled, it does the same
+    placement = SCHEDULES[name].placement(p, v)
+    costs = Costs.uniform(placement, 18.5, 18.1, 9.3, 0.6, 0.4)
+    gained = 0
+    for limit in (0.7 * p, float(p)):
+        found = []
+        for budget in (0.0, 0.03, 0.03):
+            program = SCHEDULES[name].make(Request(p, m, v, costs=costs, memory_limit=limit, budget=budget))
+            check_all(program)
+            assert max(rank.units for rank in peaks(program, costs)) <= limit + 1e-6
+            found.append((simulate(program, costs).makespan, program))
+        assert found[1][0] <= found[0][0] + 1e-9
+        assert found[1] == found[2], "made again, it is the same"
+        assert sorted(map(sorted, found[0][1].ranks)) == sorted(map(sorted, found[1][1].ranks))
+        gained += found[1][0] < found[0][0] - 1e-6
+    assert gained

@@ -19,6 +19,8 @@ from zbc.compiler.search.feasible import check_feasible
 from zbc.compiler.search.pipes import packed
 from zbc.ir import Placement, Program
 
+BUDGET = 2.0  # seconds of annealing where no order reaches the bound
+
 
 def chimera_zb(request: Request) -> Program:
     """Two pipes of one leg each, backwards split."""
@@ -45,6 +47,8 @@ def _found(name: str, request: Request) -> Program:
         objective=request.objective,
         split=True,
         target=target.makespan if request.objective == "makespan" else target.span,
+        seconds=request.budget,
+        seed=request.seed,
     )
 
 
@@ -150,6 +154,7 @@ BIDIRECTIONAL = (
         span="3m + (p-1)//2",
         memory="p, or the limit",
         searched=True,
+        budget=BUDGET,
     ),
     Schedule(
         name="bitpipe-zb",
@@ -165,5 +170,6 @@ BIDIRECTIONAL = (
         span="3m",
         memory="p, or the limit",
         searched=True,
+        budget=BUDGET,
     ),
 )

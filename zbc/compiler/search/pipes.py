@@ -16,11 +16,13 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.passes.reduce_grads import reduce_grads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
+from zbc.compiler.search.shifting import annealed
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
 EPS = 1e-9
+STARTS = 2  # orders that are annealed
 FAR = 40  # ops looked at where there should be no limit
 
 
@@ -78,22 +80,45 @@ def packed(
     orders: Iterable[Program] = (),
     split: bool = False,
     target: float = 0.0,
+    seconds: float = 0.0,
+    seed: int = 0,
 ) -> Program:
     """The best order found; `orders` made elsewhere take part. `limits` are activation units per rank.
 
-    With `split`, B and W are ops of their own. Stops at `target` ms. Raises E303 if no order keeps to the limits.
+    With `split`, B and W are ops of their own, and the best orders are annealed for some `seconds`. Stops at `target`
+    ms. Raises E303 if no order keeps to the limits.
     """
-    best: Found | None = None
+    found: list[Found] = []
     for program in _candidates(placement, m, costs, limits, name, orders, split):
-        timeline = simulate(reduce_grads(program, costs), costs)  # an order that leaves sums time is better
-        found = Found(program, timeline.makespan, timeline.span)
-        if best is None or _better(found.rank(objective), best.rank(objective)):
-            best = found
-        if best.rank(objective)[0] <= target * (1 + EPS):
-            break
-    if best is None:
+        found.append(_timed(program, costs))
+        if found[-1].rank(objective)[0] <= target * (1 + EPS):
+            return found[-1].program
+    if not found:
         raise ZbcError("E303", f"does not fit: no order of {name} keeps to the limit", hint="raise the memory limit")
+    best = _best(found, objective)
+    if split and seconds > 0:
+        starts = sorted(found, key=lambda one: one.rank(objective))[:STARTS]
+        for start in starts:
+            share = seconds / len(starts)
+            order = annealed(start.program, costs, limits, objective, share, target=target, seed=seed)
+            best = _best([best, _timed(order, costs)], objective)
+            if best.rank(objective)[0] <= target * (1 + EPS):
+                break
     return best.program
+
+
+def _timed(program: Program, costs: Costs) -> Found:
+    """With its sums of gradients: an order that leaves them time is better."""
+    timeline = simulate(reduce_grads(program, costs), costs)
+    return Found(program, timeline.makespan, timeline.span)
+
+
+def _best(found: Iterable[Found], objective: str) -> Found:
+    """The first of those that none beats by more than rounding."""
+    first, *rest = found
+    for one in rest:
+        first = one if _better(one.rank(objective), first.rank(objective)) else first
+    return first
 
 
 def _better(a: tuple[float, float], b: tuple[float, float]) -> bool:
