@@ -21,10 +21,10 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.plan import Plan
 from zbc.runtime.threads import run_threads
 
-MODEL = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 64}
+MODEL = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
 TEXT = {"kind": "text"}
 OPTIMIZER = {"lr": 3e-4, "clip_grad_norm": 1.0}
-RANKS, MICROBATCHES, SIZE = 2, 8, 2
+RANKS, MICROBATCHES, SIZE = 2, 8, 1
 
 
 def plan_of(schedule: str, ranks: int, copies: int, **changes: Any) -> Plan:

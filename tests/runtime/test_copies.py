@@ -93,6 +93,15 @@ def test_sharing_out_the_optimizer_changes_no_bit(schedule):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(("schedule", "copies", "tied"), [("chimera", 1, False), ("dualpipe", 2, True)])
+def test_the_pipes_of_a_bidirectional_schedule_share_out_the_optimizer_too(schedule, copies, tied):
+    plain, shared = (trained(schedule, 2, 4, copies, zero1, tied) for zero1 in (False, True))
+    assert results(plain) == results(shared)
+    before, after = alike(plain), alike(shared)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(isinstance(o, Sharded) for w in shared for o in w.optimizers.values())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_bfloat16_weights_keep_their_bits_and_have_masters_of_their_pieces_only(tied):
     low = {**REAL["model"], "dtype": "bfloat16", "parameters": "bfloat16"}

@@ -39,6 +39,9 @@ class Piece(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
 
 def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
     """The pieces of all parameters, in order. One that is not contiguous in memory stays whole."""
