@@ -3,7 +3,8 @@
 For rank r with stages lo..hi of the path, on its own time (`span`): its work and the idle time it cannot avoid.
 
 - warm: from its first F_lo to its first B_hi a microbatch travels to the last stage and back; meanwhile the rank can
-  run F only, and no more of them than fit in memory.
+  run F only, and no more of them than fit in memory. Before its first F of a later stage it can run F of earlier ones
+  only, and has to leave room for that microbatch to come through.
 - tail: from its last F_hi to the B_lo of that microbatch likewise; meanwhile only B and W of what is in memory can run.
 - Little's law: what microbatches hold, each over its least life on the rank, is at most limit times span.
 - cycle: with room for k microbatches, F of i+k waits for B of i.
@@ -80,9 +81,20 @@ class _Rank:
 
     def _warm(self) -> float:
         """Idle time before the first B."""
-        costs = self.costs
-        meanwhile = fill([(costs.act_b[s], costs.f[s], self.m) for s in self.stages], self.limit)
-        return max(0.0, self.way.around(self.low, self.high) - meanwhile)
+        meanwhile = self._forwards(self.stages, self.limit)
+        idle = max(0.0, self.way.around(self.low, self.high) - meanwhile)
+        for k in range(1, len(self.stages)):
+            room = self.limit - sum(self.costs.act_b[s] for s in self.stages[k:])
+            meanwhile = self._forwards(self.stages[:k], room)
+            idle = max(idle, self.way.down(self.low, self.stages[k]) - meanwhile)
+        return idle
+
+    def _forwards(self, stages: Sequence[int], room: float) -> float:
+        """Most time that F of these stages can take while `room` is all they find and nothing is given back."""
+        costs, s = self.costs, stages[0]
+        if len(stages) == 1 and 0 < costs.act_b[s] <= room < 1e14:
+            return min(self.m, int(room // costs.act_b[s])) * costs.f[s]
+        return fill([(costs.act_b[s], costs.f[s], self.m) for s in stages], room)
 
     def _tail(self) -> float:
         """Idle time between the last F and the B_lo of its microbatch."""
