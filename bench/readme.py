@@ -1,4 +1,4 @@
-"""Fill the marked blocks of README.md with what the tool prints: `python bench/readme.py`.
+"""Fill the marked blocks of README.md and docs/bidirectional.md with what zbc prints: `python bench/readme.py`.
 
 A block stands between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed anew, which a
 test holds the README to; the fidelity table comes from the newest file of bench/results.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+BIDIRECTIONAL = ROOT / "docs" / "bidirectional.md"
 UNIT = "\n[costs]\nf = 1\nb = 1\nw = 1\n"
 
 
@@ -40,11 +41,36 @@ def fidelity() -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), "", f"From bench/results/{newest.name}."])
 
 
-BLOCKS = {"picture": picture, "compare": comparison, "fidelity": fidelity}
+ONE_PIPE = "1f1b,interleaved-1f1b,zb-h1,zb-v,hanayo,dualpipe-v"
+TWO_PIPES = "chimera,bitpipe,dualpipe,chimera-zb,bitpipe-zb"
+COLUMNS = ("schedule", "makespan", "of makespan", "units", "params", "sums", "gap")
 
 
-def fill(text: str, names: tuple[str, ...] = tuple(BLOCKS)) -> str:
-    """README text with the named blocks made anew."""
+def two_pipes(p: int, m: int, *more: str, schedules: str = f"{ONE_PIPE},{TWO_PIPES}", times: str = "1") -> str:
+    """Schedules with one pipe and with two at unit times, some columns of the table."""
+    settings = [f"parallel.pp={p}", f"schedule.microbatches={m}", *(f"costs.{key}={times}" for key in "fbw")]
+    settings += ["costs.comm=0", "costs.act_w=1", "costs.reduce=0", *more]
+    wanted = [part for setting in settings for part in ("--set", setting)]
+    table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), "--schedules", schedules, *wanted, "--md")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    kept = [rows[0].index(name) for name in COLUMNS]
+    return "\n".join("| " + " | ".join(row[k] for k in kept) + " |" for row in rows)
+
+
+BLOCKS = {
+    "picture": picture,
+    "compare": comparison,
+    "fidelity": fidelity,
+    "two pipes, p = 4, m = 4": lambda: two_pipes(4, 4),
+    "two pipes, p = 8, m = 8": lambda: two_pipes(8, 8),
+    "two pipes, p = 8, m = 32": lambda: two_pipes(8, 32),
+    "two copies, p = 4, m = 4": lambda: two_pipes(4, 4, "parallel.dp=2", schedules="1f1b,zb-v", times="2"),
+}
+TWO_PIPES_BLOCKS = tuple(name for name in BLOCKS if name.startswith("two "))
+
+
+def fill(text: str, names: tuple[str, ...]) -> str:
+    """The text with the named blocks made anew."""
     for name in names:
         start, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
@@ -62,4 +88,5 @@ def _printed(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(fill(README.read_text()))
+    README.write_text(fill(README.read_text(), ("picture", "compare", "fidelity")))
+    BIDIRECTIONAL.write_text(fill(BIDIRECTIONAL.read_text(), TWO_PIPES_BLOCKS))

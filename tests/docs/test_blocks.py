@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.readme import README, fill
+from bench.readme import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +64,13 @@ def test_every_code_block_says_what_it_is_or_is_a_picture():
 def test_the_picture_and_the_table_of_the_readme_are_what_zbc_prints():
     text = README.read_text()
     assert fill(text, ("picture", "compare")) == text
+
+
+def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says():
+    text = BIDIRECTIONAL.read_text()
+    assert fill(text, TWO_PIPES_BLOCKS) == text
+    for first, row in (("p = 4, m = 4", "| zb-v | 13.50 |"), ("p = 8, m = 8", "| zb-v | 27.50 |")):
+        assert row in text.partition(f"<!-- two pipes, {first} -->")[2].partition("<!-- end -->")[0]
 
 
 def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
