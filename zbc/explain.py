@@ -499,6 +499,17 @@ of, or a plan that runs its forwards out of order. docs/models.md lists what
 layers may do.
 """,
     ),
+    "E510": _entry(
+        "gradients are not those of plain autograd",
+        """
+`zbc doctor --model JOB.toml` runs one microbatch through the stages of the plan
+and through the uncut model, and compares the gradient of each parameter. They
+should have the same bits in float32 on a CPU; a difference within 1e-5 (2e-2 in
+bfloat16) of a parameter's largest gradient counts as rounding. More than that
+means that a layer does not do the same thing both times, or gets its gradient
+in a way a pipeline breaks.
+""",
+    ),
     "E520": _entry(
         "the folder of pretrained weights cannot be read",
         """

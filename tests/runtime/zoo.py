@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbc.runtime.slot import current_slot
+
 W = 8
 
 
@@ -174,6 +176,17 @@ class Averages(nn.Module):
         return self.linear(x) * self.mean / self.count
 
 
+class Sneaky(nn.Module):
+    """Does something else inside a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1.0 if current_slot() is None else 1.01)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,6 +269,10 @@ def frozen():
 
 def gambles():
     return [lambda: nn.Linear(W, W), Gambles, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
+
+
+def sneaky():
+    return [lambda: nn.Linear(W, W), Sneaky, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
 
 
 def lazy():

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from zbc.cli.console import labelled, show
+from zbc.cli.console import labelled, show, show_json
+from zbc.cli.options import AsJson, Settings
 from zbc.errors import ZbcError
 
 
@@ -42,9 +43,29 @@ def run(
     launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf)
 
 
-def doctor() -> None:
-    """Look at this machine and say what zbc can do on it."""
+def doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="JOB.toml", help="Compare the gradients of this job's stages with autograd's."),
+    ] = None,
+    settings: Settings = None,
+    json: AsJson = False,
+) -> None:
+    """Look at this machine and say what zbc can do on it, or look at a model of yours with --model.
+
+    With --model one microbatch runs both ways, here on the CPU: through the stages of the job's plan and through plain
+    autograd. Fails with E510 where a gradient differs.
+    """
+    if model is not None:
+        from zbc.cli.checkup import examine
+
+        examine(model, settings or (), as_json=json)
+        return
     from zbc.cli.environment import inspect
 
-    for label, lines in inspect().items():
+    found = inspect()
+    if json:
+        show_json({"format": "zbc-doctor", "version": 1, **found})
+        return
+    for label, lines in found.items():
         show(labelled(label, *lines))

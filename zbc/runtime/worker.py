@@ -78,7 +78,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     ends = {0, placement.stages - 1} & set(mine)
     size = manifest.microbatch_size
     samples = _samples(settings, needed=bool(ends))
-    plans = _layers(settings)
+    plans = layer_plans(settings)
     first = input_spec(settings.data, settings.model, samples, size)
     autocast = device if settings.model.dtype == "bfloat16" else None
     lowered = LOWERED[settings.model.parameters]
@@ -106,7 +106,8 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     return worker
 
 
-def _layers(settings: Settings) -> list[model.LayerPlan]:
+def layer_plans(settings: Settings) -> list[model.LayerPlan]:
+    """The layers of a plan, with pretrained weights where it names some."""
     plans = model.layers(settings.model, settings.train.seed)
     if settings.pretrained is None:
         return plans

@@ -1,0 +1,79 @@
+"""`zbc doctor --model`: the gradients of a job's stages beside those of plain autograd, in words and as JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+ZOO = {"data": {"kind": "tests.runtime.user_models:Vectors"}, "layers": 4, "pp": 2, "m": 4}
+
+
+def zoo(which, **changes):
+    model = {"family": f"tests.runtime.zoo:{which}", "loss": "mse"}
+    return {**ZOO, "model": model, **changes}
+
+
+JOBS = {
+    "gpt": {"data": {"kind": "synthetic"}},
+    "split": {"data": {"kind": "synthetic"}, "kind": "zb-v"},
+    "recompute": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "memory": {"activations": "recompute"}},
+    "some recompute": {"data": {"kind": "synthetic"}, "memory": {"activations": {"1": "recompute"}}},
+    "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"tie_embeddings": True}},
+    "bf16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
+    "masters": {"data": {"kind": "synthetic"}, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
+    "llama": {"data": {"kind": "synthetic"}, "model": {"family": "llama", "kv_heads": 2}},
+    "two copies": {"data": {"kind": "synthetic"}, "parallel": {"dp": 2}},
+    "no barrier": {"data": {"kind": "synthetic"}, "kind": "zb-v", "optimizer": {"sync": "post-validate"}},
+    "noise": zoo("noise", kind="zb-h1"),
+    "buffers": zoo("averages", kind="zb-h1"),
+    "whole numbers": zoo("integers", kind="zb-h1"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
+    ran = zbc("doctor", "--model", job(**JOBS[name]))
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert len(lines) <= 10 and all(len(line) <= 80 for line in lines), ran.out
+    assert "all right" in ran.out and "loss" in ran.out
+
+
+def test_what_ran_is_said(zbc, job):
+    out = zbc("doctor", "--model", job(**{**JOBS["recompute"], "memory": {"activations": {"1": "recompute"}}})).out
+    assert "zb-h1, 4 stages" in out
+    assert "1: B and W apart, recomputed" in out and "bit by bit the same" in out
+
+
+def test_the_same_as_json(zbc, job):
+    found = zbc("doctor", "--model", job(**JOBS["split"]), "--json").json()
+    assert (found["format"], found["version"], found["fine"]) == ("zbc-checkup", 1, True)
+    assert found["loss"]["plan"] == found["loss"]["plain"]
+    assert len(found["parameters"]) == 8 * 12 + 5 and {p["error"] for p in found["parameters"]} == {0.0}
+
+
+def test_a_layer_that_does_something_else_is_found_with_every_parameter_it_spoils(zbc, job):
+    ran = zbc("doctor", "--model", job(**zoo("sneaky", kind="zb-h1")))
+    assert ran.code == 6 and ran.out == ""
+    assert "error[E510]" in ran.err and "of 8 parameters get another gradient" in ran.err
+    assert "layers.1.linear.weight: off by" in ran.err and "docs/models.md" in ran.err
+    assert all(len(line) <= 90 for line in ran.err.splitlines())
+    failed = zbc("doctor", "--model", "zbc.toml", "--json")
+    assert failed.json()["errors"][0]["code"] == "E510"
+
+
+def test_what_cannot_run_is_refused_as_in_training(zbc, job):
+    ran = zbc("doctor", "--model", job(**zoo("lazy")))
+    assert ran.code == 6 and "error[E509]" in ran.err
+    ran = zbc("doctor", "--model", "nowhere.toml")
+    assert ran.code == 3 and "error[E101]" in ran.err
+
+
+def test_a_setting_on_the_command_line(zbc, job):
+    job(data={"kind": "synthetic"})
+    out = zbc("doctor", "--model", "zbc.toml", "--set", 'schedule.kind="zb-v"').out
+    assert "zb-v, 8 stages" in out
+
+
+def test_the_machine_as_json(zbc):
+    found = zbc("doctor", "--json").json()
+    assert found["format"] == "zbc-doctor" and found["torch"]

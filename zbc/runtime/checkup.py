@@ -1,0 +1,173 @@
+"""`zbc doctor --model`: one microbatch through the stages of a plan and through plain autograd; are gradients equal?
+
+All stages run here, on the CPU, one after the other: with B and W apart where the plan has them apart, with recompute
+where it recomputes, boundary tensors of the planned types in between. The other side runs the same layers, unpatched
+and uncut, with the same data and random numbers, and calls `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+from zbc.plan import Manifest, Plan, RankPlan, assemble
+from zbc.runtime import model
+from zbc.runtime.data import Batches, build_samples
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.precision import lower_precision
+from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
+
+
+class Compared(NamedTuple):
+    """One parameter: `error` is the largest difference of its gradients as a share of the largest gradient."""
+
+    name: str
+    error: float  # 0 where all bits are equal, inf where only one side has a gradient or one is not finite
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What came out; `stages` says of each how it ran."""
+
+    stages: tuple[str, ...]
+    loss: float
+    plain_loss: float
+    parameters: tuple[Compared, ...]
+    tolerance: float
+
+    @property
+    def equal(self) -> int:
+        """Parameters whose gradients have the same bits."""
+        return sum(found.error == 0 for found in self.parameters)
+
+    @property
+    def wrong(self) -> tuple[Compared, ...]:
+        return tuple(found for found in self.parameters if not found.error <= self.tolerance)
+
+    @property
+    def loss_is_right(self) -> bool:
+        return math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance)
+
+    @property
+    def fine(self) -> bool:
+        return self.loss_is_right and not self.wrong
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": "zbc-checkup",
+            "version": 1,
+            "fine": self.fine,
+            "tolerance": self.tolerance,
+            "loss": {"plan": self.loss, "plain": self.plain_loss},
+            "stages": list(self.stages),
+            "parameters": [
+                {"name": name, "error": error if math.isfinite(error) else None} for name, error in self.parameters
+            ],
+        }
+
+
+def check_up(plan: Plan) -> Checkup:
+    """Run one microbatch of step 0 both ways. Raises E5xx where the model, its data or its loss do not work."""
+    single = _single(plan)
+    manifest, settings = single.manifest, Settings.of(single.manifest)
+    worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), torch.device("cpu"))
+    result = run_step(worker, 0)
+    if result is None:
+        raise ZbcError("E703", "run: a step with a barrier has no result")
+    mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
+    loss, plain = _plain(manifest, settings)
+    found = tuple(Compared(name, _error(mine.get(name), grad)) for name, grad in plain.items())
+    return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
+
+
+def _single(plan: Plan) -> Plan:
+    """The plan's stages for one microbatch on one rank, without the end of a step."""
+    manifest, stages = plan.manifest, range(plan.manifest.stages)
+    split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
+    ops = [Op(Kind.F, s) for s in stages]
+    ops += [Op(Kind.B if s in split else Kind.BW, s) for s in reversed(stages)]
+    ops += [Op(Kind.W, s) for s in stages if s in split]
+    placement = Placement(((0,) * len(stages),))
+    program = Program(placement, 1, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied)
+    single, _ = assemble(
+        program,
+        parameters={},
+        layers=manifest.layers,
+        boundaries=manifest.boundaries,
+        microbatch_size=manifest.microbatch_size,
+        predicted={},
+        planning={**manifest.planning, "optimizer": {"sync": "before-step"}},
+        training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
+    )
+    return Plan(single, program)
+
+
+def _plain(manifest: Manifest, settings: Settings) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and gradients of the model as it is, by plain autograd."""
+    seed, lowered = settings.train.seed, LOWERED[settings.model.parameters]
+    modules = _modules(settings)
+    parameters = _named(modules)
+    lower_precision(parameters.values(), lowered)
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=1, size=manifest.microbatch_size, lowered=lowered)
+    x, target = batches.inputs(0, 0), batches.targets(0, 0)
+    with torch.autocast("cpu", torch.bfloat16) if settings.model.dtype == "bfloat16" else nullcontext():
+        for name, module in modules.items():
+            with drawing(torch.device("cpu"), seed_of(seed, 0, 0, name)):
+                x = module(x)
+        loss = model.loss(settings.model.loss)(x, target)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item(), {name: p.grad for name, p in parameters.items()}
+
+
+def _modules(settings: Settings) -> dict[str, nn.Module]:
+    """The layers of the model by name, ties included."""
+    plans = layer_plans(settings)
+    modules = {plan.name: plan.build(settings.train.seed) for plan in plans}
+    for plan in plans:
+        for local, target in plan.ties.items():
+            owner = next(name for name in modules if target.startswith(f"{name}."))
+            path, _, leaf = local.rpartition(".")
+            shared = modules[owner].get_parameter(target.removeprefix(f"{owner}."))
+            setattr(modules[plan.name].get_submodule(path), leaf, shared)
+    return modules
+
+
+def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter once, under the name of its first owner."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, module in modules.items():
+        for local, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (f"{name}.{local}", parameter))
+    return dict(found.values())
+
+
+def _error(mine: Tensor | None, plain: Tensor | None) -> float:
+    if mine is None or plain is None:
+        return 0.0 if mine is plain else math.inf
+    if torch.equal(mine, plain):
+        return 0.0
+    largest = plain.abs().max().item()
+    error = (mine - plain).abs().max().item() / (largest or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:
+    split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
+    return tuple(
+        ("B and W apart" if s in split else "backward in one") + (", recomputed" * (settings.memory.of(s) != "keep"))
+        for s in range(plan.manifest.stages)
+    )
