@@ -11,7 +11,8 @@ from tests.compiler.grid import FIXED, make
 from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate, steady_state
-from zbc.compiler.steps import consecutive, either_way, settled
+from zbc.compiler.steps import consecutive, settled
+from zbc.compiler.steps import either_way as of_complete
 from zbc.ir import AHEAD, Kind, Placement
 
 UNIT = 1.0
@@ -23,6 +24,18 @@ def costs_of(program, *, f=UNIT, b=UNIT, w=UNIT, comm=0.0, hop=0.0, step=0.0, te
     made = Costs.uniform(program.placement, f, b, w, comm)
     each = [(ms * ranks / stages,) * stages for ms in (step, step if tentative is None else tentative)]
     return replace(made, step=each[0], tentative=each[1], hop=hop)
+
+
+def either_way(order, costs):
+    """Of an order, from both of its complete programs alike."""
+    timeline = simulate(order, costs)
+    found = of_complete(lower(order, costs=costs), simulate(lower(order, costs=costs), costs), costs)
+    if not order.sharded:
+        ahead = lower(order, "post-validate", costs)
+        assert of_complete(ahead, simulate(ahead, costs), costs) == pytest.approx(found)
+        assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
+    assert found[0] >= timeline.makespan
+    return found
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"])

@@ -143,7 +143,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     timeline = simulate(program, found.costs)
     memory = peaks(program, found.costs, timeline)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name)
-    barrier, ahead = either_way(found.program, found.costs)
+    barrier, ahead = either_way(program, timeline, found.costs)
     summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, memory, summary)

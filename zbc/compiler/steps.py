@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
-from zbc.compiler.passes import lower
-from zbc.compiler.simulate import Timeline, run
-from zbc.ir import AHEAD, Program
+from zbc.compiler.passes.post_validate import post_validate
+from zbc.compiler.simulate import SAME, Timeline, run
+from zbc.ir import AHEAD, BARRIER, Program
 
 SETTLES = 8  # steps after which their length no longer changes
-SAME = 1e-12  # relative difference of times that are one
 
 
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
@@ -63,7 +62,16 @@ def settled(program: Program, costs: Costs) -> float:
     return period
 
 
-def either_way(compute: Program, costs: Costs) -> tuple[float, float | None]:
-    """What a settled step of an order costs with the barrier and without it; None where it needs one."""
-    with_barrier = settled(lower(compute, "before-step", costs), costs)
-    return with_barrier, None if compute.sharded else settled(lower(compute, "post-validate", costs), costs)
+def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[float, float | None]:
+    """What a settled step of a complete program costs with the barrier and without it; None where it needs one.
+
+    `timeline` is that of its compute ops, which are the same either way.
+    """
+    ranks = range(timeline.ranks)
+    with_barrier = timeline.makespan + max(optimizer_ms(program, costs, r) for r in ranks)
+    if program.sharded:
+        return with_barrier, None
+    if not any(op.kind in AHEAD for op in program.ranks[0]):
+        open_end = [[op for op in ops if op.kind not in BARRIER] for ops in program.ranks]
+        program = post_validate(program.with_ranks(open_end, by="without-barrier"), costs)
+    return with_barrier, settled(program, costs)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.dag import Dag, build
-from zbc.compiler.simulate import run
+from zbc.compiler.simulate import SAME, run
 from zbc.compiler.warmup import closed, forwards, lone_forward
 from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
 
-SETTLES = 4  # steps until the ranks follow one another as they will
+SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
 
 
@@ -69,12 +69,14 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
 def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
     ranks = len(program.ranks)
     reach = forwards(dag)
-    last = [0.0] * ranks  # when each rank ended the step before
-    ends = last
+    tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in range(ranks)]
+    ends = [0.0] * ranks
     for _ in range(SETTLES):
-        timeline, last = run(dag, program, costs, ends), ends
-        tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in range(ranks)]
+        timeline, last = run(dag, program, costs, ends), ends  # `last`: when each rank ended the step before
         ends = [timeline.closes(r) + tentative[r] for r in range(ranks)]
+        periods = [b - a for a, b in zip(last, ends, strict=True)]
+        if max(periods) - min(periods) <= SAME * max(periods):
+            break
     hops = _Hops(dag, timeline.start, timeline.end, last, reach, costs)
     norm, down = [0] * ranks, 0.0
     for r in range(ranks):
