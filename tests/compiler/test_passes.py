@@ -75,6 +75,16 @@ def test_the_step_ends_with_one_agreement_and_one_step_per_stage():
     assert after == [["VALIDATE", "STEP s0", "STEP s3"], ["VALIDATE", "STEP s1", "STEP s2"]]
 
 
+def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
+    """Rank 1 ends a unit after rank 0, so its verdict comes while rank 0 runs a forward; what rank 0 sends before REDO
+    is received before REDO."""
+    rank0, rank1 = listing(lower(make("zb-h2", 2, 3), "post-validate"))
+    assert rank0[:6] == ["NORM", "F s0 m0", "SEND_F s0 m0 >r1", "VERDICT", "REDO", "F s0 m1"]
+    assert rank0[rank0.index("COMMIT s0") - 1 :][:3] == ["SEND_F s0 m2 >r1", "COMMIT s0", "B s0 m0"]
+    assert rank1[:6] == ["NORM", "VERDICT", "RECV_F s1 m0 <r0", "REDO", "F s1 m0", "COMMIT s1"]
+    assert (rank0[-1], rank1[-1]) == ("TENTATIVE s0", "TENTATIVE s1")
+
+
 def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order():
     """Stage 1 is done first, so all start with it; rank 1 is done with its copy of stage 0 before it begins."""
     mirrored = Placement.bidirectional((0, 1))

@@ -33,14 +33,15 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
     repeats these forwards if the verdict is another one than was assumed, and COMMIT makes the step final before the
     first backward adds to its gradients.
 
-        F s0 m0           NORM
-        F s0 m1           F s0 m0
-        BW s0 m0    ->    VERDICT
-        BW s0 m1          F s0 m1
-                          REDO
+                          NORM
+        F s0 m0           F s0 m0
+        F s0 m1           VERDICT
+        F s0 m2     ->    REDO
+        BW s0 m0          F s0 m1
+        ...               F s0 m2
                           COMMIT s0
                           BW s0 m0
-                          BW s0 m1
+                          ...
                           TENTATIVE s0
 
     Where NORM and VERDICT stand depends on when their messages arrive, by `costs` (by default all ops take equally
