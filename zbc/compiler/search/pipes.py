@@ -108,8 +108,8 @@ def packed(
 
 
 def _timed(program: Program, costs: Costs) -> Found:
-    """With its sums of gradients: an order that leaves them time is better."""
-    timeline = simulate(reduce_grads(program, costs), costs)
+    """With its sums of gradients, if they take time: an order that leaves them some is better."""
+    timeline = simulate(reduce_grads(program, costs) if any(costs.reduce) else program, costs)
     return Found(program, timeline.makespan, timeline.span)
 
 
