@@ -18,6 +18,7 @@ LAYERS = [
     ["zbc.errors", "zbc.explain"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.interop.megatron_layout"],
     ["zbc.model_section", "zbc.learning_rate"],
+    ["zbc.flops"],
     ["zbc.hfconfig"],
     ["zbc.spec"],
     ["zbc.plan", "zbc.forward"],
@@ -53,8 +54,9 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
-    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate"],
+    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.flops"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.runtime.options"],
+    ["zbc.runtime.sinks", "zbc.runtime.live"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.permutation", "zbc.runtime.tokens"],

@@ -671,6 +671,8 @@ Some features need a package that zbc itself does not:
 
     pip install 'zbc[hf]'             safetensors: pretrained weights, export
     pip install 'zbc[tokenizers]'     tokenizers: zbc data tokenize --tokenizer
+    pip install 'zbc[tensorboard]'    log.tensorboard
+    pip install 'zbc[wandb]'          log.wandb
 """,
     ),
     "E701": _entry(

@@ -188,7 +188,10 @@ class Log(Section):
 
     every: Count = Field(10, description="steps between console lines")
     dir: str = Field("runs", description="folder of the run directories")
-    tensorboard: bool = False
+    tensorboard: bool = Field(False, description="also event files; pip install 'zbc[tensorboard]'")
+    wandb: str | None = Field(
+        None, description="a Weights & Biases project to log to as well; pip install 'zbc[wandb]'"
+    )
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -515,7 +518,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
-        ("log", "tensorboard", lambda s: s.tensorboard, "set it to false; metrics.jsonl is always written"),
     ]
     for name, key, is_set, hint in later:
         section = get(name)

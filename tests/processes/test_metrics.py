@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import sys
 
 import pytest
 
 from tests.processes.plans import compiled, metrics, run_here, write_plan
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
+from zbc.runtime import launch
+from zbc.runtime.live import LiveLine
 from zbc.runtime.metrics import RunLog, RunSettings
-from zbc.runtime.progress import StepResult
+from zbc.runtime.progress import EvaluationResult, StepResult
 
 MIB = 2**20
 
@@ -72,7 +77,7 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     model = {"family": "tests.processes.user_layers:layers", "loss": "mse"}
     data = {"kind": "tests.processes.user_layers:Vectors"}
     plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
-    planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "seq_len": None}}
+    planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
     with RunLog(manifest, RunSettings(tmp_path, 1, "cpu", []), tmp_path / "run") as log:
         line = log.record(result())
@@ -108,3 +113,110 @@ def test_an_evaluation_has_lines_of_its_own(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 3]
     found = [row for row in rows if "eval_loss" in row]
     assert [row["eval_samples"] for row in found] == [104, 104] and all(row["eval_loss"] > 5 for row in found)
+
+
+# ---- other places ----------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_log(log={"tensorboard": True}) as log:
+        log.record(result())
+        log.record(result(1, loss=4.5, grad_norm=math.inf))
+        log.record_evaluation(EvaluationResult(1, 4.25, 8, 0.5))
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 5.5), (2, 4.5)]
+    assert [e.step for e in found.Scalars("grad_norm")] == [1]
+    assert [(e.step, e.value) for e in found.Scalars("eval_loss")] == [(2, 4.25)]
+    assert {"lr", "tokens_per_s", "bubble_rate_makespan", "peak_bytes/rank3"} <= set(found.Tags()["scalars"])
+
+
+class FakeWandb:
+    """Weights & Biases as far as it is used; the package itself is large, and is not needed to see what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def init(self, **options):
+        self.told.append(options)
+        return self
+
+    def log(self, numbers, step):
+        self.told.append((step, numbers))
+
+    def finish(self):
+        self.told.append("finish")
+
+
+def test_wandb_is_told_what_runs_and_every_step(open_log, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with open_log(log={"wandb": "project"}) as log:
+        log.record(result())
+    begun, (step, numbers), end = fake.told
+    assert begun["project"] == "project" and begun["dir"] == str(tmp_path / "run") and begun["config"]["ranks"] == 4
+    assert step == 1 and numbers["loss"] == 5.5 and numbers["busy_ms/rank1"] == 75.0 and end == "finish"
+
+
+def test_a_package_that_is_missing_is_found_before_the_run_starts(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # the folder of an earlier run looks like a package without files
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = write_plan(tmp_path, log={"wandb": "project"})
+    with pytest.raises(ZbcError) as caught:
+        run_here(plan, 4, tmp_path / "run")
+    assert caught.value.code == "E610" and "zbc[wandb]" in caught.value.hint and not (tmp_path / "run").exists()
+
+
+def test_mfu_is_the_share_of_the_given_peak(open_log, tmp_path):
+    with open_log(hardware={"tflops": 0.001}) as log:
+        line = log.record(result())
+    weights = 4 * (12 * 16 * 16) + 16 * 256
+    flops = 8 * 6 * 8 * (weights + 4 * 8 * 16)  # 8 sequences of 8 tokens
+    assert metrics(tmp_path / "run")[0]["mfu"] == pytest.approx(flops / (0.1 * 4 * 1e9))
+    assert "MFU 1.6%" in line
+
+
+def test_without_a_given_peak_there_is_no_mfu(open_log, tmp_path):
+    with open_log() as log:
+        assert "MFU" not in log.record(result())
+    assert metrics(tmp_path / "run")[0]["mfu"] is None
+
+
+# ---- the line that is written over -----------------------------------------------------------------------------
+
+
+def test_the_live_line_says_how_far_the_run_is(open_log):
+    with open_log(steps=12) as log:
+        assert log.live(result(2)) == "[#####...............] 3/12  loss 5.5000  640 tokens/s  0:00:01 left"
+
+
+def test_lines_that_stay_clear_the_one_that_does_not():
+    stream, kept = io.StringIO(), []
+    live = LiveLine(stream)
+    line = live.around(kept.append)
+    live.show("one")
+    live.show("too soon")
+    line("stays")
+    line("too")
+    assert stream.getvalue() == "\r\x1b[2Kone\r\x1b[2K" and kept == ["stays", "too"]
+
+
+def test_only_a_terminal_gets_a_live_line(tmp_path, capfd):
+    run_here(write_plan(tmp_path), 4, tmp_path / "run", steps=2)
+    assert "\x1b" not in capfd.readouterr().err
+
+
+def test_nccl_keeps_its_last_operations_unless_told_otherwise(tmp_path, monkeypatch):
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    cpu, gpu = (read_manifest(write_plan(tmp_path, d, hardware={"device": d})) for d in ("cpu", "cuda"))
+    launch._flight_recorder(cpu)
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    launch._flight_recorder(gpu)
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    launch._flight_recorder(gpu)
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ

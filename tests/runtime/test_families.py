@@ -10,6 +10,7 @@ import torch
 from tests.jobs import job
 from tests.runtime.small_plans import LLAMA
 from zbc.compiler import estimate
+from zbc.flops import training_flops
 from zbc.model_section import RopeScaling
 from zbc.runtime import model
 from zbc.runtime.rotary import rotation_rates
@@ -37,10 +38,7 @@ def test_parameters_are_counted_as_they_are(changes):
 
 @pytest.mark.parametrize("changes", FAMILIES)
 def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
-    """Plain autograd keeps what F keeps; only storage that is not a parameter or a buffer counts, once.
-
-    RMSNorm on the CPU, where it is no single kernel, also keeps its output before the scale: 4 bytes a feature.
-    """
+    """Plain autograd keeps what F keeps; only storage that is not a parameter or a buffer counts, once."""
     size, described = 2, job(model={**SIZES, **changes})
     block = layers(described)[1].build(0)
     x = torch.randn(size, 32, 64, requires_grad=True)
@@ -55,8 +53,9 @@ def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = block(x)
     assert y.shape == x.shape
-    counted = estimate.layers(described)[1].act_b + (2 * 4 * 64 * 64 if described.model.family == "llama" else 0)
-    assert sum(nbytes for nbytes, _ in kept.values()) == pytest.approx(counted, rel=0.06)
+    assert sum(nbytes for nbytes, _ in kept.values()) == pytest.approx(
+        estimate.layers(described)[1].size.act_b, rel=0.06
+    )
 
 
 def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
@@ -70,6 +69,18 @@ def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
         q = 4 * described.model.head_width
         attention = 2 * 32 * q * 2 * 32  # ours: half of the square; torch counts all of it
         assert 1e6 * estimate.layers(described)[1].f == pytest.approx(counter.get_total_flops() - attention)
+
+
+def test_mfu_counts_three_forwards_of_what_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for changes in FAMILIES:
+        described, x = job(model={**SIZES, **changes}).model, torch.zeros(1, 32, dtype=torch.long, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            for plan in model.layers(described, 7):
+                x = plan.on_meta()(x)
+        unseen = 3 * 2 * 32 * 4 * described.head_width * 32  # torch counts attention's whole square, 3 layers
+        assert training_flops(described) == pytest.approx(3 * (counter.get_total_flops() - unseen))
 
 
 def test_a_llama_cannot_see_the_future():

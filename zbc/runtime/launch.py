@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.plan import Manifest, read_manifest
+from zbc.runtime import sinks
+from zbc.runtime.live import LiveLine
 from zbc.runtime.options import RunOptions
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def run(
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
+        sinks.check(manifest.training["log"])
         if save_hf is not None:
             _check_target(save_hf, manifest)
         place = _place() if started else None
@@ -69,18 +72,47 @@ def run(
             time.sleep(_MOMENT_S)
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
-    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute())
+    terminal = sys.stderr.isatty()
+    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute(), live=terminal)
+    live = LiveLine(sys.stderr)
+    _flight_recorder(manifest)
+    try:
+        _start(folder, manifest, place, options, live.around(emit) if terminal else emit, live.show)
+    finally:
+        live.clear()
+
+
+def _start(
+    folder: Path,
+    manifest: Manifest,
+    place: Place | None,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
     if place is not None:
         from zbc.runtime.torchrun import run_place
 
-        run_place(folder, manifest, place, options, emit)
+        run_place(folder, manifest, place, options, emit, live)
     else:
         from zbc.runtime.forking import fork_server
 
         fork_server()  # loads torch while this process does
         from zbc.runtime.local import run_local
 
-        run_local(folder, manifest, options, emit)
+        run_local(folder, manifest, options, emit, live)
+
+
+def _flight_recorder(manifest: Manifest) -> None:
+    """Have NCCL keep its last operations, and write them down when one of them hangs, unless the user says otherwise.
+
+    `torchfrtrace` reads the files; they are /tmp/nccl_trace_rank_N unless TORCH_NCCL_DEBUG_INFO_TEMP_FILE names others.
+    """
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def _check_torch() -> None:

@@ -72,9 +72,16 @@ class Parent:
     asked: str | None = None
     insisted: bool = False
     stopped: bool = False
+    live: Callable[[str], None] = lambda text: None
 
 
-def run_local(folder: Path, manifest: Manifest, options: RunOptions, emit: Callable[[str], None]) -> None:
+def run_local(
+    folder: Path,
+    manifest: Manifest,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
     """Train with one process per rank of the plan, for each copy of the pipeline.
 
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
@@ -82,7 +89,7 @@ def run_local(folder: Path, manifest: Manifest, options: RunOptions, emit: Calla
     """
     store, port = _host_store()
     board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.world)
-    parent = Parent(emit, board, name=manifest.name)
+    parent = Parent(emit, board, name=manifest.name, live=live)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -180,6 +187,8 @@ def _listen(parent: Parent, child: Child) -> None:
         return
     if kind == "line":
         parent.emit(content)
+    elif kind == "live":
+        parent.live(content)
     elif kind == "failed":
         raise content
     else:
@@ -248,6 +257,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         report=line.fail,
         leave=end,
         stop=stop,
+        live=(lambda text: line.tell("live", text)) if order.options.live else None,
     )
     line.tell("done", run_rank(order.folder, seat, order.options))
     end(0)

@@ -3,6 +3,7 @@
     runs/plan-1/
       run.json         what ran: plan, schedule, ranks, settings, prediction
       metrics.jsonl    one line per step, complete at any moment
+      tensorboard/     the same, if log.tensorboard asks for it
 
 Rank 0 writes; every number of a step is the same on all ranks, so the loss is there wherever the last stage lives.
 """
@@ -13,7 +14,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -22,10 +23,12 @@ import torch
 
 import zbc
 from zbc.errors import ZbcError
+from zbc.flops import training_flops
 from zbc.learning_rate import rate
 from zbc.plan import Manifest
 from zbc.runtime.progress import EvaluationResult, StepResult
-from zbc.spec import Optimizer
+from zbc.runtime.sinks import open_sinks
+from zbc.spec import Model, Optimizer
 from zbc.text import percent, short, size
 
 METRICS, RUN = "metrics.jsonl", "run.json"
@@ -61,6 +64,7 @@ class RunLog:
             self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
             (self.folder / RUN).write_text(json.dumps(self._about(), indent=1) + "\n", encoding="utf-8")
             self._file: TextIO = (self.folder / METRICS).open("x", encoding="utf-8")
+            self._sinks = open_sinks(self._log, self.folder, self._about())
         except OSError as error:
             place = error.filename or out or self._log["dir"]
             text = f"run: cannot write the run directory {place}: {error.strerror}"
@@ -73,6 +77,8 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
     def headline(self) -> str:
         m = self._manifest
@@ -108,6 +114,8 @@ class RunLog:
         text = json.dumps({key: _plain(value) for key, value in numbers.items()})
         self._file.write(text + "\n")
         self._file.flush()
+        for sink in self._sinks:
+            sink.write(numbers["step"], numbers)
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         rate = self._per_step / result.seconds if result.seconds > 0 else math.nan
@@ -120,11 +128,30 @@ class RunLog:
             "redone": result.redone,
             "lr": self._rate(result.step),
             f"{self._unit}_per_s": rate,
+            "mfu": self._mfu(result.seconds),
             "step_ms": 1e3 * result.seconds,
             "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
             "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
             "peak_bytes": list(result.peak_bytes),
         }
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Operations of the model per second and rank over hardware.tflops; None where either is not known."""
+        planning, m = self._manifest.planning, self._manifest
+        flops = training_flops(Model.model_validate(planning["model"], strict=False))
+        peak = planning.get("hardware", {}).get("tflops")
+        if flops is None or not peak or seconds <= 0:
+            return None
+        sequences = m.copies * m.microbatches * m.microbatch_size
+        return flops * sequences / (seconds * m.world * float(peak) * 1e12)
+
+    def live(self, result: StepResult) -> str:
+        """How far the run is, in one line."""
+        numbers, done = self._numbers(result), result.step + 1
+        full = 20 * done // self._steps
+        rate = f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s"
+        left = str(timedelta(seconds=round((self._steps - done) * result.seconds)))
+        return f"[{'#' * full}{'.' * (20 - full)}] {done}/{self._steps}  loss {result.loss:.4f}  {rate}  {left} left"
 
     def _line(self, numbers: dict[str, Any]) -> str:
         width = len(str(self._steps))
@@ -137,6 +164,7 @@ class RunLog:
             f"lr {numbers['lr']:.3g}",
             f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
             f"{numbers['step_ms']:.1f} ms",
+            *([] if numbers["mfu"] is None else [f"MFU {percent(numbers['mfu'])}"]),
             f"bubble {percent(numbers['bubble_rate_makespan'])}",
             f"peak {size(peak)} ({self._manifest.name(numbers['peak_bytes'].index(peak))})",
         ]

@@ -11,3 +11,4 @@ class RunOptions:
     steps: int | None = None  # instead of the plan's
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
+    live: bool = False  # rank 0 says after every step how far the run is

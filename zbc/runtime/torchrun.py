@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,7 +54,14 @@ def check_devices(manifest: Manifest, place: Place) -> None:
         raise ZbcError("E603", text, hint=hint)
 
 
-def run_place(folder: Path, manifest: Manifest, place: Place, options: RunOptions, emit: Callable[[str], None]) -> None:
+def run_place(
+    folder: Path,
+    manifest: Manifest,
+    place: Place,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
     """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
 
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
@@ -80,6 +87,8 @@ def run_place(folder: Path, manifest: Manifest, place: Place, options: RunOption
         leave(failure.exit_code)
 
     seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, emit, report, leave, stop)
+    if options.live:
+        seat = replace(seat, live=live)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
         stopped = run_rank(folder, seat, options)
     _linger(place)

@@ -69,6 +69,7 @@ class Seat:
     report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
     leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
     stop: StopFlag = field(default_factory=StopFlag)
+    live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
 
     def board(self) -> Board:
         return Board(self.connect(), self.rank, self.ranks)
@@ -160,9 +161,13 @@ def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | N
 
 def _show(result: StepResult | None, seat: Seat, log: RunLog | None) -> None:
     """Write a step down and on the console, once it is known."""
-    line = None if log is None or result is None else log.record(result)
+    if log is None or result is None:
+        return
+    line = log.record(result)
     if line is not None:
         seat.emit(line)
+    elif seat.live is not None:
+        seat.live(log.live(result))
 
 
 def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedelta) -> None:

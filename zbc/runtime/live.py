@@ -1,0 +1,39 @@
+"""One line on a terminal that is written over: how far the run is, between the lines that stay."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_EVERY_S = 0.1
+
+
+class LiveLine:
+    """`show` writes over what it wrote last; `around(emit)` clears it before a line that stays."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._shown, self._last = stream, False, -_EVERY_S
+
+    def show(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last < _EVERY_S:
+            return
+        self._last, self._shown = now, True
+        width = shutil.get_terminal_size((100, 24)).columns - 1
+        self._stream.write(f"\r\x1b[2K{text[:width]}")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
+            self._shown = False
+
+    def around(self, emit: Callable[[str], None]) -> Callable[[str], None]:
+        def line(text: str) -> None:
+            self.clear()
+            emit(text)
+
+        return line

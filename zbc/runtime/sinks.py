@@ -1,0 +1,78 @@
+"""Where the numbers of a run go besides metrics.jsonl: TensorBoard and Weights & Biases, each an optional package."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from zbc.errors import ZbcError
+
+
+class Sink(Protocol):
+    def write(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """The numbers of a step (from 1); lists have one value per rank."""
+
+    def close(self) -> None: ...
+
+
+def check(log: Mapping[str, Any]) -> None:
+    """Raise E610 if `[log]` asks for what is not installed; looks without importing."""
+    for package, wanted in (("tensorboard", log.get("tensorboard")), ("wandb", log.get("wandb"))):
+        found = importlib.util.find_spec(package) if wanted else None
+        if wanted and (found is None or found.origin is None):  # without origin: a folder of that name, no package
+            hint = f"pip install 'zbc[{package}]', or drop log.{package}; metrics.jsonl is always written"
+            raise ZbcError("E610", f"run: {package} is not installed", hint=hint)
+
+
+def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> list[Sink]:
+    """What `[log]` asks for, writing below the run directory `folder`; `about` is what ran."""
+    sinks: list[Sink] = []
+    if log.get("tensorboard"):
+        sinks.append(TensorBoard(folder))
+    if log.get("wandb"):
+        sinks.append(WeightsAndBiases(str(log["wandb"]), folder, about))
+    return sinks
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, numbers: Mapping[str, Any]) -> None:
+        for name, value in scalars(numbers):
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of project `log.wandb`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there."""
+
+    def __init__(self, project: str, folder: Path, about: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(project=project, dir=str(folder), name=folder.name, config=dict(about))
+
+    def write(self, step: int, numbers: Mapping[str, Any]) -> None:
+        self._run.log(dict(scalars(numbers)), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Finite numbers by name; the values of a list get the rank behind the name: `busy_ms/rank3`."""
+    for name, value in numbers.items():
+        pairs = [(f"{name}/rank{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
+        for key, number in pairs:
+            if key != "step" and isinstance(number, int | float) and math.isfinite(number):
+                yield key, float(number)
