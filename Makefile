@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench docs clean
 
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy --strict"
+	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
 
 $(BIN)/python:
@@ -37,6 +38,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/compile.py

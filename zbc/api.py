@@ -99,9 +99,10 @@ class Plan:
             return bool(self.manifest.planning.get("optimizer", {}).get("sync", "before-step") == "before-step")
         return job is None or job.optimizer.sync == "before-step"
 
-    def strip(self, steps: int = 1) -> Strip:
-        """The timelines of `steps` consecutive steps: what pictures are drawn from."""
-        return repeated(self.timeline, self.program, self.costs, steps, barrier=self.barrier)
+    def strip(self, steps: int = 1, *, barrier: bool | None = None) -> Strip:
+        """The timelines of `steps` consecutive steps; whether all ranks end one first, the job's optimizer decides."""
+        waits = self.barrier if barrier is None else barrier
+        return repeated(self.timeline, self.program, self.costs, steps, barrier=waits)
 
     def survives_blocking_sends(self) -> bool:
         """Whether the order also works where a send ends only when it has been received."""
@@ -111,9 +112,9 @@ class Plan:
         """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
         return self.timeline
 
-    def drawn(self, steps: int = 1) -> Drawn:
+    def drawn(self, steps: int = 1, *, barrier: bool | None = None) -> Drawn:
         """What pictures of this plan are made from."""
-        return Drawn(self.name, self.program, self.strip(steps), self.costs)
+        return Drawn(self.name, self.program, self.strip(steps, barrier=barrier), self.costs)
 
     def svg(
         self,

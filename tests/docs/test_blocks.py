@@ -78,7 +78,7 @@ def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
     from tests.jobs import toml_text
     from zbc.compiler.compile import compile_job, load_job
 
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S)
+    code = blocks_of("extending.md")[0]
     (tmp_path / "my_order.py").write_text(code)
     (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
     monkeypatch.syspath_prepend(tmp_path)
@@ -86,7 +86,89 @@ def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
     assert compiled.report.deadlock_free
 
 
+def blocks_of(name):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / name).read_text(), re.M | re.S)
+
+
+def follow(block, folder):
+    """Do what the first line of a block says with the rest of it."""
+    head, _, code = block.partition("\n")
+    new = re.fullmatch(r"# new file: (\S+)", head)
+    if new:
+        (folder / new[1]).write_text(code)
+        return
+    path, how, line = re.fullmatch(r"# (\S+), (below|replacing): (.*)", head).groups()
+    text = (folder / path).read_text()
+    assert text.count(f"{line}\n") == 1, f"{path} has no line {line!r}"
+    fresh = code if how == "replacing" else f"{line}\n{code}"
+    (folder / path).write_text(text.replace(f"{line}\n", fresh, 1))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of zbc with everything done that docs/extending.md says."""
+    folder = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "zbc", folder / "zbc", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in blocks_of("extending.md")[1:]:
+        follow(block, folder)
+    (folder / "job.toml").write_text((ROOT / "plans" / "lesson.toml").read_text())
+    return folder
+
+
+def python(folder, script):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_schedule_and_the_pass_of_the_docs_plan_when_the_page_is_followed(extended):
+    out = python(
+        extended,
+        "import zbc\n"
+        "plan = zbc.plan(zbc.load('job.toml', schedule='ahead-1f1b'))\n"
+        "plan.check()\n"
+        "first = plan.program.ranks[1][0].kind\n"
+        "print(plan.name, plan.simulate().makespan, 'receive-first' in plan.program.history, first.is_recv)\n"
+        "print(max(rank.peak_activation_units for rank in plan.compiled.report.per_rank))\n",
+    )
+    assert out.split() == ["ahead-1f1b", "33.0", "True", "True", "5.0"]
+
+
+def test_the_op_of_the_docs_is_parsed_checked_and_handled_when_the_page_is_followed(extended):
+    out = python(
+        extended,
+        "import zbc\n"
+        "from zbc.ir import Kind, Op\n"
+        "from zbc.runtime.handlers import HANDLERS\n"
+        "assert HANDLERS.keys() == set(Kind)\n"
+        "print(Op.parse('TICK'))\n",
+    )
+    assert out.split() == ["TICK"]
+
+
+def test_the_python_of_the_docs_runs(clone):
+    (code,) = blocks_of("python.md")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "zb-h1: 4 ranks" in done.stdout
+    assert (clone / "from-python.svg").read_text().startswith("<svg")
+
+
+def test_every_schedule_has_its_page():
+    from zbc.compiler.schedules import SCHEDULES
+
+    folder = ROOT / "docs" / "schedules"
+    assert {path.stem for path in folder.glob("*.md")} == {"README", *SCHEDULES}
+    for name, card in SCHEDULES.items():
+        text = (folder / f"{name}.md").read_text()
+        for words in (card.summary[1:], card.source, card.makespan, card.span, card.memory):
+            assert words in text, f"{name}: make docs"
+        assert (folder / "pictures" / f"{name}.svg").exists()
+
+
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for page in [*PAGES, *(ROOT / "docs").glob("schedules/*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#: ]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

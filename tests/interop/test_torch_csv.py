@@ -13,6 +13,7 @@ from tests.compiler.grid import FIXED, chunk_counts, make
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
@@ -124,9 +125,22 @@ def test_idle_slots_spaces_pairs_and_line_ends_read_as_torch_reads_them():
     sheet = torch_csv.loads("0F0 , ,0F1,0B0,0B1\r\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\r\n")
     cells = actions("0F0 , ,0F1,0B0,0B1\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\n")
     theirs = [[str(a) for cell in row if cell for a in (cell.sub_actions or (cell,))] for row in cells.values()]
-    assert [[torch_csv.action(op) for op in ops] for ops in sheet.program.ranks] == theirs
-    assert sheet.columns == ((0, 2, 3, 4), (1, 2, 2, 4))
-    assert sheet.overlapped == 1
+    ours = [[torch_csv.action(op) for op in ops if op.kind in COMPUTE] for ops in sheet.program.ranks]
+    assert ours == theirs
+    assert sheet.columns == ((0, 2, 3, 4), (1, 2, 2, 2, 4))
+    assert [str(op) for op in sheet.program.ranks[1]][1:4] == ["OVERLAP", "BW s1 m0", "F s1 m1"]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 11)])
+def test_groups_of_two_go_to_torch_and_back(p, m):
+    program = SCHEDULES["dualpipe-v"].make(Request(p, m, 2, overlap=True))
+    text = torch_csv.dumps(lower(program))
+    assert "OVERLAP_F_B" in text
+    sheet = torch_csv.loads(text)
+    check_sheet(sheet)
+    assert torch_csv.dumps(sheet.program) == text
+    expected = [[str(action) for action in row] for row in actions(text).values()]
+    assert [row.split(",") for row in text.split()] == expected
 
 
 few = settings(max_examples=25, deadline=None, derandomize=True)

@@ -135,6 +135,17 @@ class Browser:
         self.call("Input.insertText", text=text)
         self.frame()
 
+    def place(self, kind: str, stage: int, mb: int) -> list[float]:
+        """Where an op of our page is in the window."""
+        script = f"""(() => {{
+          const box = document.getElementById("time").getBoundingClientRect();
+          for (const row of zbc.rows) for (let i = 0; i < row.n; i++)
+            if (D.kinds[row.k[i]].op === "{kind}" && row.s[i] === {stage} && row.m[i] === {mb})
+              return [box.left + zbc.xOf((row.start[i] + row.end[i]) / 2), box.top + zbc.tops()[row.index] + 4];
+        }})()"""
+        found: list[float] = self.run(script)
+        return found
+
     def picture(self, path: Path) -> None:
         """A screenshot as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -110,17 +110,6 @@ def opened(page):
     assert page.requests == [page.path.as_uri()]
 
 
-def place(page, kind, stage, mb):
-    """Where the middle of an op is in the window."""
-    script = f"""(() => {{
-      const box = document.getElementById("time").getBoundingClientRect();
-      for (const row of zbc.rows) for (let i = 0; i < row.n; i++)
-        if (D.kinds[row.k[i]].op === "{kind}" && row.s[i] === {stage} && row.m[i] === {mb})
-          return [box.left + zbc.xOf((row.start[i] + row.end[i]) / 2), box.top + zbc.tops()[row.index] + 4];
-    }})()"""
-    return page.run(script)
-
-
 def tip(page):
     page.frame()
     return page.run("""(() => { const tip = document.getElementById("tip");
@@ -137,7 +126,7 @@ def test_hovering_tells_op_times_dependency_and_what_it_waited_for(opened):
     one = drawn("zb-v")
     pieces = {piece.op: piece for rank in range(4) for piece in one.strip.pieces(rank)}
     op = next(op for op in pieces if str(op) == "F s2 m0")
-    opened.mouse("mouseMoved", *place(opened, "F", 2, 0))
+    opened.mouse("mouseMoved", *opened.place("F", 2, 0))
     text = tip(opened)
     assert text.startswith("F s2 m0")
     assert "rank 2, forward" in text
@@ -163,16 +152,16 @@ def test_every_op_answers_where_it_is_drawn(opened):
 @needs_browser
 def test_the_wheel_zooms_where_the_pointer_is_and_dragging_pans(opened):
     before = view(opened)
-    x, y = map(round, place(opened, "F", 2, 3))
-    apart = place(opened, "F", 2, 3)[0] - x
+    x, y = map(round, opened.place("F", 2, 3))
+    apart = opened.place("F", 2, 3)[0] - x
     opened.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
     after = view(opened)
     assert after[1] - after[0] == pytest.approx((before[1] - before[0]) / 2.71828, rel=1e-3)
-    assert place(opened, "F", 2, 3)[0] == pytest.approx(x + 2.71828 * apart, abs=0.01)
+    assert opened.place("F", 2, 3)[0] == pytest.approx(x + 2.71828 * apart, abs=0.01)
     opened.mouse("mousePressed", x, y)
     opened.mouse("mouseMoved", x - 100, y, button="left", buttons=1)
     opened.mouse("mouseReleased", x - 100, y)
-    assert place(opened, "F", 2, 3)[0] == pytest.approx(x - 100 + 2.71828 * apart, abs=0.01)
+    assert opened.place("F", 2, 3)[0] == pytest.approx(x - 100 + 2.71828 * apart, abs=0.01)
     opened.key("f")
     assert view(opened) == pytest.approx(before)
 
@@ -210,7 +199,7 @@ def test_a_key_shows_the_critical_path_and_another_the_dark_theme(opened):
 def test_blocks_have_the_colours_of_their_kinds(opened):
     """The pixels of the canvas themselves."""
     for kind, op in (("F", (2, 0)), ("B", (7, 0)), ("W", (7, 0))):
-        x, y = place(opened, kind, *op)
+        x, y = opened.place(kind, *op)
         pixel = opened.run(f"""(() => {{ const c = document.getElementById("time"), b = c.getBoundingClientRect();
           return [...c.getContext("2d").getImageData({x} - b.left, {y} - b.top - 2, 1, 1).data].slice(0, 3); }})()""")
         fill = opened.run(f'D.kinds.find((kind) => kind.op === "{kind}").fills[0]')
@@ -240,7 +229,7 @@ def test_pages_of_two_plans_and_of_two_pipes_draw_without_errors(page, tmp_path)
     path.write_text(html.draw([drawn("1f1b", steps=3), both]), encoding="utf-8")
     page.errors.clear()
     page.open(path)
-    x, y = place(page, "F", 1, 1)
+    x, y = page.place("F", 1, 1)
     page.mouse("mouseMoved", x, y)
     assert "F s1 m1" in tip(page)
     page.run('zbc.find("up")')

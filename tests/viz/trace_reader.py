@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -88,7 +89,10 @@ def _tracks(trace):
 
 
 def _at(trace, where, ts):
-    """The slice an arrow is tied to."""
-    found = [one for one in trace.slices[where] if one[0] <= ts < one[1] or one[0] == ts == one[1]]
-    assert len(found) == 1, (trace.tracks[where], ts)
-    return found[0]
+    """The slice an arrow is tied to: the one that runs then, or one that takes no time."""
+    slices = trace.slices[where]
+    k = bisect_right(slices, ts, key=lambda one: one[0]) - 1
+    assert k >= 0, (trace.tracks[where], ts)
+    start, end = slices[k][:2]
+    assert start <= ts < end or start == ts == end, (trace.tracks[where], ts)
+    return slices[k]

@@ -16,7 +16,6 @@ from zbc.cli.console import labelled, show, table, tell, write_text
 from zbc.cli.options import PlanJobOrCsv, complete_schedule
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.text import Text
 
     from zbc.compiler.schedules import Schedule
@@ -58,12 +57,15 @@ def visualize(
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=100, help="Draw this many steps in a row.")] = 1,
+    barrier: Annotated[
+        bool | None, typer.Option(help="Whether each of --steps ends everywhere first; the job's optimizer decides.")
+    ] = None,
 ) -> None:
     """Draw when each rank does what."""
     from zbc.api import open_plan
 
     plans = [open_plan(path) for path in (target, other) if path is not None]
-    drawn = [plan.drawn(steps) for plan in plans]
+    drawn = [plan.drawn(steps, barrier=barrier) for plan in plans]
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
@@ -153,7 +155,7 @@ def schedules(
             "auto: the best of zb-auto, v-auto and looped-zb with 2 to 4 stages per rank, for the job's costs and limit"
         )
         return
-    show(*_card(find(name)))
+    show(*card_parts(find(name), _columns()))
 
 
 def _units() -> tuple[str, ...]:
@@ -169,7 +171,12 @@ def _chunks(card: Schedule) -> str:
     return f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"
 
 
-def _card(card: Schedule) -> Iterator[RenderableType]:
+def card_text(card: Schedule, width: int) -> str:
+    """The card as plain text."""
+    return "\n".join(part if isinstance(part, str) else part.plain for part in card_parts(card, width))
+
+
+def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     """What is known of one schedule, and its picture, made by the tool itself."""
     from zbc.compiler.cost import Costs
     from zbc.compiler.passes import lower
@@ -192,4 +199,4 @@ def _card(card: Schedule) -> Iterator[RenderableType]:
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
     yield labelled("needs", card.needs)
     yield ""
-    yield draw(program, simulate(program, costs), costs, View(width=_columns(), by="slot", unicode=False))
+    yield draw(program, simulate(program, costs), costs, View(width=width, by="slot", unicode=False))

@@ -23,7 +23,7 @@ from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program
+from zbc.ir import COMPUTE, Kind, Op, Program
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
 CLOSE = 1.02  # of the best step: fast enough to prefer the order that moves least
@@ -73,11 +73,12 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
     dropped: list[Op] = []
     ranks = []
     for ops in program.ranks:
-        kept: list[Op] = []
+        stay: list[Op] = []
         for op in ops:
-            (dropped if op in seen else kept).append(op)
-            seen.add(op)
-        ranks.append(tuple(kept))
+            if op.kind in COMPUTE:  # groups come apart: what belongs together depends on the order
+                (dropped if op in seen else stay).append(op)
+                seen.add(op)
+        ranks.append(tuple(stay))
     return tuple(ranks), tuple(dropped)
 
 

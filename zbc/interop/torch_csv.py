@@ -5,6 +5,8 @@ One row per rank, one action per cell, in the order they run; an empty cell is a
     0F0,0F1,,,0B0,0B1       0F0  forward of stage 0 for microbatch 0
     ,1F0,1F1,1I0,1B1,1W0    1I0  input gradient, 1W0 weight gradient, 1B1 both in one
 
+and (2F3;1B0)OVERLAP_F_B is a group of two that torch may run at once, zbc's OVERLAP.
+
 torch names the backwards by other letters than zbc: I is B, B is BW. torch itself reads a cell up to where it stops
 making sense (`2F0garbage` is 2F0 to it), counts a repeated F once, and takes an order that deadlocks as it trains; here
 all of that is an error.
@@ -16,7 +18,7 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,15 +39,11 @@ _SHOWN = 24  # characters of a cell in a message
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A CSV file as a program; `columns[rank][step]` is the 0-based column of each op.
-
-    `overlapped` counts the cells in which torch runs an F and a B at once; here they run one after the other.
-    """
+    """A CSV file as a program; `columns[rank][step]` is the 0-based column of each op."""
 
     source: str
     program: Program
     columns: tuple[tuple[int, ...], ...]
-    overlapped: int = 0
 
 
 @dataclass
@@ -55,7 +53,6 @@ class _Draft:
     source: str
     ranks: list[list[Op]] = field(default_factory=list)
     columns: list[list[int]] = field(default_factory=list)
-    overlapped: int = 0
 
     def place(self, row: int, column: int) -> str:
         return place(self.source, row, column)
@@ -91,13 +88,14 @@ def loads(text: str, source: str = "order.csv") -> Sheet:
     draft = _Draft(source)
     raise_found(_cells(draft, text))
     raise_found(_shape(draft))
-    stages = 1 + max(op.stage for ops in draft.ranks for op in ops)
-    rank_of = {op.stage: rank for rank, ops in enumerate(draft.ranks) for op in ops}
+    compute = [[op for op in ops if op.kind in COMPUTE] for ops in draft.ranks]
+    stages = 1 + max(op.stage for ops in compute for op in ops)
+    rank_of = {op.stage: rank for rank, ops in enumerate(compute) for op in ops}
     placement = Placement((tuple(rank_of[s] for s in range(stages)),))
     microbatches = 1 + max(op.mb for ops in draft.ranks for op in ops)
     ranks = tuple(map(tuple, draft.ranks))
     program = Program(placement, microbatches, ranks, (Path(source).name,))
-    return Sheet(source, program, tuple(map(tuple, draft.columns)), draft.overlapped)
+    return Sheet(source, program, tuple(map(tuple, draft.columns)))
 
 
 def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
@@ -125,10 +123,12 @@ def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
 def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]:
     pair = _PAIR.fullmatch(cell)
     parts = [part.strip() for part in pair[1].split(";")] if pair else [cell]
-    if pair and len([part for part in parts if part]) < 2:
+    if pair and (len(parts) != 2 or not all(parts)):
         yield _bad(draft, row, column, cell, "pairs look like (0F1;1B0)OVERLAP_F_B")
         return
-    draft.overlapped += pair is not None
+    if pair:
+        draft.ranks[row].append(Op(Kind.OVERLAP, 0))
+        draft.columns[row].append(column)
     for part in parts:
         if not part:
             continue
@@ -166,6 +166,8 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
     told: set[tuple[int, int]] = set()
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
+            if op.kind in MARK:
+                continue
             home = first.setdefault(op.stage, (row, column))
             if home[0] != row and (op.stage, row) not in told:
                 told.add((op.stage, row))
@@ -182,7 +184,8 @@ def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
     first: dict[int, tuple[int, int]] = {}
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
-            first.setdefault(getattr(op, field), (row, column))
+            if op.kind not in MARK:
+                first.setdefault(getattr(op, field), (row, column))
     most = max(first)
     gaps = list(itertools.islice((number for number in range(most) if number not in first), 9))
     if gaps:
@@ -217,12 +220,19 @@ def dumps(program: Program) -> str:
     if empty:
         refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
     kinds = {op.kind for ops in program.ranks for op in ops}
-    others = sorted(kind.value for kind in kinds - LETTERS.keys() - _IMPLIED)
+    others = sorted(kind.value for kind in kinds - LETTERS.keys() - _IMPLIED - MARK)
     if others:
         refused.add(f"it has no action for {', '.join(others)}")
     refused.raise_any()
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for ops in program.ranks:
-        writer.writerow([action(op) for op in ops if op.kind in LETTERS])
+        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind in MARK]))
     return out.getvalue()
+
+
+def _row(ops: Sequence[Op]) -> Iterator[str]:
+    """The cells of a rank; the two ops behind an OVERLAP share one."""
+    rest = iter(ops)
+    for op in rest:
+        yield f"({action(next(rest))};{action(next(rest))})OVERLAP_F_B" if op.kind in MARK else action(op)

@@ -1,0 +1,163 @@
+"""Makes the pictures and the schedule pages of the documentation with zbc itself: `make docs`.
+
+Screenshots of the page need a Chromium on the machine; without one the old ones stay.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+import zbc  # noqa: E402
+from tests.viz import browser  # noqa: E402
+from zbc.api import Plan  # noqa: E402
+from zbc.cli.drawing import card_text  # noqa: E402
+from zbc.compiler.cost import Costs  # noqa: E402
+from zbc.compiler.passes import lower  # noqa: E402
+from zbc.compiler.schedules import SCHEDULES, Request, Schedule  # noqa: E402
+from zbc.compiler.simulate import simulate  # noqa: E402
+from zbc.text import percent, short  # noqa: E402
+from zbc.viz import svg  # noqa: E402
+from zbc.viz.strip import Drawn, once, repeated  # noqa: E402
+from zbc.viz.terminal import View, draw  # noqa: E402
+
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = ROOT / "docs" / "schedules"
+LESSON = ROOT / "plans" / "lesson.toml"
+PAPER = ROOT / "plans" / "paper-1.5b.toml"
+STEPS = ("1f1b", "zb-h1", "zb-h2", "zb-v")  # of the tutorial
+WIDTH = 860
+CARD = (4, 8)  # ranks and microbatches of the pictures of schedules
+_FONT = re.compile(r"\s*@font-face \{\{.*?\}\}", re.DOTALL)
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    tutorial()
+    terminals()
+    screenshots()
+    schedules()
+
+
+def planned(path: Path, schedule: str) -> Plan:
+    return zbc.plan(zbc.load(path, schedule=schedule))
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    print(path.relative_to(ROOT))
+
+
+# ---- the tutorial --------------------------------------------------------------------------------------------
+
+
+def tutorial() -> None:
+    plans = {name: planned(LESSON, name) for name in STEPS}
+    for name, plan in plans.items():
+        write(PICTURES / f"lesson-{name}.svg", plan.svg(width=WIDTH))
+    ends = plans["zb-h2"]
+    for barrier in (True, False):
+        strip = repeated(ends.timeline, ends.program, ends.costs, 3, barrier=barrier)
+        drawn = Drawn("zb-h2", ends.program, strip, ends.costs)
+        name = "with" if barrier else "without"
+        write(PICTURES / f"lesson-steps-{name}-barrier.svg", svg.draw([drawn], svg.Sheet(width=WIDTH)))
+    both = [Drawn(name, plan.program, once(plan.timeline), plan.costs) for name, plan in plans.items()]
+    write(PICTURES / "lesson-compared.svg", svg.draw([both[0], both[-1]], svg.Sheet(width=WIDTH)))
+
+
+# ---- what a terminal and a browser show ----------------------------------------------------------------------
+
+
+def terminals() -> None:
+    plan = planned(PAPER, "zb-v")
+    for width in (80, 160):
+        text = draw(plan.program, plan.timeline, plan.costs, View(width=width))
+        write(PICTURES / f"terminal-{width}.svg", terminal(text, width))
+        write(PICTURES / f"terminal-{width}-plain.svg", terminal(Text(text.plain), width))
+
+
+def terminal(text: Text, width: int) -> str:
+    """What a terminal of that width shows; the fonts are those of the reader."""
+    console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    console.print(text, soft_wrap=True)
+    code = _FONT.sub("", CONSOLE_SVG_FORMAT)
+    return console.export_svg(title="zbc visualize", code_format=code, unique_id=f"zbc{width}") + "\n"
+
+
+def screenshots() -> None:
+    if browser.found() is None:
+        print("no Chromium on this machine: the screenshots of the page stay as they are", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "plan.html").write_text(planned(LESSON, "zb-v").html(), encoding="utf-8")
+        chromium = browser.Browser(folder, 1100, 470)
+        chromium.open(folder / "plan.html")
+        for theme, key, kind, stage, mb in (("light", "c", "B", 5, 2), ("dark", "t", "F", 2, 3)):
+            chromium.key(key)
+            chromium.mouse("mouseMoved", *chromium.place(kind, stage, mb))
+            chromium.frame()
+            chromium.picture(PICTURES / f"page-{theme}.png")
+            chromium.key("c")
+            print((PICTURES / f"page-{theme}.png").relative_to(ROOT))
+        chromium.close()
+
+
+# ---- one page per schedule -----------------------------------------------------------------------------------
+
+
+def schedules() -> None:
+    shutil.rmtree(PAGES, ignore_errors=True)
+    (PAGES / "pictures").mkdir(parents=True)
+    for card in SCHEDULES.values():
+        one = example(card)
+        write(PAGES / "pictures" / f"{card.name}.svg", svg.draw([one], svg.Sheet(width=WIDTH)))
+        write(PAGES / f"{card.name}.md", page(card, one))
+    lines = [f"| [{card.name}]({card.name}.md) | {card.summary} | {card.source} |" for card in SCHEDULES.values()]
+    head = "# Schedules\n\nOne page each, made by `make docs` from the cards that `zbc schedules` shows.\n\n"
+    write(
+        PAGES / "README.md",
+        head + "| schedule | what it does | source |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n",
+    )
+
+
+def example(card: Schedule) -> Drawn:
+    """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
+    program = lower(card.make(Request(*CARD, card.default_chunks)))
+    costs = Costs.uniform(program.placement)
+    return Drawn(card.name, program, once(simulate(program, costs)), costs)
+
+
+def page(card: Schedule, one: Drawn) -> str:
+    """A page in CommonMark."""
+    timeline = one.strip.steps[0]
+    numbers = [
+        ("makespan", f"{short(timeline.makespan)}, of which bubble {percent(timeline.bubble_rate_makespan)}"),
+        ("span", f"{short(timeline.span)}, of which bubble {percent(timeline.bubble_rate_span)}"),
+        ("peak activations", f"{short(max(r.units for r in svg.peaks(one.program, one.costs, timeline)))} units"),
+    ]
+    rows = "\n".join(f"| {name} | {value} |" for name, value in numbers)
+    found = "made by search for these costs" if card.searched else "by formula"
+    return (
+        f"# {card.name}\n\n{card.summary[0].upper()}{card.summary[1:]}.\n\n"
+        f"![{card.name} on four ranks with eight microbatches](pictures/{card.name}.svg)\n\n"
+        f"On four ranks with eight microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
+        f"| | |\n| --- | --- |\n{rows}\n\n"
+        f"`zbc schedules {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
+        "[All schedules](README.md); [how to read the two bubble rates](../reading.md).\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
