@@ -186,6 +186,26 @@ def test_a_layer_that_does_not_train_gets_no_gradient_on_any_copy():
     assert all(w.stages[0].parameters["layers.0.up.weight"].grad is None for w in workers if w.plan.rank == 0)
 
 
+def test_a_parameter_without_a_gradient_on_one_rank_gets_the_sum_and_on_all_ranks_none():
+    hub = Hub(2)
+    wide = [{"a": None, "b": 1.0, "c": None}, {"a": None, "b": 2.0, "c": 4.0}]
+    found = []
+    for rank, grads in enumerate(wide):
+        parameters = {name: torch.nn.Parameter(torch.zeros(2, 3)) for name in grads}
+        parameters["b"] = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))  # a vector of its own
+        for name, value in grads.items():
+            if value is not None:
+                parameters[name].grad = torch.full_like(parameters[name], value)
+        bucket = Bucket(list(parameters.values()), (0, 1))
+        bucket.start(hub.end(rank))
+        found.append((parameters, bucket))
+    for parameters, bucket in found:
+        bucket.finish()
+        assert parameters["a"].grad is None
+        assert parameters["b"].grad.tolist() == [3.0] * 4 and parameters["b"].grad.dtype is torch.float64
+        assert parameters["c"].grad.tolist() == [[4.0] * 3] * 2
+
+
 def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
     hub = Hub(1)
     parameter = torch.nn.Parameter(torch.ones(3))
