@@ -53,7 +53,7 @@ class Schedule(Section):
     memory_limit: str | None = Field(
         None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
-    objective: Literal["makespan", "span"] | None = Field(None, description="default follows optimizer.sync")
+    objective: Literal["makespan", "span", "period"] | None = Field(None, description="default follows optimizer.sync")
     file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
     plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
 

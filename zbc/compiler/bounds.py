@@ -32,6 +32,10 @@ class Bounds:
     makespan: float
     span: float
 
+    def of(self, objective: str) -> float:
+        """For "makespan", "span" or "period": where steps follow one another, each takes a rank at least its span."""
+        return self.makespan if objective == "makespan" else self.span
+
 
 def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
     """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).

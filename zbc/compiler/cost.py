@@ -70,6 +70,11 @@ class Costs:
         each = [(x / v,) * placement.stages for x in (f, b, w, 1.0, act_w)]
         return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, comm))
 
+    def joined(self) -> Costs:
+        """Backward in one piece, as a B that does everything and a W that does nothing."""
+        zero = (0.0,) * self.stages
+        return replace(self, b=tuple(b + w for b, w in zip(self.b, self.w, strict=True)), w=zero, act_w=zero)
+
     @property
     def stages(self) -> int:
         return len(self.f)

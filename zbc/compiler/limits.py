@@ -26,34 +26,65 @@ class Limit:
     units: tuple[float, ...] | None
 
 
-def limit_of(job: Job, placement: Placement, costs: Costs) -> Limit:
-    """The limit for one placement. Raises E303 where `memory_limit` is below what a single microbatch needs."""
+def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> Limit:
+    """The limit for one placement, with backward in two ops or (`split` false) in one.
+
+    Raises E303 where `memory_limit` is below what a single microbatch needs.
+    """
     asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     p = placement.ranks
     if asked is not None and asked[1] == "x":
-        needs = least_of(placement, costs)
+        needs = _least(placement, costs, split)
         if max(needs) > asked[0] * p + 1e-6:
             _refuse(job, needs, f"{short(asked[0] * p)} activation units", f"{at_least(max(needs) / p, 6)}x", 1.0)
-        return Limit(costs, (asked[0] * p,) * p)
+        return Limit(costs, _smaller((asked[0] * p,) * p, _room(job, placement, costs, split)))
     if costs.bytes is None:
         return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
-    unit = sum(stage.act_b for stage in costs.bytes) / p or 1.0
-    counted = replace(
-        costs,
-        act_b=tuple(stage.act_b / unit for stage in costs.bytes),
-        act_w=tuple(stage.act_w / unit for stage in costs.bytes),
-    )
+    counted, unit = _counted(costs, p)
     if asked is not None:
-        needs = least_of(placement, counted)
+        needs = _least(placement, counted, split)
         if max(needs) > asked[0] / unit + 1e-9:
             _refuse(job, needs, size(asked[0]), f"{at_least(max(needs) * unit / GIB, 6)} GiB", unit)
-        return Limit(counted, (asked[0] / unit,) * p)
-    if job.hardware.memory_gib is None:
-        return Limit(costs, None)
+        return Limit(counted, _smaller((asked[0] / unit,) * p, _room(job, placement, counted, split)))
+    room = _room(job, placement, counted, split)
+    return Limit(costs if room is None else counted, room)
+
+
+def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
+    """The least `memory_limit` with which any order exists: a multiple or bytes, as the job has it."""
+    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if asked is None or asked[1] == "x" or costs.bytes is None:
+        return max(_least(placement, costs, split)) / placement.ranks
+    counted, unit = _counted(costs, placement.ranks)
+    return max(_least(placement, counted, split)) * unit
+
+
+def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
+    """The costs with activations counted by their bytes, and the bytes of a unit."""
+    sizes = costs.bytes or ()
+    unit = sum(stage.act_b for stage in sizes) / p or 1.0
+    act_b, act_w = tuple(stage.act_b / unit for stage in sizes), tuple(stage.act_w / unit for stage in sizes)
+    return replace(costs, act_b=act_b, act_w=act_w), unit
+
+
+def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float, ...] | None:
+    """What `hardware.memory_gib` leaves each rank, in units; None if that is not known, or units are not bytes."""
+    if job.hardware.memory_gib is None or costs.bytes is None:
+        return None
+    counted, unit = _counted(costs, placement.ranks)
+    if any(abs(a - b) > 1e-9 for a, b in zip(costs.act_b + costs.act_w, counted.act_b + counted.act_w, strict=True)):
+        return None
+    room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(placement.ranks)]
     # Below the least any order needs there is no plan; search at the least, and let check_memory say what is missing.
-    room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(p)]
-    needs = least_of(placement, counted)
-    return Limit(counted, tuple(max(a, b) for a, b in zip(room, needs, strict=True)))
+    return tuple(max(a, b) for a, b in zip(room, _least(placement, costs, split), strict=True))
+
+
+def _smaller(limit: tuple[float, ...], room: tuple[float, ...] | None) -> tuple[float, ...]:
+    return limit if room is None else tuple(map(min, limit, room))
+
+
+def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
+    return least_of(placement, costs if split else costs.joined())
 
 
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:

@@ -119,6 +119,14 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     return run(build(program), program, costs)
 
 
+def step_ms(program: Program, costs: Costs, objective: str) -> float:
+    """What a step costs by an objective: "makespan", "span", or "period" (see `steady_state`)."""
+    timeline = simulate(program, costs)
+    if objective == "period":
+        return steady_state(timeline.dag, program, costs)
+    return timeline.makespan if objective == "makespan" else timeline.span
+
+
 def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> float:
     """What a step costs, in ms, when steps follow one another without a barrier.
 

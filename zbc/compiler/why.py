@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from zbc.compiler import estimate
 from zbc.compiler.compile import Compiled
-from zbc.compiler.order import Ordered, order
+from zbc.compiler.order import order
 from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.single import Ordered
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.spec import Job, parse_limit

@@ -19,8 +19,9 @@ class Request:
 
     `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
     means no limit.
-    `objective` is "makespan" or "span"; `budget` is the seconds a search may take. With `smaller_limits` a search also
-    goes through smaller limits, as far as something better than `beat` ms could be found there.
+    `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take. With `rungs` it also goes
+    through smaller limits for so many seconds each, as far as something better than `beat` ms could be found there.
+    `compiled` has compiled kernels load for the fast tier too, which pays where several searches follow one another.
     """
 
     p: int
@@ -34,8 +35,9 @@ class Request:
     objective: str = "makespan"
     budget: float = 0.0  # the fast tier alone
     seed: int = 0
-    smaller_limits: bool = False
+    rungs: float | None = None
     beat: float = float("inf")
+    compiled: bool = False
 
     def limits(self) -> list[float] | None:
         """The limit of each rank."""

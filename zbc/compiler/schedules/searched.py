@@ -15,7 +15,7 @@ worse than one of them that fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zbc.compiler.bounds import bounds
@@ -25,12 +25,19 @@ from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.engine import Engine, available
-from zbc.compiler.search.feasible import check_feasible, one_by_one
+from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
+from zbc.text import at_least
+
+OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
+    "zb-v": lambda p: p,
+    "v-half": lambda p: (p + 2) // 2,
+    "v-min": lambda p: (p + 4) // 3,
+}
 
 
 def zb_auto(request: Request) -> Program:
@@ -47,17 +54,17 @@ def zb_v(request: Request) -> Program:
     """The V placement at the activations of 1F1B; without costs, the order of the paper."""
     if request.costs is None:
         return zb_v_by_hand(request)
-    return _found("zb-v", Placement.vshape(request.p), _at_most(request, request.p))
+    return _found("zb-v", Placement.vshape(request.p), _at_most("zb-v", request))
 
 
 def v_half(request: Request) -> Program:
     """The V placement at half the activations of 1F1B."""
-    return _found("v-half", Placement.vshape(request.p), _at_most(request, (request.p + 2) // 2))
+    return _found("v-half", Placement.vshape(request.p), _at_most("v-half", request))
 
 
 def v_min(request: Request) -> Program:
     """The V placement at a third of the activations of 1F1B."""
-    return _found("v-min", Placement.vshape(request.p), _at_most(request, (request.p + 4) // 3))
+    return _found("v-min", Placement.vshape(request.p), _at_most("v-min", request))
 
 
 def one_f_one_b_v(request: Request) -> Program:
@@ -70,42 +77,41 @@ def looped_zb(request: Request) -> Program:
     return _found("looped-zb", Placement.looped(request.p, request.v), request)
 
 
-def _at_most(request: Request, units: float) -> Request:
-    """The request with a limit of `units` per rank, or the tighter one it has."""
-    given = request.limits()
+def _at_most(name: str, request: Request) -> Request:
+    """The request with the schedule's own limit per rank, or the tighter one it has. Raises E303 if it is too small."""
+    given, units = request.limits(), OWN_LIMIT[name](request.p)
+    if request.costs is not None:
+        needs = least_of(Placement.vshape(request.p), request.costs)
+        rank = max(range(request.p), key=lambda r: needs[r])
+        if needs[rank] > units + 1e-6:
+            text = f"does not fit: {name} is for {units} activation units per rank"
+            text += f", rank {rank} holds {needs[rank]:.6g} for one microbatch alone"
+            share = at_least(needs[rank] / request.p, 6)
+            raise ZbcError("E303", text, hint=f'use v-auto, with memory_limit = "{share}x"')
     return replace(request, memory_limit=tuple(min(units, limit) for limit in given) if given else float(units))
 
 
 def _found(name: str, placement: Placement, request: Request, *, split: bool = True) -> Program:
     costs = request.costs or Costs.uniform(placement)
-    costs = costs if split else _whole(costs)
+    costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
-    engine = Engine(available() and request.budget > 0)  # loading compiled code takes longer than the fast tier
-
-    def bound(limits: Sequence[float]) -> float:
-        found = bounds(placement, costs, request.m, limits)
-        return found.makespan if request.objective == "makespan" else found.span
-
+    # Loading compiled code takes longer than the fast tier of one search.
+    engine = Engine(available() and (request.budget > 0 or request.compiled))
     question = Question(
         problem,
         request.objective,
         Effort.seconds(request.budget, engine, request.seed),
         engine,
         orders=lambda other: _by_hand(other, placement, request),
-        bound=bound,
+        bound=lambda limits: bounds(placement, costs, request.m, limits).of(request.objective),
     )
-    best = climb(question, lower=request.smaller_limits, beat=request.beat)
+    rungs = None if request.rungs is None else Effort.seconds(request.rungs, engine).visits
+    best = climb(question, rungs=rungs, beat=request.beat)
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
     program = problem.program(best.order, name)
     return program if split else _join(program)
-
-
-def _whole(costs: Costs) -> Costs:
-    """Backward in one piece, as a B that does everything and a W that does nothing."""
-    zero = (0.0,) * costs.stages
-    return replace(costs, b=tuple(b + w for b, w in zip(costs.b, costs.w, strict=True)), w=zero, act_w=zero)
 
 
 def _join(program: Program) -> Program:

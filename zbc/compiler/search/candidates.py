@@ -22,6 +22,7 @@ LIST_VISITS = 10
 FILL_VISITS = 20
 DECODE_VISITS = 2000  # to prepare it, whatever its size
 TIME_VISITS = 1
+STEPS = 8  # after which a sequence of steps has a period, as in `simulate.steady_state`
 
 Recipe = Genes | Filling | tuple[float, ...]  # the last: knobs of a policy
 
@@ -35,9 +36,10 @@ class Candidate:
     order: tuple[int, ...]
     origin: str
     recipe: Recipe | None = None  # how to make it again for another number of microbatches
+    period: float = 0.0  # of steps that follow one another; only where that is the objective
 
     def cost(self, objective: str) -> float:
-        return self.makespan if objective == "makespan" else self.span
+        return {"makespan": self.makespan, "span": self.span, "period": self.period}[objective]
 
     def rank(self, objective: str) -> tuple[float, float]:
         """Sort key: the objective, then the other step time."""
@@ -143,7 +145,11 @@ class Bench:
         if engine.run(p, order, self._position, *self._wires, self._starts, self._end) < 0:
             return None
         span, makespan, _ = engine.steps(p, order, self._wires[0], self._end)
-        return Candidate(float(span), float(makespan), tuple(int(op) for op in order), origin, recipe)
+        period = 0.0
+        if self.objective == "period":
+            period = float(engine.period(p, order, self._position, *self._wires, self._end, STEPS))
+            self.spent += STEPS * TIME_VISITS * self.problem.size
+        return Candidate(float(span), float(makespan), tuple(int(op) for op in order), origin, recipe, period)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
         """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""

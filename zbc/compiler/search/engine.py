@@ -9,7 +9,7 @@ from typing import Any
 from zbc.compiler.search import anneal, listing, timing
 
 _MODULES = (listing, timing, anneal)
-_SMALL = ("locate", "run", "steps", "_next", "_exp", "_aim", "_trace", "_cut", "_shift", "_fits")
+_SMALL = ("locate", "run", "steps", "period", "_next", "_exp", "_aim", "_trace", "_cut", "_shift", "_fits")
 _KERNELS = (*_SMALL, "list_schedule", "anneal")  # each after those it calls
 
 
@@ -29,6 +29,7 @@ class Engine:
         self.locate: Callable[..., None] = names["locate"]
         self.run: Callable[..., int] = names["run"]
         self.steps: Callable[..., tuple[float, float, float]] = names["steps"]
+        self.period: Callable[..., float] = names["period"]
         self.anneal: Callable[..., int] = names["anneal"]
 
     def numbers(self, values: Sequence[int] | Sequence[float]) -> Any:

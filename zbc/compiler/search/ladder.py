@@ -21,8 +21,8 @@ from zbc.compiler.search.rungs import Grid
 
 INF = float("inf")
 LARGE = 4000  # ops from which only the limit itself is searched
-ENOUGH, SHARE = 2_000_000, 32  # op visits, and what part of more than that a rung gets
-RECIPES = 4  # that fine rungs try
+ENOUGH, SHARE = 2_000_000, 128  # op visits, and what part of more than that a rung gets
+RECIPES = 3  # that fine rungs try
 SAME = 1e-12
 
 Orders = Iterable[tuple[str, Sequence[int]]]
@@ -51,17 +51,20 @@ class Question:
         )
 
 
-def climb(ask: Question, *, lower: bool = False, beat: float = INF) -> Candidate | None:
+def climb(ask: Question, *, rungs: int | None = None, beat: float = INF) -> Candidate | None:
     """The best order found, or None if nothing fits.
 
-    Under the limit itself or the rung below it; with `lower`, under all rungs where better than `beat` ms is possible.
+    Under the limit itself or the rung below it; with `rungs`, a number of op visits for each, under all rungs where
+    better than `beat` ms is possible.
     """
+    visits = ask.effort.visits
     if ask.problem.size > LARGE:
-        return ask.search(ask.problem, ask.effort.visits).best
+        return ask.search(ask.problem, visits).best
     ladder = _Ladder(ask, beat)
-    if ask.effort.visits > ENOUGH:
-        ladder.add(ask.search(ask.problem, ask.effort.visits).best)
-    share = min(ask.effort.visits, max(ENOUGH, ask.effort.visits // SHARE))
+    if visits > ENOUGH:
+        ladder.add(ask.search(ask.problem, visits).best)
+    wanted = visits if rungs is None else rungs
+    share = min(wanted, max(ENOUGH, wanted // SHARE))
     grid = Grid.of(ask.problem)
     high = grid.top
     for rung in grid.coarse():
@@ -69,7 +72,7 @@ def climb(ask: Question, *, lower: bool = False, beat: float = INF) -> Candidate
             break
         ladder.segment(grid, rung, high, share)
         high = rung
-        if not lower:
+        if rungs is None:
             break
     return ladder.best
 

@@ -16,6 +16,7 @@ from typing import Any
 from zbc.compiler.search.problem import Problem
 
 Numbers = Any  # a flat list, or an array of the same length when compiled
+SAME = 1e-12  # steps this much alike have settled
 Wires = tuple[list[float], list[int], list[float], list[int]]
 
 
@@ -120,3 +121,52 @@ def steps(p: int, order: Numbers, length: Numbers, end: Numbers) -> tuple[float,
         if end[(r + 1) * per_rank - 1] > makespan:
             makespan = end[(r + 1) * per_rank - 1]
     return span, makespan, total / p
+
+
+def period(
+    p: int,
+    order: Numbers,
+    position: Numbers,
+    length: Numbers,
+    source: Numbers,
+    lag: Numbers,
+    where: Numbers,
+    end: Numbers,
+    most: int,
+) -> float:
+    """What a step costs when steps follow one another without a barrier, as `simulate.steady_state` has it.
+
+    For an order that does not block; overwrites `end`. At most `most` steps, fewer once all ranks take equally long.
+    """
+    per_rank = len(order) // p
+    free = [0.0] * p
+    longest = 0.0
+    for _ in range(most):
+        at = [r * per_rank for r in range(p)]
+        time = free[:]
+        left = len(order)
+        while left > 0:
+            for r in range(p):
+                k = at[r]
+                while k < (r + 1) * per_rank:
+                    op = order[k]
+                    q = source[op]
+                    if q >= 0:
+                        if position[q] >= at[where[q]] and (where[q] != r or position[q] >= k):
+                            break
+                        if end[position[q]] + lag[op] > time[r]:
+                            time[r] = end[position[q]] + lag[op]
+                    time[r] += length[op]
+                    end[k] = time[r]
+                    k += 1
+                left -= k - at[r]
+                at[r] = k
+        longest = 0.0
+        shortest = time[0] - free[0]
+        for r in range(p):
+            longest = max(longest, time[r] - free[r])
+            shortest = min(shortest, time[r] - free[r])
+        free = time
+        if longest - shortest <= SAME * longest:
+            break
+    return longest

@@ -1,0 +1,150 @@
+"""What is promised of `auto`, on random jobs: never worse than any schedule by name, or than itself with less.
+
+    python bench/never_worse.py [INSTANCES] [FIRST]
+
+Each job has up to 8 ranks and 32 microbatches and its own time and memory for every layer. Under a few limits and
+budgets, every schedule by name and `auto` plan it; counted is each time that `auto` takes longer than a schedule with
+the same budget whose plan fits, or than `auto` with a smaller limit or budget, exceeds its limit, or beats a bound.
+Budgets are op visits, so every number here is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from record import Record
+
+from zbc.compiler import estimate
+from zbc.compiler.compile import load_job
+from zbc.compiler.limits import smallest
+from zbc.compiler.memory import peaks
+from zbc.compiler.order import order
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.search.portfolio import COMPILED_RATE
+from zbc.compiler.simulate import step_ms
+from zbc.compiler.single import cut
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+SAME = 1e-9
+BUDGETS = (0, 1_500_000)  # op visits; within those for which more memory is never worse
+OBJECTIVES = ("makespan", "span", "period")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a plan costs, holds and cannot beat."""
+
+    step: float
+    units: float
+    bound: float
+
+
+def text(rng: Random) -> str:
+    """A random job without schedule.kind and memory_limit."""
+    p, m = rng.randint(1, 8), rng.randint(1, 32)
+    layers = 4 * p + rng.randint(0, 8)
+    spread = rng.choice((0.0, 0.3, 0.9))
+    base = rng.choice(((1.0, 1.0, 1.0, 0.0), (18.5, 18.1, 9.3, 0.6), (29.7, 29.4, 19.9, 0.5), (1.0, 2.0, 0.5, 0.2)))
+    share = rng.choice((0.0, 0.4, 0.9, 1.0))
+
+    def column(mean: float) -> list[float]:
+        return [round(mean * (1 + spread * rng.uniform(-1, 1)), 3) for _ in range(layers)]
+
+    act_b = column(1.0)
+    lines = ["zbc = 1", "[model]", 'family = "gpt"', f"layers = {layers}", "hidden = 32", "heads = 4", "vocab = 256"]
+    lines += ["seq_len = 16", "[parallel]", f"pp = {p}", "[schedule]", 'kind = "auto"', f"microbatches = {m}"]
+    lines += [f'objective = "{rng.choice(OBJECTIVES)}"', "[partition]", f'mode = "{rng.choice(("auto", "uniform"))}"']
+    lines += ["[costs]", 'per = "layer"', *(f"{key} = {column(mean)}" for key, mean in zip("fbw", base, strict=False))]
+    lines += [f"comm = {base[3]}", f"act_b = {act_b}", f"act_w = {[round(a * share, 4) for a in act_b]}"]
+    return "\n".join(lines) + "\n"
+
+
+def answer(path: Path, limit: float | None, visits: int, kind: str) -> Answer | None:
+    """The plan of one schedule under `limit`, a multiple of what 1F1B holds; None if there is none that fits."""
+    settings = [] if limit is None else [f'schedule.memory_limit="{limit:.6f}x"']
+    try:
+        job = load_job(path, settings, kind)
+        found = order(job, estimate.layers(job), visits / COMPILED_RATE)
+    except ZbcError:
+        return None
+    units = max(rank.units for rank in peaks(found.program, found.costs))
+    if limit is not None and units > limit * job.parallel.pp + 1e-5 and kind != "auto":
+        return None
+    return Answer(step_ms(found.program, found.costs, job.objective), units, found.bounds.of(job.objective))
+
+
+def limits(path: Path, rng: Random) -> list[float | None]:
+    """From the least that works for some placement up; None for no limit."""
+    job = load_job(path)
+    p, table = job.parallel.pp, estimate.layers(job)
+    least = min(
+        smallest(job, where, cut(job, where, table)[1]) for where in (Placement.linear(p), Placement.vshape(p, 2))
+    )
+    some = sorted(least * rng.uniform(1.0, rng.choice((1.2, 2.0, 1.5 * p))) for _ in range(2))
+    return [*(round(limit + 5e-7, 6) for limit in some), None]
+
+
+def check(seed: int, folder: Path, wrong: Counter[str], plans: Counter[str]) -> None:
+    rng = Random(seed)
+    path = folder / f"{seed}.toml"
+    path.write_text(text(rng))
+    asked = limits(path, rng)
+    best: dict[tuple[float, int], float] = {}
+    for limit in asked:
+        for visits in BUDGETS:
+            found = answer(path, limit, visits, "auto")
+            room = float("inf") if limit is None else limit
+            if found is None:
+                wrong[f"{seed}: no plan at {limit}"] += limit is not None and limit > asked[0]  # type: ignore[operator]
+                continue
+            plans["auto"] += 1
+            p = load_job(path).parallel.pp
+            wrong[f"{seed}: exceeds its limit {limit}"] += found.units > room * p + 1e-5
+            wrong[f"{seed}: beats its bound at {limit}"] += found.step < found.bound * (1 - SAME)
+            for (less, fewer), step in best.items():
+                if less <= room and fewer <= visits:
+                    wrong[f"{seed}: worse at {limit}, {visits} than at {less}, {fewer}"] += found.step > step * (
+                        1 + SAME
+                    )
+            best[room, visits] = found.step
+            # Compiled kernels make the same plans, but are loaded only where there is something to search for.
+            for name in SCHEDULES if visits and limit == asked[seed % len(asked)] else ():
+                other = answer(path, limit, visits, name)
+                if other is not None:
+                    plans["named"] += 1
+                    wrong[f"{seed}: worse than {name} at {limit}, {visits}"] += found.step > other.step * (1 + SAME)
+                    wrong[f"{seed}: {name} beats its bound at {limit}"] += other.step < other.bound * (1 - SAME)
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    record = Record("never-worse")
+    wrong: Counter[str] = Counter()
+    plans: Counter[str] = Counter()
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(first, first + count):
+            check(seed, Path(folder), wrong, plans)
+            if (seed - first) % 50 == 49:
+                print(f"{seed - first + 1} jobs, {sum(wrong.values())} wrong", file=sys.stderr)
+    for what, times in wrong.items():
+        if times:
+            record(what)
+    took = time.process_time() - began
+    named = f"{plans['named']} of schedules by name"
+    record(f"{count} jobs, {plans['auto']} plans of auto, {named}: {sum(wrong.values())} wrong")
+    record(f"{took:.0f} s of one core")
+    if count >= 500:
+        record.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The order of one schedule for a job: its cut, its costs, its limit and its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zbc.compiler import cost, estimate
+from zbc.compiler.bounds import Bounds, bounds
+from zbc.compiler.cost import Costs
+from zbc.compiler.limits import Limit, limit_of
+from zbc.compiler.partition import Stages, partition
+from zbc.compiler.schedules import Request, Schedule
+from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.errors import ZbcError
+from zbc.ir import Placement, Program
+from zbc.spec import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A compute-only program with the cut and the costs it was made for."""
+
+    name: str
+    program: Program
+    stages: Stages
+    costs: Costs
+    bounds: Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A schedule with all it is made from; `make` may be called for several budgets."""
+
+    job: Job
+    schedule: Schedule
+    placement: Placement
+    v: int
+    stages: Stages
+    costs: Costs
+    limit: Limit
+    bounds: Bounds
+
+    def make(self, budget: float | None = None, **search: Any) -> Ordered:
+        """The order; searched ones take about `budget` seconds (None: what the schedule takes by default).
+
+        `search` sets more of the request: see `Request`.
+        """
+        job = self.job
+        request = Request(
+            p=job.parallel.pp,
+            m=job.schedule.microbatches,
+            v=self.v,
+            group=job.schedule.group,
+            early=job.schedule.early,
+            overlap=job.costs.overlap > 0 if job.schedule.overlap is None else job.schedule.overlap,
+            costs=self.limit.costs,
+            memory_limit=self.limit.units,
+            objective=job.objective,
+            budget=self.schedule.budget if budget is None else budget,
+            **search,
+        )
+        program = finished(job, self.schedule.make(request))
+        return Ordered(self.schedule.name, program, self.stages, self.costs, self.bounds)
+
+    @property
+    def limits(self) -> tuple[float, ...] | None:
+        """Units per rank, the schedule's own limit included."""
+        own, given = OWN_LIMIT.get(self.schedule.name), self.limit.units
+        if own is None:
+            return given
+        units = own(self.placement.ranks)
+        return tuple(min(units, limit) for limit in given or (units,) * self.placement.ranks)
+
+    @property
+    def least_step(self) -> float:
+        """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
+        costs, limits = self.limit.costs, self.limits
+        if not self.schedule.splits_backward:
+            costs = costs.joined()
+        return bounds(self.placement, costs, self.job.schedule.microbatches, limits).of(self.job.objective)
+
+
+def prepare(job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None) -> Prepared:
+    """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
+    schedule.check_ranks(job.parallel.pp)
+    v = schedule.stages_per_rank(chunks)
+    placement = schedule.placement(job.parallel.pp, v)
+    stages, costs = cut(job, placement, table)
+    limit = limit_of(job, placement, costs, split=schedule.splits_backward) if schedule.searched else Limit(costs, None)
+    return Prepared(job, schedule, placement, v, stages, costs, limit, bounds_of(job, placement, costs))
+
+
+def cut(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
+    """Layers to stages, and what these cost."""
+    stages = partition(job, placement, table)
+    return stages, cost.build(job, placement, stages, table)
+
+
+def finished(job: Job, program: Program) -> Program:
+    """The program with what the job does to all its steps."""
+    return replace(
+        program,
+        copies=job.parallel.dp,
+        tied=job.model.tie_embeddings and program.placement.stages > 1,
+        sharded=job.optimizer.zero1,
+    )
+
+
+def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
+    """What no order within the job's memory limit can beat."""
+    try:
+        limit = limit_of(job, placement, costs)
+    except ZbcError:
+        limit = Limit(costs, None)
+    return bounds(placement, limit.costs, job.schedule.microbatches, limit.units)
