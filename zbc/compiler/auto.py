@@ -22,7 +22,7 @@ from zbc.errors import ZbcError
 from zbc.spec import Job
 
 # Searched schedules in the order in which they are asked: of equally good ones the first is taken.
-SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min")
+SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
 DEFAULT = (0.75, 0.25)  # of the usual budget, to the most promising ones, where none was asked for
 SAME = 1e-12
@@ -54,8 +54,12 @@ def _first_pass(best: _Best, table: Sequence[estimate.Layer], budget: float | No
             continue
         if best.rules_out(prepared) or any(_alike(prepared, other) for _, other in found):
             continue
-        if not schedule.searched:
+        if not schedule.searched or len(prepared.placement.pipes) > 1:
             best.offer(prepared.make())
+            for smaller in prepared.smaller():
+                if best.rules_out(smaller):
+                    break
+                best.offer(smaller.make())
         elif budget == 0:  # all there is to it comes in the second pass
             found.append((len(found), prepared))
         else:
@@ -101,11 +105,14 @@ class _Best:
         self.step = float("inf")
         self._ordered: Ordered | None = None
         self._too_large: Ordered | None = None
-        self._refused: list[tuple[bool, float, ZbcError]] = []
+        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether it is about more than memory, the least limit
 
     def offer(self, ordered: Ordered) -> float:
         """Keep it if it is better and fits; what its step takes, in ms."""
-        step = step_ms(ordered.program, ordered.costs, self.job.objective)
+        program = ordered.program
+        if program.copies > 1 or len(program.placement.pipes) > 1:  # sums over copies take time
+            program = lower(program, self.job.optimizer.sync, ordered.costs)
+        step = step_ms(program, ordered.costs, self.job.objective)
         if step < self.step * (1 - SAME):
             if self._fits(ordered):
                 self._ordered, self.step = ordered, step
@@ -124,16 +131,20 @@ class _Best:
         return True
 
     def rules_out(self, prepared: Prepared) -> bool:
-        """Whether no order of that schedule can be better."""
-        return bool(prepared.least_step >= self.step * (1 - SAME))
+        """Whether no order of that schedule can be better; bounds know nothing of overlap."""
+        return self.job.costs.overlap == 0 and bool(prepared.least_step >= self.step * (1 - SAME))
 
     def refuse(self, error: ZbcError, needed: float) -> None:
         """A schedule that cannot be, and the limit from which it could."""
         self._refused.append((error.code != "E303", needed, error))
 
     def answer(self) -> Ordered:
-        """The best; if nothing fits, what checks will refuse; if nothing is possible, raises the nearest reason."""
+        """The best. If nothing fits, raises what names the least limit, or answers with what checks will refuse."""
+        if self._ordered is None and self._refused:
+            limited, _, error = min(self._refused, key=lambda entry: entry[:2])
+            if not limited or self._too_large is None:
+                raise error
         found = self._ordered or self._too_large
         if found is None:
-            raise min(self._refused, key=lambda entry: entry[:2])[2]
+            raise ZbcError("E303", "schedule: no schedule can be made for this job")
         return found

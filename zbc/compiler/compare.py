@@ -110,7 +110,7 @@ def _row(
         return Row(schedule, settings, error=error)
     report, job = compiled.report, compiled.job
     sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
-    bound = report.lower_bound_span_ms if job.objective == "span" else report.lower_bound_makespan_ms
+    bound = report.lower_bound_ms(job.objective)
     sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
     return Row(
         schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences

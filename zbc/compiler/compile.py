@@ -20,7 +20,7 @@ from zbc.compiler.order import order
 from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
 from zbc.compiler.schedules.options import option_problems
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.simulate import Timeline, simulate, step_ms
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.forward import forward_only
@@ -45,10 +45,10 @@ class Compiled:
 
     @property
     def step_ms(self) -> float:
-        """The makespan or the span, as the job's objective says; without a barrier and an objective, a settled step."""
+        """What the job's objective says; without a barrier and an objective, a settled step."""
         if self.job.schedule.objective is None and self.job.optimizer.sync == "post-validate":
             return self.settled_ms
-        return self.report.makespan_ms if self.job.objective == "makespan" else self.report.span_ms
+        return self.report.step_ms(self.job.objective)
 
     @property
     def settled_ms(self) -> float:
@@ -201,8 +201,7 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
             check_memory(other, memory, found.costs)
         except ZbcError:
             continue
-        step = timeline.makespan if job.objective == "makespan" else timeline.span
-        yield _Alternative(name, step, memory)
+        yield _Alternative(name, step_ms(program, found.costs, job.objective, timeline), memory)
 
 
 def _boundary(job: Job) -> plans.Boundary | None:

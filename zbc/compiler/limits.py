@@ -24,6 +24,7 @@ class Limit:
 
     costs: Costs
     units: tuple[float, ...] | None
+    unit: float = 0.0  # bytes of a unit, where what the device has left counts
 
 
 def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> Limit:
@@ -37,7 +38,7 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
         needs = _least(placement, costs, split)
         if max(needs) > asked[0] * p + 1e-6:
             _refuse(job, needs, f"{short(asked[0] * p)} activation units", f"{at_least(max(needs) / p, 6)}x", 1.0)
-        return Limit(costs, _smaller((asked[0] * p,) * p, _room(job, placement, costs, split)))
+        return _within((asked[0] * p,) * p, _room(job, placement, costs, split), costs)
     if costs.bytes is None:
         return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
     counted, unit = _counted(costs, p)
@@ -45,9 +46,9 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
         needs = _least(placement, counted, split)
         if max(needs) > asked[0] / unit + 1e-9:
             _refuse(job, needs, size(asked[0]), f"{at_least(max(needs) * unit / GIB, 6)} GiB", unit)
-        return Limit(counted, _smaller((asked[0] / unit,) * p, _room(job, placement, counted, split)))
+        return _within((asked[0] / unit,) * p, _room(job, placement, counted, split), counted)
     room = _room(job, placement, counted, split)
-    return Limit(costs if room is None else counted, room)
+    return Limit(costs, None) if room is None else Limit(counted, room, unit)
 
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
@@ -79,8 +80,10 @@ def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[fl
     return tuple(max(a, b) for a, b in zip(room, _least(placement, costs, split), strict=True))
 
 
-def _smaller(limit: tuple[float, ...], room: tuple[float, ...] | None) -> tuple[float, ...]:
-    return limit if room is None else tuple(map(min, limit, room))
+def _within(limit: tuple[float, ...], room: tuple[float, ...] | None, costs: Costs) -> Limit:
+    if room is None:
+        return Limit(costs, limit)
+    return Limit(costs, tuple(map(min, limit, room)), _counted(costs, len(limit))[1])
 
 
 def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:

@@ -80,6 +80,14 @@ class Report:
             del data[key]
         return data
 
+    def step_ms(self, objective: str) -> float:
+        """What a step costs by "makespan", "span" or "period"."""
+        return {"makespan": self.makespan_ms, "span": self.span_ms, "period": self.steady_state_ms}[objective]
+
+    def lower_bound_ms(self, objective: str) -> float:
+        """What no order of the placement can beat, by the same."""
+        return Bounds(self.lower_bound_makespan_ms, self.lower_bound_span_ms).of(objective)
+
     @property
     def peak_activation_units(self) -> float:
         return max(rank.peak_activation_units for rank in self.per_rank)

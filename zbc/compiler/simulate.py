@@ -119,9 +119,9 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     return run(build(program), program, costs)
 
 
-def step_ms(program: Program, costs: Costs, objective: str) -> float:
+def step_ms(program: Program, costs: Costs, objective: str, timeline: Timeline | None = None) -> float:
     """What a step costs by an objective: "makespan", "span", or "period" (see `steady_state`)."""
-    timeline = simulate(program, costs)
+    timeline = timeline or simulate(program, costs)
     if objective == "period":
         return steady_state(timeline.dag, program, costs)
     return timeline.makespan if objective == "makespan" else timeline.span

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,19 @@ from zbc.compiler import cost, estimate
 from zbc.compiler.bounds import Bounds, bounds
 from zbc.compiler.cost import Costs
 from zbc.compiler.limits import Limit, limit_of
+from zbc.compiler.memory import peaks
 from zbc.compiler.partition import Stages, partition
+from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, Schedule
 from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.search.feasible import least_of
+from zbc.compiler.search.rungs import whole
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.spec import Job
+from zbc.text import GIB
+
+RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,27 @@ class Prepared:
     def make(self, budget: float | None = None, **search: Any) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: what the schedule takes by default).
 
-        `search` sets more of the request: see `Request`.
+        `search` sets more of the request: see `Request`. Where tensors on their way need more of the device than the
+        limit left for them, the search runs again with that much less for activations.
         """
+        found = self._make(budget, search)
+        device, units, unit = self.job.hardware.memory_gib, self.limit.units, self.limit.unit
+        for _ in range(RETRIES):
+            if device is None or units is None or not unit:
+                break
+            memory = peaks(lower(found.program, self.job.optimizer.sync, self.costs), self.costs)
+            excess = [max(0.0, rank.bytes - device * GIB) / unit for rank in memory]
+            if not any(excess):
+                break
+            needs = least_of(self.placement, self.limit.costs)
+            used = [
+                rank.units - more if more else limit for rank, more, limit in zip(memory, excess, units, strict=True)
+            ]
+            units = tuple(map(max, used, needs))
+            found = replace(self, limit=replace(self.limit, units=units))._make(budget, search)
+        return found
+
+    def _make(self, budget: float | None, search: dict[str, Any]) -> Ordered:
         job = self.job
         request = Request(
             p=job.parallel.pp,
@@ -73,6 +99,14 @@ class Prepared:
         units = own(self.placement.ranks)
         return tuple(min(units, limit) for limit in given or (units,) * self.placement.ranks)
 
+    def smaller(self) -> Iterator[Prepared]:
+        """With several pipes, the same for each smaller limit that makes a difference, largest first."""
+        if len(self.placement.pipes) > 1 and self.schedule.searched:
+            p = self.placement.ranks
+            given = self.limit.units or (float(p),) * p
+            for units in whole(given, least_of(self.placement, self.limit.costs))[1:]:
+                yield replace(self, limit=replace(self.limit, units=units))
+
     @property
     def least_step(self) -> float:
         """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
@@ -89,6 +123,8 @@ def prepare(job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunk
     placement = schedule.placement(job.parallel.pp, v)
     stages, costs = cut(job, placement, table)
     limit = limit_of(job, placement, costs, split=schedule.splits_backward) if schedule.searched else Limit(costs, None)
+    if len(placement.pipes) > 1 and schedule.searched and limit.units is not None:
+        limit = replace(limit, units=whole(limit.units, least_of(placement, limit.costs))[0])
     return Prepared(job, schedule, placement, v, stages, costs, limit, bounds_of(job, placement, costs))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zbc.compiler import estimate
-from zbc.compiler.compile import Compiled
-from zbc.compiler.order import order
-from zbc.compiler.simulate import Timeline, simulate
-from zbc.compiler.single import Ordered
+from zbc.compiler.compile import Compiled, compile_job
+from zbc.compiler.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.spec import Job, parse_limit
+from zbc.text import GIB
 
 SAME = 1e-9
 
@@ -45,7 +43,7 @@ def critical_path(compiled: Compiled) -> Path:
     timeline, costs = compiled.timeline, compiled.costs
     dag = timeline.dag
     rank = _longest(compiled)
-    begin = timeline.first_start(rank) if compiled.job.objective == "span" else 0.0
+    begin = timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     transfers, changes = 0.0, 0
@@ -96,7 +94,7 @@ def _longest(compiled: Compiled) -> int:
     """The rank that ends the step, or for the span the one with the longest own time."""
     timeline = compiled.timeline
     ranks = range(timeline.ranks)
-    if compiled.job.objective == "span":
+    if compiled.job.objective != "makespan":
         return max(ranks, key=lambda r: timeline.closes(r) - timeline.first_start(r))
     return max(ranks, key=timeline.closes)
 
@@ -104,16 +102,26 @@ def _longest(compiled: Compiled) -> int:
 def binds(compiled: Compiled) -> str:
     """What stands between this step and a shorter one, as far as the bound and the memory tell."""
     found, job = compiled.report, compiled.job
-    bound = found.lower_bound_span_ms if job.objective == "span" else found.lower_bound_makespan_ms
+    bound = found.lower_bound_ms(job.objective)
     busiest = max(rank.busy_ms for rank in found.per_rank)
     if compiled.step_ms <= busiest * (1 + SAME):
         return "the work of the busiest rank: only a better cut, more ranks or faster ops shorten the step"
     if compiled.step_ms <= bound * (1 + SAME):
         return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
-    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    if limit is not None and limit[1] == "x" and found.peak_activation_units > 0.97 * limit[0] * found.ranks:
+    if _full(compiled):
         return "the memory limit: the fullest rank is at it"
     return "the order of ops: neither the busiest rank nor a bound is reached"
+
+
+def _full(compiled: Compiled) -> bool:
+    """Whether some rank has less than 3% of its limit left."""
+    found, job = compiled.report, compiled.job
+    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if limit is not None and limit[1] == "x":
+        return found.peak_activation_units > 0.97 * limit[0] * found.ranks
+    if limit is not None:
+        return max(rank.activation_bytes for rank in found.per_rank) > 0.97 * limit[0]
+    return job.hardware.memory_gib is not None and found.peak_bytes > 0.97 * job.hardware.memory_gib * GIB
 
 
 def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
@@ -121,11 +129,10 @@ def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
     now = _fast(compiled.job)
     if now is None:
         return
-    base = _step(compiled.job, now) / _sequences(compiled.job)
+    base = now / _sequences(compiled.job)
     for change, job in _changes(compiled):
-        ordered = _fast(job)
-        if ordered is not None:
-            step = _step(job, ordered)
+        step = _fast(job)
+        if step is not None:
             yield WhatIf(change, step, step / _sequences(job) / base)
 
 
@@ -139,6 +146,9 @@ def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
         text = f"{1.1 * limit[0]:.6f}x" if limit[1] == "x" else f"{1.1 * limit[0] / 1024:.3f} KiB"
         roomier = schedule.model_copy(update={"memory_limit": text})
         yield "10% more memory for activations", replace(job, schedule=roomier)
+    elif job.hardware.memory_gib is not None:
+        device = job.hardware.model_copy(update={"memory_gib": 1.1 * job.hardware.memory_gib})
+        yield "10% more memory of the device", replace(job, hardware=device)
     moved = _moved(compiled)
     if moved is not None and (job.costs.f is None or job.costs.per == "layer"):
         stage, target, counts = moved
@@ -159,16 +169,12 @@ def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
     return dearest, cheapest, counts
 
 
-def _fast(job: Job) -> Ordered | None:
+def _fast(job: Job) -> float | None:
+    """ms of a step as planned with `--budget 0`; None where there is no plan."""
     try:
-        return order(job, estimate.layers(job), 0.0)
+        return compile_job(job, suggest=False, budget=0.0).step_ms
     except ZbcError:
         return None
-
-
-def _step(job: Job, ordered: Ordered) -> float:
-    timeline: Timeline = simulate(ordered.program, ordered.costs)
-    return timeline.span if job.objective == "span" else timeline.makespan
 
 
 def _sequences(job: Job) -> int:

@@ -15,7 +15,7 @@ Where ranks have limits of their own, a rung takes the same from each of them, d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log2
 
@@ -77,9 +77,23 @@ class Grid:
             rung = self._floor(rung - 2 * SLACK, FINE)
 
     def _floor(self, limit: float, parts: int) -> float:
-        """The largest rung not above `limit`, of a grid with `parts` rungs for each coarse one."""
-        p = self.problem.p
-        doublings = max(0, ceil(log2(limit / p) - SLACK)) if limit > 0 else 0
-        base = p * 2.0 ** (doublings - 1) if doublings else 0.0
-        step = (0.25 if p <= 2 else 0.5 if p <= 5 else 1.0) * 2.0**doublings / parts
-        return round(base + floor((limit - base + SLACK) / step) * step, 9)
+        return _floor(self.problem.p, limit, parts)
+
+
+def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, ...]]:
+    """Limits rounded down to coarse rungs where the ranks' needs allow, and all smaller such limits, largest first."""
+    p, found = len(limits), list[tuple[float, ...]]()
+    rung = _floor(p, max(limits), 1)
+    while not found or found[-1] != tuple(needs):
+        lowered = [min(limit, max(need, rung)) for limit, need in zip(limits, needs, strict=True)]
+        found.append(tuple(lowered))
+        rung = _floor(p, rung - 2 * SLACK, 1)
+    return found
+
+
+def _floor(p: int, limit: float, parts: int) -> float:
+    """The largest rung not above `limit`, of a grid with `parts` rungs for each coarse one."""
+    doublings = max(0, ceil(log2(limit / p) - SLACK)) if limit > 0 else 0
+    base = p * 2.0 ** (doublings - 1) if doublings else 0.0
+    step = (0.25 if p <= 2 else 0.5 if p <= 5 else 1.0) * 2.0**doublings / parts
+    return round(base + floor((limit - base + SLACK) / step) * step, 9)

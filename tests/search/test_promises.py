@@ -1,0 +1,194 @@
+"""What is promised of searches and of `auto`: more memory, more budget or more choice never give a worse plan.
+
+bench/never_worse.py asks the same of larger jobs, and of five hundred of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.jobs import job
+from tests.search.instances import PROFILES, costs, instance, placement
+from zbc.compiler import estimate
+from zbc.compiler.bounds import bounds
+from zbc.compiler.check.memory import check_memory
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.dag import build
+from zbc.compiler.limits import limit_of, smallest
+from zbc.compiler.memory import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search.feasible import least
+from zbc.compiler.search.keys import random_genes
+from zbc.compiler.search.ladder import ENOUGH, LARGE
+from zbc.compiler.search.portfolio import COMPILED_RATE
+from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.rungs import Grid
+from zbc.compiler.simulate import steady_state, step_ms
+from zbc.compiler.single import cut
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+OBJECTIVES = ["makespan", "span", "period"]
+
+
+def rungs_of(grid):
+    """The limits of every rung of a grid, coarse and fine."""
+    found, high = set(), grid.top
+    for rung in grid.coarse():
+        found.add(tuple(grid.at(rung).limit))
+        found |= {tuple(grid.at(fine).limit) for fine in grid.fine(rung, high)}
+        high = rung
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_larger_limit_has_every_rung_of_a_smaller_one(seed):
+    rng = Random(seed)
+    where = placement(rng, rng.randint(1, 9), rng.randint(1, 3))
+    given, m = costs(rng, where), rng.randint(1, 12)
+    needs = max(least(Problem.make(where, given, m, None)))
+    apart = [rng.choice((0.0, 0.0, rng.random())) for _ in range(where.ranks)]
+    steps = sorted(needs + max(apart) + where.ranks * rng.choice((0.01, 1, 3)) * rng.random() for _ in range(4))
+    before: set[tuple[float, ...]] = set()
+    for limit in [*steps, 1e3]:
+        grid = Grid.of(Problem.make(where, given, m, [limit - x for x in apart]))
+        rungs = rungs_of(grid)
+        assert before <= rungs
+        assert all(rung <= limit - x for row in rungs for rung, x in zip(row, apart, strict=True))
+        assert all(rung >= need for row in rungs for rung, need in zip(row, grid.least, strict=True))
+        before = rungs
+
+
+def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
+    """So that the limits people write, and those of V-Half and V-Min, are rungs."""
+    grid = Grid.of(Problem.make(Placement.vshape(8), replace(costs(Random(1), Placement.vshape(8))), 40, 20.0))
+    assert [rung for rung in grid.coarse() if rung > 4] == [20.0, 16.0, 14.0, 12.0, 10.0, 8.0, 7.0, 6.0, 5.0]
+    assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
+
+
+def searched(given, name, objective, visits, limits):
+    """The step of a schedule that searches smaller limits too."""
+    v = given.problem.v
+    seconds = visits / COMPILED_RATE
+    request = Request(
+        given.placement.ranks, given.m, v, costs=given.costs, memory_limit=limits, objective=objective, budget=seconds
+    )
+    program = SCHEDULES[name].make(replace(request, rungs=seconds))
+    used = [rank.units for rank in peaks(program, given.costs)]
+    assert limits is None or all(units <= most + 2e-6 for units, most in zip(used, limits, strict=True))
+    return step_ms(program, given.costs, objective)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 6, 9, 11])
+def test_more_memory_and_more_budget_are_never_worse(seed):
+    given, rng = instance(seed, ranks=4, chunks=2, microbatches=7), Random(seed)
+    p, v = given.placement.ranks, given.problem.v
+    name = "zb-auto" if v == 1 else "v-auto" if given.placement == Placement.vshape(p) else "looped-zb"
+    objective, needs = OBJECTIVES[seed % 3], least(given.problem)
+    assert given.problem.size < LARGE
+    best: dict[tuple[float, int], float] = {}
+    for factor in sorted(rng.uniform(1, rng.choice((1.1, 2.0, 4.0))) for _ in range(4)):
+        for visits in (0, 40_000, ENOUGH // 8):
+            step = searched(given, name, objective, visits, (max(needs) * factor,) * p)
+            assert all(step <= other * (1 + 1e-9) for (_, few), other in best.items() if few <= visits), factor
+            best[factor, visits] = step
+
+
+def uneven(seed):
+    """A job with times and memory of its own for every layer."""
+    rng = Random(seed)
+    p, m = rng.randint(1, 4), rng.randint(1, 7)
+    layers = 4 * p + rng.randint(0, 3)
+    means = {"f": 3, "b": 3, "w": 2}
+    times = {key: [round(mean * rng.uniform(0.5, 1.5), 2) for _ in range(layers)] for key, mean in means.items()}
+    act_b = [round(rng.uniform(0.6, 1.4), 2) for _ in range(layers)]
+    memory = {"act_b": act_b, "act_w": [round(a * rng.choice((0.4, 1.0)), 2) for a in act_b]}
+    schedule = {"objective": OBJECTIVES[seed % 3]}
+    return {"pp": p, "m": m, "layers": layers, "costs": {"per": "layer", "comm": 0.2, **times, **memory}}, schedule
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
+    parts, schedule = uneven(seed)
+    free = job(kind="zb-auto", **parts, schedule=schedule)
+    table, where = estimate.layers(free), Placement.linear(free.parallel.pp)
+    units = 1.2 * smallest(free, where, cut(free, where, table)[1])
+    for limit in (f"{units:.3f}x", "1x", None):
+        more = schedule if limit is None else {**schedule, "memory_limit": limit}
+        budget = (0.0, 0.001)[seed % 2]
+        found = compile_job(job(kind="auto", **parts, schedule=more), suggest=False, budget=budget)
+        assert found.step_ms >= found.report.lower_bound_ms(found.job.objective) * (1 - 1e-9)
+        compared = 0
+        for name in SCHEDULES:
+            try:
+                other = compile_job(job(kind=name, **parts, schedule=more), suggest=False, budget=budget)
+            except ZbcError:
+                continue
+            assert found.step_ms <= other.step_ms * (1 + 1e-9), (name, limit)
+            compared += 1
+        assert compared >= (3 if limit else 10)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_auto_names_the_least_limit_of_all_placements(seed):
+    parts, schedule = uneven(seed)
+
+    def planned(limit):
+        return compile_job(job(kind="auto", **parts, schedule={**schedule, "memory_limit": limit}), budget=0.0)
+
+    with pytest.raises(ZbcError) as caught:
+        planned("0.0001x")
+    assert caught.value.code == "E303"
+    enough = float(re.search(r'memory_limit = "([\d.]+)x"', caught.value.hint)[1])
+    planned(f"{enough:.6f}x")
+    with pytest.raises(ZbcError) as caught:
+        planned(f"{enough * 0.999:.6f}x")
+    assert caught.value.code == "E303"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_keeps_to_the_device_where_a_limit_allows_more(seed):
+    free = job(kind="v-auto", m=16, schedule={"memory_limit": "4x"})
+    total = max(rank.bytes for rank in compile_job(free, budget=0.0).memory)
+    gib = total * (0.80 + 0.03 * seed) / 2**30
+    tight = job(kind="v-auto", m=16, schedule={"memory_limit": "4x"}, hardware={"memory_gib": gib})
+    found = compile_job(tight, suggest=False, budget=0.0)
+    check_memory(tight, found.memory, found.costs)
+    assert (
+        limit_of(tight, found.program.placement, found.costs).units
+        < limit_of(free, found.program.placement, found.costs).units
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_sees_the_period_that_is_reported(seed, plain, compiled):
+    given, rng = instance(seed, ranks=5, chunks=2), Random(seed)
+    for engine in (plain, compiled):
+        bench = Bench(given.problem, engine, "period")
+        bench.order(given.simplest[0][1], "one by one")
+        for _ in range(4):
+            bench.decode(random_genes(rng, given.problem.v), "x")
+        for candidate in bench.found:
+            program = given.problem.program(candidate.order, "x")
+            assert candidate.period == pytest.approx(steady_state(build(program), program, given.costs), rel=1e-12)
+            assert candidate.period >= given.bounds.of("period") * (1 - 1e-9)
+
+
+def test_the_period_is_an_objective_of_its_own():
+    """With the memory of ZB-H2, steps that follow one another take no longer than the work of a rank."""
+    where, better = Placement.linear(4), 0
+    for profile in PROFILES:
+        given, found = Costs.uniform(where, *profile), {}
+        for goal in ("makespan", "period"):
+            program = SCHEDULES["zb-auto"].make(Request(4, 12, costs=given, memory_limit=8.0, objective=goal))
+            found[goal] = step_ms(program, given, "period")
+        assert found["period"] == pytest.approx(bounds(where, given, 12, 8.0).of("period"), rel=0.01)
+        assert found["period"] <= found["makespan"]
+        better += found["period"] < 0.99 * found["makespan"]
+    assert better
