@@ -58,6 +58,27 @@ def test_moving_a_layer_off_a_heavy_stage_helps():
     assert min(factor for change, factor in found.items() if change.startswith("one layer from stage 0 to")) < 0.95
 
 
+@pytest.mark.parametrize("kind", ["zb-auto", "1f1b", "auto"])
+def test_a_what_if_is_what_planning_the_changed_job_gives(kind):
+    heavy = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0}
+    cut = {"layers_per_stage": [3, 2, 2, 1]} if kind != "auto" else {}
+    parts = {"kind": kind, "costs": heavy, "partition": cut}
+    limit = {"memory_limit": "2x", "objective": "span"}
+    found = {entry.change: entry for entry in what_ifs(compile_job(job(**parts, schedule=limit), budget=0.0))}
+    changed = {
+        "one microbatch more": job(**parts, m=9, schedule=limit),
+        "10% more memory for activations": job(**parts, schedule={**limit, "memory_limit": "2.2x"}),
+    }
+    if cut:
+        moved = {**parts, "partition": {"layers_per_stage": [2, 2, 2, 2]}}
+        changed["one layer from stage 0 to stage 3"] = job(**moved, schedule=limit)
+    now = compile_job(job(**parts, schedule=limit), budget=0.0)
+    for change, other in changed.items():
+        step = compile_job(other, budget=0.0).step_ms
+        assert found[change].ms == pytest.approx(step)
+        assert found[change].factor == pytest.approx(step / other.schedule.microbatches / (now.step_ms / 8))
+
+
 @pytest.mark.parametrize(("kind", "period"), [("1f1b", 33.0), ("zb-h1", 27.0), ("zb-h2", 24.0), ("zb-v", 24.0)])
 def test_steps_without_a_barrier_follow_one_another_at_the_span(kind, period):
     """p = 4, m = 8 at unit costs: the closed forms of the span."""

@@ -25,6 +25,7 @@ from zbc.spec import Job
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
 DEFAULT = (0.75, 0.25)  # of the usual budget, to the most promising ones, where none was asked for
+BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
 SAME = 1e-12
 
 
@@ -55,11 +56,11 @@ def _first_pass(best: _Best, table: Sequence[estimate.Layer], budget: float | No
         if best.rules_out(prepared) or any(_alike(prepared, other) for _, other in found):
             continue
         if not schedule.searched or len(prepared.placement.pipes) > 1:
-            best.offer(prepared.make())
+            best.offer(prepared.make(budget or 0.0))
             for smaller in prepared.smaller():
                 if best.rules_out(smaller):
                     break
-                best.offer(smaller.make())
+                best.offer(smaller.make(min(budget or 0.0, BRIEF)))
         elif budget == 0:  # all there is to it comes in the second pass
             found.append((len(found), prepared))
         else:
