@@ -1,0 +1,108 @@
+"""What is written reads back the same: plan files, JSON documents and job files, over drawn programs and jobs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zbc.plan as plans
+from tests.compiler.grid import FIXED, chunk_counts, make
+from zbc.cli.jobs import listing
+from zbc.compiler.compile import load_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import simulate
+from zbc.interop import as_json
+from zbc.ir import Op, Placement
+from zbc.spec import SECTIONS
+
+few = settings(max_examples=15, deadline=None, derandomize=True)
+names = st.sampled_from(FIXED)
+
+
+def drawn(data):
+    """A complete program of a schedule by formula."""
+    name = data.draw(names)
+    chunks = data.draw(st.sampled_from(chunk_counts(name)))
+    return lower(make(name, 2 * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 7)), chunks))
+
+
+@few
+@given(data=st.data())
+def test_programs_survive_plan_files(data):
+    program = drawn(data)
+    stages = program.placement.stages
+    manifest, files = plans.assemble(
+        program,
+        parameters={},
+        layers=[[f"layers.{s}"] for s in range(stages)],
+        boundaries=[None] * (stages - 1),
+        microbatch_size=data.draw(st.integers(1, 4)),
+        predicted={"makespan_ms": data.draw(st.floats(0, 1e6))},
+        planning={},
+        training={},
+    )
+    with tempfile.TemporaryDirectory() as name:
+        plans.write(Path(name) / "plan", manifest, files)
+        read = plans.Plan.read(Path(name) / "plan")
+    assert read.program == program
+    assert read.manifest.model_copy(update={"sha256": ""}) == manifest.model_copy(update={"sha256": ""})
+
+
+@few
+@given(data=st.data())
+def test_programs_and_times_survive_json(data):
+    program = drawn(data)
+    times = [data.draw(st.floats(0.1, 50)) for _ in range(3)]
+    timeline = simulate(program, Costs.uniform(program.placement, *times, comm=data.draw(st.floats(0, 5))))
+    document = json.loads(as_json.dumps(program, timeline))
+    ranks = tuple(tuple(Op.parse(text) for text in rank["ops"]) for rank in document["ranks"])
+    assert ranks == program.ranks
+    assert Placement(tuple(map(tuple, document["placement"]))) == program.placement
+    spans = {(rank["rank"], row["op"]): row for rank in document["ranks"] for row in rank["compute"]}
+    for span in timeline:
+        row = spans[span.rank, str(span.op)]
+        assert (row["start_ms"], row["end_ms"]) == pytest.approx((span.start, span.end), abs=1e-8)
+
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+jobs = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries({"layers": st.integers(4, 40), "hidden": st.sampled_from([32, 64])}),
+        "schedule": st.fixed_dictionaries(
+            {"kind": st.sampled_from(["1f1b", "zb-v", "zb-h2"]), "microbatches": st.integers(1, 99)}
+        ),
+        "costs": st.one_of(
+            st.just({}),
+            st.fixed_dictionaries({key: st.floats(0.001, 1e4) for key in ("f", "b", "w", "comm")}),
+        ),
+        "train": st.fixed_dictionaries({"steps": st.integers(1, 10**6), "seed": st.integers(0, 2**63 - 1)}),
+        "log": st.fixed_dictionaries({"dir": text}),
+        "optimizer": st.fixed_dictionaries({"lr": st.floats(0, 10), "clip_grad_norm": st.floats(1e-3, 10)}),
+    }
+)
+
+
+@few
+@given(jobs)
+def test_jobs_survive_being_listed_as_a_job_file(values):
+    """`zbc config show` prints a job file that means the same."""
+    fixed = {"model": {"heads": 4, "vocab": 256, "seq_len": 16}, "parallel": {"pp": 4}}
+    lines = ["zbc = 1"]
+    for name in dict.fromkeys([*fixed, *values]):
+        lines.append(f"[{name}]")
+        table = {**fixed.get(name, {}), **values.get(name, {})}
+        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
+    with tempfile.TemporaryDirectory() as name:
+        first, second = Path(name, "first.toml"), Path(name, "second.toml")
+        first.write_text("\n".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+        job = load_job(first)
+        second.write_text("\n".join(listing(job)), encoding="utf-8")
+        again = load_job(second)
+    for section in SECTIONS:
+        assert getattr(again, section) == getattr(job, section), section
