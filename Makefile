@@ -46,6 +46,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/compile.py
 	$(BIN)/python bench/fidelity.py
 	$(BIN)/python bench/search.py
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/split.py
+	$(BIN)/python bench/throughput.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -55,6 +55,7 @@ class Model(Section):
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
+    compile: bool = Field(False, description="reserved: compiled blocks are not proven with B and W apart")
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
     pretrained: str | None = Field(None, description="a Hugging Face folder (GPT-2, Llama) to take the weights from")
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')

@@ -515,6 +515,7 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     """Values the format reserves for later; refused rather than ignored."""
     get, where = draft.sections.get, draft.document.where
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
+        ("model", "compile", lambda s: s.compile, "set it to false, or compile layers in a factory of your own"),
         ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),

@@ -13,13 +13,10 @@ def zoo(which, **changes):
 
 
 JOBS = {
-    "gpt": {"data": {"kind": "synthetic"}},
     "split": {"data": {"kind": "synthetic"}, "kind": "zb-v"},
     "recompute": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "memory": {"activations": "recompute"}},
-    "some recompute": {"data": {"kind": "synthetic"}, "memory": {"activations": {"1": "recompute"}}},
     "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"tie_embeddings": True}},
     "bf16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
-    "masters": {"data": {"kind": "synthetic"}, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
     "llama": {"data": {"kind": "synthetic"}, "model": {"family": "llama", "kv_heads": 2}},
     "two copies": {"data": {"kind": "synthetic"}, "parallel": {"dp": 2}},
     "no barrier": {"data": {"kind": "synthetic"}, "kind": "zb-v", "optimizer": {"sync": "post-validate"}},

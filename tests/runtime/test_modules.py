@@ -14,6 +14,7 @@ from zbc.runtime.threads import run_threads
 from zbc.runtime.worker import Settings
 
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
+WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]
 EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
 
 
@@ -22,8 +23,7 @@ def plan(kind, schedule="zb-h1", p=2, m=4, **options):
     return make_plan(make_program(schedule, p, m), model=model, **VECTORS, **options)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "p", "activations"), WAYS)
 @pytest.mark.parametrize("kind", EXACT)
 def test_gradients_are_those_of_one_process_bit_by_bit(kind, schedule, p, activations):
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
@@ -132,3 +132,11 @@ def test_looking_at_a_layer_leaves_it_and_the_generators_as_they_were():
     assert torch.equal(module.mean, torch.ones(8)) and module.count == 0
     assert torch.equal(torch.get_rng_state(), before)
     assert Settings.of(worker.plan.manifest).model.layers == 4
+
+
+@pytest.mark.parametrize(("schedule", "activations"), [("1f1b", "keep"), ("zb-h1", "keep"), ("zb-h1", "recompute")])
+def test_layers_compiled_by_their_user_have_their_whole_backward_in_b(schedule, activations):
+    made = plan("compiled", schedule, m=2, keep=without_step, activations=activations)
+    workers = check_gradients(made, tolerance=1e-6)
+    names = {name for worker in workers for stage in worker.stages.values() for name in stage.parameters}
+    assert "layers.0._orig_mod.0.weight" in names

@@ -291,3 +291,13 @@ def handed_out_twice():
     """Builders, but of one and the same module."""
     shared = nn.Linear(W, W)
     return [lambda: shared, nn.ReLU, lambda: nn.Sequential(shared), nn.ReLU]
+
+
+def compiled():
+    """Layers that their user compiled; the backend leaves out code generation, not the graphs of autograd."""
+
+    def one():
+        inside = nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W))
+        return torch.compile(inside, backend="aot_eager")
+
+    return [one, lambda: nn.Linear(W, W), one, lambda: nn.Linear(W, W)]

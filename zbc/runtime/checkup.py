@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
-from zbc.plan import Manifest, Plan, RankPlan, assemble
+from zbc.plan import Plan, RankPlan, assemble
 from zbc.runtime import model
 from zbc.runtime.data import Batches, build_samples
 from zbc.runtime.execute import run_step
@@ -27,6 +27,7 @@ from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans
 
+CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
 
 
@@ -82,12 +83,12 @@ def check_up(plan: Plan) -> Checkup:
     """Run one microbatch of step 0 both ways. Raises E5xx where the model, its data or its loss do not work."""
     single = _single(plan)
     manifest, settings = single.manifest, Settings.of(single.manifest)
-    worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), torch.device("cpu"))
+    worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
     result = run_step(worker, 0)
     if result is None:
         raise ZbcError("E703", "run: a step with a barrier has no result")
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
-    loss, plain = _plain(manifest, settings)
+    loss, plain = plain_gradients(single)
     found = tuple(Compared(name, _error(mine.get(name), grad)) for name, grad in plain.items())
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
 
@@ -114,23 +115,27 @@ def _single(plan: Plan) -> Plan:
     return Plan(single, program)
 
 
-def _plain(manifest: Manifest, settings: Settings) -> tuple[float, dict[str, Tensor | None]]:
-    """Loss and gradients of the model as it is, by plain autograd."""
-    seed, lowered = settings.train.seed, LOWERED[settings.model.parameters]
-    modules = _modules(settings)
+def plain_gradients(plan: Plan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
+    """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    seed, lowered, count = settings.train.seed, LOWERED[settings.model.parameters], manifest.microbatches
+    modules = {name: module.to(device) for name, module in _modules(settings).items()}
     parameters = _named(modules)
     lower_precision(parameters.values(), lowered)
     samples = build_samples(settings.data, settings.model, seed)
-    batches = Batches(samples, seed=seed, microbatches=1, size=manifest.microbatch_size, lowered=lowered)
-    x, target = batches.inputs(0, 0), batches.targets(0, 0)
-    with torch.autocast("cpu", torch.bfloat16) if settings.model.dtype == "bfloat16" else nullcontext():
-        for name, module in modules.items():
-            with drawing(torch.device("cpu"), seed_of(seed, 0, 0, name)):
-                x = module(x)
-        loss = model.loss(settings.model.loss)(x, target)
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item(), {name: p.grad for name, p in parameters.items()}
+    batches = Batches(samples, seed=seed, microbatches=count, size=manifest.microbatch_size, lowered=lowered)
+    total, low = 0.0, settings.model.dtype == "bfloat16"
+    for mb in range(count):
+        x, target = batches.inputs(0, mb).to(device), batches.targets(0, mb).to(device)
+        with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
+            for name, module in modules.items():
+                with drawing(device, seed_of(seed, 0, mb, name)):
+                    x = module(x)
+            loss = model.loss(settings.model.loss)(x, target)
+        if loss.requires_grad:
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total / count, {name: p.grad for name, p in parameters.items()}
 
 
 def _modules(settings: Settings) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,16 +19,25 @@ from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.worker import build_worker
 
+CPU = torch.device("cpu")
 
-def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | None = None) -> list[Worker]:
-    """Train `steps` steps on the CPU; the workers, by rank of the run, have their `StepResult`s in `results`.
 
-    `setup` may change each worker before training. The first rank that fails stops the others at their next transfer,
-    and its exception is raised here.
+def run_threads(
+    plan: Plan,
+    steps: int,
+    *,
+    setup: Callable[[Worker], None] | None = None,
+    device: torch.device = CPU,
+    hub: Hub | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Worker]:
+    """Train `steps` steps; the workers, by rank of the run, have their `StepResult`s in `results`.
+
+    `setup` may change each worker before training; each rank's thread runs inside `around()`. The first rank that
+    fails stops the others at their next transfer, and its exception is raised here.
     """
     manifest = plan.manifest
-    hub = Hub(manifest.world)
-    device = torch.device("cpu")
+    hub = hub or Hub(manifest.world)
     workers = []
     for rank in range(manifest.world):
         part = rank % manifest.ranks
@@ -37,7 +47,7 @@ def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | Non
         workers.append(worker)
     failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
     threads = [
-        threading.Thread(target=_run, args=(worker, steps, hub, failures), name=f"rank {worker.rank}")
+        threading.Thread(target=_run, args=(worker, steps, hub, failures, around), name=f"rank {worker.rank}")
         for worker in workers
     ]
     for thread in threads:
@@ -53,26 +63,37 @@ def run_threads(plan: Plan, steps: int, *, setup: Callable[[Worker], None] | Non
     return workers
 
 
-def _run(worker: Worker, steps: int, hub: Hub, failures: list[BaseException]) -> None:
+def _run(
+    worker: Worker,
+    steps: int,
+    hub: Hub,
+    failures: list[BaseException],
+    around: Callable[[], AbstractContextManager[object]],
+) -> None:
     # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier, and
     # convolutions then sum in another order.
     torch.set_num_threads(torch.get_num_threads())
     try:
-        for step in range(steps):
-            result = run_step(worker, step)
-            if result is not None:
-                worker.results.append(result)
-                if result.stop:
-                    break
-            if due(worker, step, last=step + 1 == steps):
-                closed = finish(worker)
-                worker.results += [] if closed is None else [closed]
-                evaluate(worker, step)
-        last = finish(worker)
-        if last is not None:
-            worker.results.append(last)
+        with around():
+            _train(worker, steps)
     except BaseException as error:
         failures.append(error)
         hub.poison(worker.rank, f"{type(error).__name__}: {error}")
     finally:
         worker.close()
+
+
+def _train(worker: Worker, steps: int) -> None:
+    for step in range(steps):
+        result = run_step(worker, step)
+        if result is not None:
+            worker.results.append(result)
+            if result.stop:
+                break
+        if due(worker, step, last=step + 1 == steps):
+            closed = finish(worker)
+            worker.results += [] if closed is None else [closed]
+            evaluate(worker, step)
+    last = finish(worker)
+    if last is not None:
+        worker.results.append(last)

@@ -1,0 +1,82 @@
+"""B and W apart beside the fused backward: the same stage, microbatch by microbatch in turns, on one CPU thread.
+
+    python bench/split.py [--steps N]
+
+The fused side runs torch's own layers (under autocast our linear layers, which keep one cast of a weight for all
+microbatches). Times are of the processor, so that other programs of the machine count less. For recompute both sides
+run each forward a second time in backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from gpu import JOB, halved, planned
+from record import Record
+
+from zbc.ir import Kind
+from zbc.plan import Plan, RankPlan
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.state import Worker
+from zbc.runtime.worker import build_worker
+
+STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "size": 2, "m": 4}
+
+
+class Timed:
+    """A worker of one rank that notes how long each step's backward takes."""
+
+    def __init__(self, plan: Plan) -> None:
+        ops = plan.program.ranks[0]
+        self.worker = build_worker(RankPlan(0, ops, plan.manifest), Hub(1).end(0), torch.device("cpu"))
+        self.seconds = 0.0
+        self.worker.script[:] = [(self._clocked(handler), op, text) for handler, op, text in self.worker.script]
+
+    def _clocked(self, handler: Any) -> Any:
+        def run(worker: Worker, op: Any) -> None:
+            began = time.thread_time()
+            handler(worker, op)
+            if op.kind in (Kind.B, Kind.W, Kind.BW):
+                self.seconds += time.thread_time() - began
+
+        return run
+
+    def step(self, step: int) -> float:
+        self.seconds = 0.0
+        run_step(self.worker, step)
+        return self.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="B and W apart beside the fused backward.")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each side; the median counts")
+    parser.add_argument("--no-file", action="store_true", help="write no file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    record = Record("split")
+    record(f"# {STAGE}; ms of backward per microbatch, median of {options.steps} steps in turns")
+    record(f"{'':9} {'':10} {'BW':>8} {'B + W':>8} {'ratio':>7}   quartiles")
+    for dtype in ("float32", "bfloat16"):
+        for activations in ("keep", "recompute"):
+            job = {**STAGE, "pp": 1, "kind": "1f1b", "sync": "before-step", "dtype": dtype, "activations": activations}
+            plan = planned(JOB.format(**job))
+            fused, apart = Timed(plan), Timed(Plan(plan.manifest, halved(plan.program)))
+            pairs = [(fused.step(step), apart.step(step)) for step in range(options.steps + 2)][2:]
+            low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+            times = [statistics.median(column) * 1e3 / STAGE["m"] for column in zip(*pairs, strict=True)]
+            record(
+                f"{dtype:9} {activations:10} {times[0]:8.2f} {times[1]:8.2f} {middle:7.3f}   {low:.3f} to {high:.3f}"
+            )
+    record()
+    record(JOB.rstrip())
+    if not options.no_file:
+        record.write()
+
+
+if __name__ == "__main__":
+    main()
