@@ -1,6 +1,6 @@
 """Bidirectional schedules on four gloo processes: measured against predicted, and what eager sums of gradients hide.
 
-    python bench/mirrored.py [--steps N] [--ms MS]
+    python bench/mirrored.py [--steps N] [--ms MS] [--schedule NAME ...] [--name RECORD]
 
 The ops sleep, as in fidelity.py, F, B and W of a rank for MS (20) each, and a sum over two replicas takes as long
 beside them: the ranks meet, then wait on a thread of their own, one sum after the other, as a link would be busy.
@@ -80,7 +80,7 @@ class Run:
         """Nothing is left behind."""
 
 
-def run_rank(rank: int, folder: Path, steps: int, ms: float, results: Connection) -> None:
+def run_rank(rank: int, folder: Path, kinds: list[str], steps: int, ms: float, results: Connection) -> None:
     import sleeping
     import torch
     import torch.distributed as dist
@@ -89,7 +89,7 @@ def run_rank(rank: int, folder: Path, steps: int, ms: float, results: Connection
     sleeping.calibrate()
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
-    for kind in KINDS:
+    for kind in kinds:
         ways = (PLAIN, EAGER, LATE) if kind in TWO_PIPES else (PLAIN,)
         runs = {way: Run(folder / f"{kind}, {way}", rank, 0.0 if way == PLAIN else ms, limit) for way in ways}
         outcome = take_turns(runs, steps)
@@ -137,17 +137,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bidirectional schedules, measured against predicted.")
     parser.add_argument("--steps", type=int, default=5, help="steps of each plan; the median counts")
     parser.add_argument("--ms", type=float, default=20.0, help="of F, B and W of a rank, and of a sum")
+    parser.add_argument("--schedule", choices=KINDS, action="append", help="only this one (repeatable)")
+    parser.add_argument("--name", default="mirrored", help="of the record")
     options = parser.parse_args()
-    record, texts, ms = Record("mirrored"), {}, options.ms
+    kinds = options.schedule or list(KINDS)
+    record, texts, ms = Record(options.name), {}, options.ms
     record(f"# {RANKS} gloo processes, F = B = W = {ms:g} ms per rank, p = 4, m = 8, a sum takes {ms:g} ms")
     record(f"{'schedule':11} {'sums':16} {'simulated ms':>12} {'median ms':>10} {'ratio':>6} {'best':>6}   steps, ms")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         predicted = {}
-        for kind in KINDS:
+        for kind in kinds:
             for way in (PLAIN, EAGER, LATE) if kind in TWO_PIPES else (PLAIN,):
                 predicted[kind, way], texts[kind] = write_plan(kind, way, folder, ms)
-        measure(folder, options.steps, ms, lambda kind, outcome: report(record, kind, predicted, outcome, ms))
+        measure(folder, kinds, options.steps, ms, lambda kind, outcome: report(record, kind, predicted, outcome, ms))
     for text in texts.values():
         record()
         record(text.rstrip())
@@ -175,18 +178,19 @@ def report(record: Record, kind: str, predicted: dict[tuple[str, str], float], o
     record(f"{'':11} # a sleep ended {outcome.late:.3f} ms late on average{others}")
 
 
-def measure(folder: Path, steps: int, ms: float, tell: Callable[[str, Outcome], None]) -> None:
+def measure(folder: Path, kinds: list[str], steps: int, ms: float, tell: Callable[[str, Outcome], None]) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=run_rank, args=(rank, folder, steps, ms, sender), daemon=True) for rank in range(RANKS)
+        context.Process(target=run_rank, args=(rank, folder, kinds, steps, ms, sender), daemon=True)
+        for rank in range(RANKS)
     ]
     end = time.monotonic() + LIMIT
     try:
         for process in ranks:
             process.start()
-        for _ in KINDS:
+        for _ in kinds:
             while not receiver.poll(0.5):
                 if any(process.exitcode for process in ranks) or time.monotonic() > end:
                     sys.exit("mirrored: a rank failed or hangs")

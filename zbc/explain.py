@@ -157,11 +157,14 @@ Codes look like E201. `zbc explain` without a code lists all of them.
 """,
     ),
     "E120": _entry(
-        "the schedule cannot have that many stages per rank",
+        "the schedule cannot have that many stages per rank, ranks, or that option",
         """
-schedule.chunks is the number of stages per rank. gpipe, 1f1b, zb-h1 and zb-h2
-have one, zb-v has two; interleaved-1f1b and breadth-first take any number.
-Leave chunks out to get the schedule's own.
+schedule.chunks is the number of stages per rank (and pipe). gpipe, 1f1b, zb-h1
+and zb-h2 have one, zb-v has two; interleaved-1f1b and breadth-first take any
+number, hanayo an even one. Leave chunks out to get the schedule's own.
+dualpipe mirrors half of the ranks on the other half and needs an even number.
+group, early and overlap mean something to some schedules only; the error names
+them. The microbatches of a group are dealt evenly to the pipes.
 """,
     ),
     "E121": _entry(
@@ -256,8 +259,10 @@ before the one that waits.
     "E202": _entry(
         "the program is not complete",
         """
-Every stage runs F and either BW or B and W of every microbatch, once. An op
-is missing, runs twice, or does not belong to this program.
+Every stage runs F and either BW or B and W of every microbatch, once, and with
+two pipes a microbatch goes through one of them. An op is missing, runs twice,
+or does not belong to this program. Behind an OVERLAP stand an F and a B or BW
+that do not need each other.
 """,
     ),
     "E203": _entry(
