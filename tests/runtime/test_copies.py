@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -178,6 +179,33 @@ def test_every_copy_reads_samples_of_its_own():
     run_threads(plan, 2, setup=listen)
     first, second = read[0], read[2]
     assert len(set(first)) == len(first) == len(second) == 2 * 3 * 2 and not set(first) & set(second)
+
+
+def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
+    """The second copy starts no sum before the first one has computed behind its own."""
+    plan, computed, late = copies_of("zb-v", 2, 4, 2), threading.Event(), []
+
+    def wrap(worker):
+        script = worker.script
+        first = next(i for i, (_, op, _) in enumerate(script) if op.kind is Kind.REDUCE)
+        behind = next(i for i in range(first, len(script)) if script[i][1].kind.is_compute)
+        place = {0: behind, 2: first}.get(worker.rank)
+        if place is None:
+            return
+        handler, op, text = script[place]
+
+        def told(worker, op):
+            handler(worker, op)
+            computed.set()
+
+        def waits(worker, op):
+            late.append(computed.wait(60))
+            handler(worker, op)
+
+        script[place] = (told if worker.rank == 0 else waits), op, text
+
+    workers = run_threads(plan, 1, setup=wrap)
+    assert late == [True] and results(workers) == results(trained("zb-v", 2, 4, 2))[:1]
 
 
 def test_a_layer_that_does_not_train_gets_no_gradient_on_any_copy():
