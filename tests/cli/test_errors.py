@@ -224,7 +224,7 @@ def test_a_limit_named_in_a_hint_is_enough(zbc, job):
         (["plan", "zbc.toml", "--profile", "x"], "No such option"),
         (["run", "plan", "--resume", "auto"], "No such option"),
         (["run", "plan", "--trace", "3"], "No such option"),
-        (["visualize", "zbc.toml", "--as", "svg"], "'svg' is not"),
+        (["visualize", "zbc.toml", "--as", "gif"], "'gif' is not"),
         (["visualize", "zbc.toml", "--ranks", "0-x"], "--ranks 0-3,5"),
         (["visualize", "zbc.toml", "--ranks", "9"], "no rank of 0-3"),
         (["visualize", "zbc.toml", "--zoom", "7"], "--zoom 0-120"),

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zbc.ir import COMPUTE, Kind, Message, Op
+from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.state import Worker
 
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
@@ -150,6 +151,8 @@ class Scale:
         self._posted: dict[Message, set[int]] = {}
         self._steps = 0
         worker = self.worker
+        if isinstance(worker.batches, Prefetched):
+            worker.batches.close()  # the mode sees what is made on this thread only
         if worker.batches is not None:
             worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)

@@ -35,8 +35,10 @@ class Prefetched:
         return self._take("targets", step, mb)
 
     def close(self) -> None:
-        """End the thread; what it reads at the moment is finished."""
+        """End the thread; what it reads at the moment is finished, and from now on all is made on the spot."""
         self._thread.shutdown(cancel_futures=True)
+        self._places.clear()
+        self._ready.clear()
 
     def _take(self, kind: str, step: int, mb: int) -> Tensor:
         ready = self._ready.pop((kind, step, mb), None)
