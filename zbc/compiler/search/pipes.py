@@ -22,6 +22,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
 EPS = 1e-9
+LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only as many orders as take a few seconds
 STARTS = 2  # orders that are annealed
 FAR = 40  # ops looked at where there should be no limit
 
@@ -99,6 +100,8 @@ def packed(
         found.append(_timed(program, costs))
         if found[-1].rank(objective)[0] <= target * (1 + EPS):
             return found[-1].program
+        if len(found) >= LEAST_TRIED and len(found) * program.size > MOST_OPS:
+            break
     if not found:
         raise ZbcError("E303", f"does not fit: no order of {name} keeps to the limit", hint="raise the memory limit")
     best = _best(found, objective)
