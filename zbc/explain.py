@@ -260,9 +260,10 @@ before the one that waits.
         "the program is not complete",
         """
 Every stage runs F and either BW or B and W of every microbatch, once, and with
-two pipes a microbatch goes through one of them. An op is missing, runs twice,
-or does not belong to this program. Behind an OVERLAP stand an F and a B or BW
-that do not need each other.
+two pipes a microbatch goes through one of them. A step is closed by a barrier
+(VALIDATE, STEP) or without one (NORM, VERDICT, REDO, COMMIT, TENTATIVE), not
+by both. An op is missing, runs twice, or does not belong to this program.
+Behind an OVERLAP stand an F and a B or BW that do not need each other.
 """,
     ),
     "E203": _entry(
@@ -291,7 +292,10 @@ The placement says which rank holds which stage; an op of a stage runs there.
         """
 Within a rank ops run in the order of the list, so F stands before B of the
 same stage and microbatch, B before W, a SEND behind the op that makes its
-tensor, a STEP behind all gradients.
+tensor, a STEP behind all gradients. Without the optimizer's barrier, what
+stands before REDO is run again when the step before does not stand, so it has
+to be forwards and their messages alone, with both ends before REDO; COMMIT
+stands before the first backward of its stage.
 """,
     ),
     "E207": _entry(
