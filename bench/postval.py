@@ -195,6 +195,7 @@ def main() -> None:
     record = Record("postval")
     record(f"# {RANKS} gloo processes, F = B = W = 20 ms per rank, p = 4, m = 8; {STEPS} steps in a row,")
     record(f"# ms from the end of a step to the end of the next; median of {options.rounds} rounds")
+    record(f"# {priority()}")
     comm = transfer_ms()
     record(f"# a message to a neighbour takes {comm:.3f} ms")
     with tempfile.TemporaryDirectory() as name:
@@ -212,6 +213,13 @@ def main() -> None:
         record(job(kind, "post-validate", comm).rstrip())
     if not options.schedule:
         record.write()
+
+
+def priority() -> str:
+    """How this process is scheduled; sleeping ops need little of a core, but that at once."""
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        return f"scheduled before all others (real-time priority {os.sched_getparam(0).sched_priority})"
+    return f"scheduled like others (nice {os.nice(0)})"
 
 
 def transfer_ms() -> float:
