@@ -204,3 +204,10 @@ def test_groups_read_back_equal(tmp_path):
     plans.write(tmp_path / "plan", *assembled(program))
     assert Plan.read(tmp_path / "plan").program == program
     assert '"OVERLAP"' in (tmp_path / "plan" / "rank-0001.json").read_text()
+
+
+@pytest.mark.parametrize("change", [{"microbatches": 10**12}, {"slices": 10**12}, {"ranks": 10**12}])
+def test_a_manifest_that_counts_more_than_there_are_ops_for_is_refused_at_once(folder, change):
+    """Checks and pictures make tables of so many entries."""
+    rewrite_manifest(folder, **change)
+    assert code_of(folder) == "E404"

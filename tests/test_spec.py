@@ -100,6 +100,17 @@ def test_what_a_family_does_not_have_is_an_error_with_its_place(tmp_path, model,
     assert text in found[0][2] and found[0][1].startswith("zbc.toml:")
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1" + 400 * "0", "1e400"])
+def test_numbers_that_are_none_are_refused_with_their_key(tmp_path, value):
+    found = problems(tmp_path, toml_text(), [f"train.steps={value}", f"optimizer.lr={value}"])
+    assert [code for code, _, _ in found] == ["E103", "E103"] or value[1:].isdigit()
+
+
+def test_sizes_that_are_huge_are_refused_at_once(tmp_path):
+    found = problems(tmp_path, toml_text(model={"hidden": 10**15, "heads": 10**9 + 7}))
+    assert [code for code, _, _ in found] == ["E110"]
+
+
 def test_sizes_that_are_not_given_follow_from_others():
     gpt, llama = job().model, job(model={"family": "llama", "hidden": 4096, "heads": 32}).model
     assert (gpt.head_width, gpt.kv_width, gpt.mlp_width, gpt.rotary) == (8, 32, 128, False)

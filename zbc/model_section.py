@@ -159,7 +159,8 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _divisors_near(whole: int, number: int) -> str:
-    """The divisors of `whole` next to `number`, as `4 or 8`."""
-    divisors = [d for d in range(1, whole + 1) if whole % d == 0]
-    below, above = max(d for d in divisors if d <= number), min((d for d in divisors if d > number), default=whole)
+    """The divisors of `whole` next to `number`, as `4 or 8`; those within reach, since numbers may be huge."""
+    reach = 10_000
+    below = next((d for d in range(number, max(0, number - reach), -1) if whole % d == 0), 1)
+    above = next((d for d in range(number + 1, number + reach) if whole % d == 0), whole)
     return f"{below} or {above}" if below != above else str(below)

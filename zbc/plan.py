@@ -116,12 +116,22 @@ class Plan:
         """Read and verify a plan directory. Raises E401 to E406."""
         manifest = read_manifest(folder)
         ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
+        check_counts(manifest, ranks)
         return cls(manifest, program_of(manifest, ranks))
 
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
     """The last ranks of all copies of the pipeline: without a barrier, they add up what their copies have collected."""
     return tuple(copy * manifest.ranks + manifest.ranks - 1 for copy in range(manifest.copies))
+
+
+def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
+    """Raise E404 if the manifest counts more than there are ops for; what works on a plan makes tables of that size."""
+    ops = sum(map(len, ranks))
+    for what, counted in (("microbatches", manifest.microbatches * manifest.slices), ("stages", manifest.stages)):
+        if counted > ops:
+            text = f"plan: {MANIFEST} counts {counted} {what}, the rank files have {ops} ops in all"
+            raise ZbcError("E404", text, hint=_REPLAN)
 
 
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
@@ -293,7 +303,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
         (all(holders for holders in manifest.placement), "a stage has no rank"),
         (
-            sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
+            len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
             f"files lists {len(manifest.files)} rank files, not {ranks}",
         ),
     ]

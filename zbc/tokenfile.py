@@ -73,7 +73,11 @@ def _parse(path: Path, text: bytes) -> Tokens:
         details = [f"{type(error).__name__}: {error}"[:200]]
         raise ZbcError("E531", f"data: {path} is damaged", details=details, hint="make the file again") from None
     counts = [known.tokens, *(n for n in (known.vocab, known.end, known.documents) if n is not None)]
-    if known.dtype not in WIDTHS or any(type(n) is not int or n < 0 for n in counts):
+    if (
+        not isinstance(known.dtype, str)
+        or known.dtype not in WIDTHS
+        or any(type(n) is not int or n < 0 for n in counts)
+    ):
         raise ZbcError("E531", f"data: {path} is damaged: {text[:100]!r}", hint="make the file again")
     return known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -120,7 +121,9 @@ def _number(found: Any) -> float | int | None:
         return None
     try:
         value = float(found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value
 

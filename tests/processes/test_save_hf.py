@@ -23,10 +23,10 @@ from zbc.spec import Model
 SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 
 
-@pytest.fixture(params=["gpt", "llama"])
+@pytest.fixture(params=["gpt", "gpt tied", "llama"])
 def folder(request, tmp_path):
     """A folder of each family, written without transformers: the untrained layers of a job."""
-    section = {**SIZES, "family": request.param}
+    section = {**SIZES, "family": request.param.split()[0], "tie_embeddings": "tied" in request.param}
     section |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "kv_heads": 1} if request.param == "llama" else {}
     model = Model.model_validate(section)
     parameters = {f"{x.name}.{n}": p for x in layers(model, 99) for n, p in x.build(99).named_parameters()}

@@ -112,10 +112,11 @@ def check_plan(target: Path) -> Checked:
         except ZbcError as error:
             problems.append(error)
     if len(ranks) == manifest.ranks:
+        plan.check_counts(manifest, tuple(ranks))
         program = plan.program_of(manifest, tuple(ranks))
         try:
             check_all(program)
-            if manifest.training["train"].get("eval_every"):
+            if evaluates(manifest):
                 check_forward(forward_only(program.placement, program.microbatches))
         except ZbcError as error:
             problems += error.errors
@@ -126,6 +127,11 @@ def check_plan(target: Path) -> Checked:
     raise_all(problems)
     survives = survives_blocking_sends(program)
     return Checked(program, survives, _report(manifest, survives), files=1 + manifest.ranks)
+
+
+def evaluates(manifest: Manifest) -> bool:
+    train = manifest.training.get("train")
+    return isinstance(train, dict) and bool(train.get("eval_every"))
 
 
 def _edited_manifest(folder: Path) -> Iterator[ZbcError]:

@@ -1,0 +1,187 @@
+"""Damaged inputs: whatever a file holds, zbc reads it or says with a ZbcError what is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.jobs import toml_text
+from zbc import hfconfig
+from zbc.cli.checking import check_plan
+from zbc.compiler.compile import compile_job, load_job
+from zbc.errors import ZbcError
+from zbc.runtime.pretrained import INDEX, tensor_files
+from zbc.runtime.tokens import TokenWindows
+from zbc.tokenfile import Tokens, sidecar, write_sidecar
+
+VALUES: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, -0.5, 1e308, float("nan"), "", "x", "a:b", "1.0x"]
+VALUES += [
+    "é\x00",
+    "../x",
+    "0",
+    [],
+    [1, "a"],
+    [[]],
+    {},
+    {"a": 1},
+    {"kind": "linear", "factor": 0},
+    "F s0 m0",
+    "float32",
+]
+
+
+def damage(rng: random.Random, raw: bytes) -> bytes:
+    """A few changes of bytes: flipped, dropped, doubled, cut off, digits made long, other bytes put in."""
+    data = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        how = rng.randrange(6)
+        if how == 0 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del data[at : at + rng.randint(1, 30)]
+        elif how == 2:
+            data[at:at] = data[at : at + rng.randint(1, 60)]
+        elif how == 3:
+            del data[at:]
+        elif how == 4:
+            digits = [i for i, byte in enumerate(data) if 48 <= byte < 58]
+            if digits:
+                where = rng.choice(digits)
+                data[where:where] = rng.choice([b"9" * 20, b"-", b"0", b"1e", b"7"])
+        else:
+            data[at:at] = rng.choice([b"\x00", b"\xff\xfe", b"[", b"}", b'"', b"\n", "é".encode(), b"nan", b"[[a]]"])
+    return bytes(data)
+
+
+def swap_value(rng: random.Random, tree: Any) -> Any:
+    """The same JSON with one value, anywhere, replaced by some other."""
+    if isinstance(tree, dict) and tree and rng.random() < 0.9:
+        key = rng.choice(sorted(tree))
+        if rng.random() < 0.1:
+            return {k: v for k, v in tree.items() if k != key}
+        return {**tree, key: swap_value(rng, tree[key])}
+    if isinstance(tree, list) and tree and rng.random() < 0.8:
+        at = rng.randrange(len(tree))
+        return [*tree[:at], swap_value(rng, tree[at]), *tree[at + 1 :]]
+    return rng.choice(VALUES)
+
+
+class Inputs:
+    """Good inputs below a folder, and for each kind a function that damages one with a seed and reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "good.toml").write_text(
+            toml_text(
+                model={"rope_theta": 10000.0, "positions": "rotary"},
+                costs={"f": 1.0, "b": [1.0, 2.0, 3.0, 4.0], "w": 1.0},
+                optimizer={"schedule": {"kind": "cosine", "warmup_steps": 1}},
+                data={"validation": 0.1},
+            )
+        )
+        compile_job(load_job(folder / "good.toml")).write(folder / "good-plan")
+        self.kinds: dict[str, Callable[[random.Random], None]] = {
+            "toml": self.toml,
+            "plan": self.plan,
+            "tokens": self.tokens,
+            "config": self.config,
+            "index": self.index,
+        }
+
+    def toml(self, rng: random.Random) -> None:
+        path = self.folder / "job.toml"
+        raw = (self.folder / "good.toml").read_bytes()
+        if rng.random() < 0.5:
+            path.write_bytes(damage(rng, raw))
+            load_job(path)
+        else:
+            section = rng.choice(
+                ["model", "parallel", "schedule", "costs", "optimizer", "train", "data", "memory", "log"]
+            )
+            key = rng.choice(["layers", "hidden", "heads", "kind", "f", "lr", "schedule", "path", "pp", "every", "x"])
+            path.write_bytes(raw)
+            load_job(path, [f"{section}.{key}={_toml(rng.choice(VALUES))}"])
+
+    def plan(self, rng: random.Random) -> None:
+        folder = self.folder / "plan"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.folder / "good-plan", folder)
+        for _ in range(rng.randint(1, 2)):
+            file = rng.choice(sorted(folder.iterdir()))
+            raw = file.read_bytes()
+            try:
+                changed = json.dumps(swap_value(rng, json.loads(raw))).encode()
+            except ValueError:
+                changed = raw
+            file.write_bytes(damage(rng, raw) if rng.random() < 0.4 else changed)
+        check_plan(folder)
+
+    def tokens(self, rng: random.Random) -> None:
+        path = self.folder / "tokens.bin"
+        path.write_bytes(array("H", range(100)).tobytes())
+        write_sidecar(path, Tokens("uint16", 100, 100, 0, 1, "bytes"))
+        about = sidecar(path)
+        if rng.random() < 0.5:
+            about.write_text(json.dumps(swap_value(rng, json.loads(about.read_bytes()))))
+        elif rng.random() < 0.7:
+            about.write_bytes(damage(rng, about.read_bytes()))
+        else:
+            about.unlink()
+        if rng.random() < 0.5:
+            path.write_bytes(damage(rng, path.read_bytes()))
+        dtype = rng.choice([None, "uint16", "uint32"])
+        found = TokenWindows([str(path)], dtype, rng.choice([1, 7, 2**40]), rng.choice([None, 50, 100, 2**40]))
+        for index in {0, len(found) - 1} if len(found) else ():
+            found.inputs([index])
+            found.targets([index])
+
+    def config(self, rng: random.Random) -> None:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
+        llama = {"model_type": "llama", "num_attention_heads": 4, "head_dim": 8, "rope_parameters": rope}
+        good = rng.choice([llama, {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_inner": None}])
+        path = self.folder / hfconfig.CONFIG
+        path.write_text(json.dumps(swap_value(rng, good)))
+        if rng.random() < 0.3:
+            path.write_bytes(damage(rng, path.read_bytes()))
+        found = hfconfig.model_of(hfconfig.read_config(self.folder), "config.json")
+        hfconfig.check_fits(found, found, "config.json")
+        hfconfig.config_of(found)
+
+    def index(self, rng: random.Random) -> None:
+        folder = self.folder / "weights"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+        text = json.dumps(swap_value(rng, header) if rng.random() < 0.5 else header).encode()
+        (folder / "model.safetensors").write_bytes(damage(rng, struct.pack("<Q", len(text)) + text + bytes(8)))
+        if rng.random() < 0.5:
+            good = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}
+            (folder / INDEX).write_text(json.dumps(swap_value(rng, good)))
+        tensor_files(folder)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, dict) else "{" + ", ".join(f"{k} = 1" for k in value) + "}"
+
+
+def survives(inputs: Inputs, kind: str, seed: int) -> bool:
+    """Whether the input was fine in spite of its damage; False for a ZbcError. Anything else comes through."""
+    try:
+        inputs.kinds[kind](random.Random(f"{kind} {seed}"))
+    except ZbcError as error:
+        error.render()
+        return False
+    return True

@@ -1,0 +1,33 @@
+"""Some hundred damaged inputs of each kind; bench/fuzz.py tries ten thousand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzzing import Inputs, survives
+from zbc import spec
+from zbc.errors import ZbcError
+
+COUNTS = {"toml": 80, "plan": 60, "tokens": 150, "config": 150, "index": 100}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_damaged_inputs_are_read_or_refused_in_words(inputs, kind):
+    found = [survives(inputs, kind, seed) for seed in range(COUNTS[kind])]
+    assert not all(found), "some damage has to be noticed"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_job_file(tmp_path_factory, raw):
+    path = tmp_path_factory.mktemp("bytes") / "job.toml"
+    path.write_bytes(raw)
+    with pytest.raises(ZbcError):
+        spec.draft(path).finish()
