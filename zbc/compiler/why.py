@@ -109,19 +109,26 @@ def binds(compiled: Compiled) -> str:
     if compiled.step_ms <= bound * (1 + SAME):
         return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
     if _full(compiled):
-        return "the memory limit: the fullest rank is at it"
+        return "the memory limit: a rank has no room for one more F"
     return "the order of ops: neither the busiest rank nor a bound is reached"
 
 
 def _full(compiled: Compiled) -> bool:
-    """Whether some rank has less than 3% of its limit left."""
-    found, job = compiled.report, compiled.job
+    """Whether some rank has no room for one more F."""
+    job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    if limit is not None and limit[1] == "x":
-        return found.peak_activation_units > 0.97 * limit[0] * found.ranks
-    if limit is not None:
-        return max(rank.activation_bytes for rank in found.per_rank) > 0.97 * limit[0]
-    return job.hardware.memory_gib is not None and found.peak_bytes > 0.97 * job.hardware.memory_gib * GIB
+    gib = job.hardware.memory_gib
+    for rank, held in enumerate(compiled.memory):
+        stages = placement.stages_of(rank)
+        units = min(costs.act_b[s] for s in stages)
+        size = min(costs.bytes[s].act_b for s in stages) if costs.bytes else 0.0
+        if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
+            return True
+        if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
+            return True
+        if gib is not None and held.bytes + size > gib * GIB:
+            return True
+    return False
 
 
 def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
