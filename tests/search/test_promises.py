@@ -22,11 +22,12 @@ from zbc.compiler.dag import build
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.search.candidates import Bench
+from zbc.compiler.search import ladder
+from zbc.compiler.search.candidates import Bench, Candidate
 from zbc.compiler.search.feasible import least
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.ladder import ENOUGH, LARGE
-from zbc.compiler.search.portfolio import COMPILED_RATE
+from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid
 from zbc.compiler.simulate import steady_state, step_ms
@@ -70,6 +71,42 @@ def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
     grid = Grid.of(Problem.make(Placement.vshape(8), replace(costs(Random(1), Placement.vshape(8))), 40, 20.0))
     assert [rung for rung in grid.coarse() if rung > 4] == [20.0, 16.0, 14.0, 12.0, 10.0, 8.0, 7.0, 6.0, 5.0]
     assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed, plain, monkeypatch):
+    """Stands in for the search: whatever it finds under each limit, with an effort of its own for the better."""
+
+    def quality(limits, visits):
+        draw = Random(f"{seed} {[round(limit, 6) for limit in limits]}")
+        return 1 + draw.random() + draw.random() / (1 + visits)
+
+    def search(problem, objective, effort, engine, orders, target):
+        cost = quality(problem.limit, effort.visits)
+        return Found(Candidate(cost, cost, (), "stand-in"), [])
+
+    rng = Random(seed)
+    where = placement(rng, rng.randint(1, 8), rng.randint(1, 2))
+    given, efforts = costs(rng, where), (0, 1, 1000, ENOUGH)
+    rows = rungs_of(Grid.of(Problem.make(where, given, 5, 1e3)))
+
+    def least_cost(limits, visits):
+        under = [row for row in rows if all(a <= b for a, b in zip(row, limits, strict=True))]
+        return min(quality(row, visits) for row in under)
+
+    monkeypatch.setattr(ladder, "search", search)
+    needs = max(least(Problem.make(where, given, 5, None)))
+    best: dict[tuple[float, int], float] = {}
+    for limit in sorted([needs, 1e3, *(needs + where.ranks * rng.random() for _ in range(4))]):
+        problem = Problem.make(where, given, 5, limit)
+        for visits in efforts:
+            ask = ladder.Question(problem, "span", Effort(visits), plain, lambda _: (), lambda limits: 0.5)
+            found = ladder.climb(ask, rungs=visits).span
+            assert all(found <= cost for (_, few), cost in best.items() if few <= visits)
+            assert found <= ladder.climb(ask).span  # what a schedule by name finds
+            found_so = replace(ask, bound=lambda limits, few=visits: least_cost(limits, few))
+            assert ladder.climb(found_so, rungs=visits).span == found  # a bound leaves out only what is no better
+            best[limit, visits] = found
 
 
 def searched(given, name, objective, visits, limits):
