@@ -15,8 +15,11 @@ from zbc.compiler.search import anneal, patterns, portfolio, timing
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
+from zbc.compiler.search.rounds import Filling, filled
 from zbc.compiler.simulate import simulate
 from zbc.ir import Kind, Placement
+
+FILLINGS = (Filling(True), Filling(False))
 
 
 def faults(given, program):
@@ -66,7 +69,7 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     given = instance(seed)
     bench = Recorder(given.problem, compiled, "span")
     rng, v = Random(seed), given.problem.v
-    for recipe in [*policies(v), *islice(learned(v), 40), *(random_genes(rng, v) for _ in range(15))]:
+    for recipe in [*policies(v), *islice(learned(v), 40), *FILLINGS, *(random_genes(rng, v) for _ in range(15))]:
         bench.decode(recipe, "decoded")
     for origin, order in patterns.orders(given.problem):
         if rng.random() < 0.05:
@@ -151,3 +154,30 @@ def test_after_a_move_only_times_behind_it_need_to_be_computed_again():
             moved += i != j
             end = whole
     assert moved > 500
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_rounds_leave_no_rank_idle_in_its_span_at_unit_times(p):
+    """arXiv 2401.10241, section 6: ZB-V has no bubble with the memory of 1F1B where F, B and W take the same."""
+    where = Placement.vshape(p)
+    for m in (2 * p, 3 * p + 1):
+        given = Instance(where, Costs.uniform(where), m, (float(p),) * p)
+        for recipe in FILLINGS:
+            program = given.problem.program(filled(given.problem, recipe), "rounds")
+            assert list(faults(given, program)) == []
+            assert simulate(program, given.costs).span == pytest.approx(3 * m)
+
+
+def test_rounds_are_complete_and_fit_or_there_are_none(compiled):
+    made = refused = 0
+    for seed in range(300):
+        given = instance(seed, ranks=6, chunks=2, microbatches=12)
+        for recipe in FILLINGS:
+            order = filled(given.problem, recipe)
+            if order is None:
+                refused += 1
+                continue
+            assert list(faults(given, given.problem.program(order, "rounds"))) == []
+            made += Recorder(given.problem, compiled, "span").order(order, "rounds") is not None
+    assert made > 50
+    assert refused > 50

@@ -45,6 +45,15 @@ def test_more_visits_are_never_worse(objective, block):
         assert steps == sorted(steps, reverse=True), seed
 
 
+def test_more_visits_are_never_worse_with_many_microbatches():
+    """Where fewer microbatches are searched first."""
+    for seed in (14, 20, 21):
+        given = instance(seed, ranks=2, chunks=2, microbatches=30)
+        assert given.m > 6 * given.problem.p
+        steps = [cost(given, "span", visits) for visits in (0, 1, 50_000, 200_000, 300_000, 1_000_000)]
+        assert steps == sorted(steps, reverse=True), seed
+
+
 def test_seconds_are_counted_in_visits():
     """So that a plan made with a budget can be made again on another machine."""
     assert Effort.seconds(2.0, Engine(False)).visits * 2 == Effort.seconds(4.0, Engine(False)).visits
