@@ -214,6 +214,9 @@ def test_the_memory_below_ends_at_nothing_and_peaks_where_the_plan_does(opened):
     found = opened.run("zbc.rows.map((row) => [curveOf(row).peak, curveOf(row).held[row.n - 1]])")
     assert [peak for peak, _ in found] == pytest.approx([rank.units for rank in peaks(one.program, one.costs)])
     assert [last for _, last in found] == pytest.approx([0.0] * 4, abs=1e-9)
+    late = opened.run("""zbc.rows.flatMap((row) => [...curveOf(row).times].filter((ms, i) =>
+      ms !== (D.kinds[row.k[i]].op === "F" ? row.start[i] : row.end[i])))""")
+    assert late == []  # F fills as it starts, backwards free as they end
 
 
 @needs_browser

@@ -17,7 +17,7 @@ from zbc.viz.strip import Drawn, repeated
 US = 1000  # in a millisecond
 
 
-def drawn(name, p=4, m=8, steps=1, costs=(1.1, 1.3, 0.6, 0.2)):
+def drawn(name, p=4, m=8, steps=1, costs=(1.1037, 1.3011, 0.60071, 0.2)):
     program = make(name, p, m)
     known = Costs.uniform(program.placement, *costs)
     timeline = simulate(program, known)

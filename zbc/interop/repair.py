@@ -26,6 +26,8 @@ from zbc.errors import ZbcError
 from zbc.ir import COMPUTE, Kind, Op, Program
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
+LARGE = 5_000  # ops from which only some of them are tried
+FEW = (0, 3, 13)
 CLOSE = 1.02  # of the best step: fast enough to prefer the order that moves least
 EFFORT = 150_000  # ops visited while improving
 PATIENCE = 120  # moves in a row that make nothing faster before improving ends
@@ -112,7 +114,7 @@ def _moved(before: Ranks, after: Ranks) -> int:
 
 
 def _candidates(program: Program, costs: Costs, limits: Sequence[float]) -> Iterator[Ranks]:
-    for ahead in AHEAD:
+    for ahead in AHEAD if program.size < LARGE else FEW:
         yield _run(program, costs, limits, ahead)
     yield from _known(program)
 

@@ -119,7 +119,7 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
     for _ in range(steps - 1):
         last = timelines[-1]
         ends = [last.closes(rank) for rank in range(last.ranks)]
-        timelines.append(run(last.dag, program, costs, [max(ends)] * len(ends) if barrier else ends))
+        timelines.append(run(last.dag, program, costs, ends))
     return Strip(tuple(timelines))
 
 
