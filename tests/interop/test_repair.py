@@ -11,9 +11,10 @@ from tests.interop.deadlocked import NAMED, SEARCHED, broken, working
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.interop.repair import repair
+from zbc.interop.repair import _improved, repair
 from zbc.interop.torch_csv import loads
 
 
@@ -78,6 +79,22 @@ def test_no_rank_holds_more_than_the_fullest_one_did():
             wrong = replace(program, ranks=(*program.ranks[:row], tuple(ops), *program.ranks[row + 1 :]))
         most = max(rank.units for rank in peaks(wrong, costs))
         assert max(rank.units for rank in peaks(repair(wrong, costs).program, costs)) <= most + 1e-6
+
+
+def test_improving_keeps_to_the_memory_it_is_given():
+    """With slow transfers 1F1B gains from running ahead, which takes memory."""
+    program = SCHEDULES["1f1b"].make(Request(3, 8))
+    costs = Costs.uniform(program.placement, comm=2.0)
+    step = simulate(program, costs).makespan
+    mine = [rank.units + 1e-9 for rank in peaks(program, costs)]
+    tight, _ = _improved(program, program.ranks, costs, mine, step)
+    held = peaks(replace(program, ranks=tight), costs)
+    assert all(rank.units <= limit for rank, limit in zip(held, mine, strict=True))
+    roomy, faster = _improved(program, program.ranks, costs, [99.0] * 3, step)
+    assert faster < step
+    assert any(
+        rank.units > limit for rank, limit in zip(peaks(replace(program, ranks=roomy), costs), mine, strict=True)
+    )
 
 
 def _deadlocks(program):

@@ -72,7 +72,7 @@ PICTURES = {
     "many ranks": lambda: draw([drawn("zb-h1", 48, 64)]),
     "a long title": lambda: draw([drawn("1f1b")], Sheet(width=500, title="a title that goes on " * 8)),
     "deep in a long step": lambda: draw(
-        [drawn("1f1b", costs=(18e3, 18e3, 9e3, 10.0))], Sheet(zoom=(1e5 + 10, 1e5 + 10.004))
+        [drawn("1f1b", costs=(18e3, 18e3, 9e3, 10.0))], Sheet(zoom=(1e5 + 10, 1e5 + 10.001245))
     ),
     "fast ops": lambda: draw([drawn("zb-v", costs=(1e-4, 1e-4, 5e-5, 0.0))]),
 }
