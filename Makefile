@@ -47,6 +47,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/fidelity.py
 	$(BIN)/python bench/search.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/numerics.py
 	$(BIN)/python bench/split.py
 	$(BIN)/python bench/throughput.py
 

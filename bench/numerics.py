@@ -10,11 +10,15 @@ what is left of that after N steps is printed. Ranks are threads, float32 on the
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from record import Record
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.runtime.small_plans import make_plan, make_program, reference
 from zbc.compiler.schedules import SCHEDULES
