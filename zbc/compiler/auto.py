@@ -24,7 +24,7 @@ from zbc.spec import Job
 # Searched schedules in the order in which they are asked: of equally good ones the first is taken.
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
-DEFAULT = (0.75, 0.25)  # of the usual budget, to the most promising ones, where none was asked for
+DEFAULT = (0.6, 0.2)  # of the usual budget, to the most promising ones, where none was asked for
 BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
 SAME = 1e-12
 
