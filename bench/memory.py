@@ -2,7 +2,7 @@
 
     python bench/memory.py [--model NAME ...]
 
-Measured with zbc/runtime/measure.py in steps 2 to 4: in the first the optimizer makes its state. A category counts as
+Measured with zbc/runtime/measure.py in steps 2 and 3: in the first the optimizer makes its state. A category counts as
 wrong by the share of its own measured bytes; tensors on their way depend on when the neighbour takes them, so `buffers`
 differs from run to run. `all` is the sum of the categories beside the sum of the measured ones.
 """
@@ -45,6 +45,8 @@ microbatches = {m}
 microbatch_size = {size}
 [memory]
 activations = "{activations}"
+[hardware]
+link_us = 0
 [data]
 kind = "synthetic"
 """
@@ -74,6 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "long": {"seq_len": 256, "heads": 2, "size": 1},
     "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": ROTARY},
 }
+RECORDED = ("base", "wide", "vocabulary")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v")
 
 
@@ -93,7 +96,7 @@ class Row(NamedTuple):
 
 
 def rows(options: dict[str, Any]) -> Iterator[Row]:
-    """Plan a job, run four steps of it, and give each rank's prediction and measurement."""
+    """Plan a job, run three steps of it, and give each rank's prediction and measurement."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "job.toml"
         path.write_text(JOB.format(**options))
@@ -105,7 +108,7 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
     def weigh(worker: Worker) -> None:
         scales.append(Scale(worker))
 
-    run_threads(plan, 4, setup=weigh)
+    run_threads(plan, 3, setup=weigh)
     for scale, memory in zip(scales, peaks(compiled.program, compiled.costs), strict=True):
         yield Row(memory, scale.held)
 
@@ -120,7 +123,7 @@ def main() -> None:
     names = " ".join(f"{name:>11}" for name in CATEGORIES)
     record(f"{'model':10} {'schedule':8} {'activations':11} {names} {'all':>7} {'MiB':>8}")
     worst = dict.fromkeys(CATEGORIES, 0.0)
-    for model in options.model or MODELS:
+    for model in options.model or RECORDED:
         for kind in SCHEDULES:
             for activations in ("keep", "recompute"):
                 settings = {**BASE, **MODELS[model], "kind": kind, "activations": activations}

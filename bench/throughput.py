@@ -5,8 +5,9 @@
 Both runtimes run in the same processes and take turns, step by step, so that a busy machine slows both; one thread per
 kernel. The peer is torch's general runtime with our order of ops and its own split of backward; with recompute its
 layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer runs the same optimizer after its
-step, without the gradient norm over ranks that ours computes. A ratio above 1 says that ours is faster. Last comes the
-time the main thread spends per op when stages compute nothing, and what as many bare transfers of torch take of it.
+step, without the gradient norm over ranks that ours computes. A ratio above 1 says that ours is faster; `cpu` is the
+same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the time the
+main thread spends per op when stages compute nothing, and what as many bare transfers of torch take of it.
 """
 
 from __future__ import annotations
@@ -114,26 +115,31 @@ def runtimes(case: dict[str, Any], rank: int, folder: Path, limit: timedelta) ->
 
 
 def take_turns(runs: dict[str, Callable[[int], None]], steps: int) -> dict[str, list[float]]:
-    """ms of every step of each runtime, from a moment that all ranks agreed on to the end of the last one."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    """ms of every step of each runtime, from a moment that all ranks agreed on to the end of the last one.
+
+    Under "NAME cpu" the ms of processor time that all ranks spent on it together.
+    """
+    times: dict[str, list[float]] = {key: [] for name in runs for key in (name, f"{name} cpu")}
     for step in range(WARM_UP + steps):
         for name, run in runs.items():
             over_ranks(0.0)
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             run(step)
-            took = over_ranks(time.perf_counter() - began)
+            took, used = time.perf_counter() - began, time.process_time() - spent
+            took, used = over_ranks(took), over_ranks(used, "SUM")
             if step >= WARM_UP:
                 times[name].append(took * 1e3)
+                times[f"{name} cpu"].append(used * 1e3)
     return times
 
 
-def over_ranks(number: float) -> float:
-    """The largest of all ranks' numbers; waits for all of them."""
+def over_ranks(number: float, how: str = "MAX") -> float:
+    """The largest of all ranks' numbers, or their sum; waits for all of them."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
     return tensor.item()
 
 
@@ -187,7 +193,7 @@ def main() -> None:
     cases = options.case or list(CASES)
     record = Record("throughput")
     record(f"# {RANKS} gloo processes, one thread each; ms per step, median of {options.steps} in turns")
-    record(f"{'case':16} {'ops':>5} {'zbc ms':>9} {'torch ms':>9} {'ratio':>7}   quartiles of the ratio, step by step")
+    record(f"{'case':16} {'ops':>5} {'zbc ms':>9} {'torch ms':>9} {'ratio':>7} {'cpu':>7}   quartiles of the ratio")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         counts = [write_plan(JOB.format(**CASES[case]), folder / str(i)) for i, case in enumerate(cases)]
@@ -211,8 +217,11 @@ def main() -> None:
 def report(record: Record, case: str, count: int, times: dict[str, list[float]]) -> None:
     ratios = [theirs / mine for mine, theirs in zip(times["zbc"], times["torch"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
-    mine, theirs = (statistics.median(times[name]) for name in ("zbc", "torch"))
-    record(f"{case:16} {count:5} {mine:9.2f} {theirs:9.2f} {theirs / mine:7.3f}   {low:.2f} to {high:.2f}")
+    mine, theirs, our_cpu, their_cpu = (
+        statistics.median(times[name]) for name in ("zbc", "torch", "zbc cpu", "torch cpu")
+    )
+    ratio = f"{theirs / mine:7.3f} {their_cpu / our_cpu:7.3f}"
+    record(f"{case:16} {count:5} {mine:9.2f} {theirs:9.2f} {ratio}   {low:.2f} to {high:.2f}")
 
 
 def write_plan(job: str, folder: Path) -> int:

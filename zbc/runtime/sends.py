@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 
-_LOOK_S, _LOOKS = 0.0005, 20  # how often, and how many times in vain, the thread looks for sends before it sleeps
+_LOOK_S, _LOOKS = 0.0005, 4  # how often, and how many times in vain, the thread looks for sends before it sleeps
 
 
 class _Send(NamedTuple):
@@ -58,8 +58,8 @@ class EventSends:
 class ThreadSends:
     """For gloo, whose work objects do not know before somebody waits: a thread does.
 
-    Waking a thread costs the rank more than starting a send. So the thread looks for new ones by itself, twice a
-    millisecond, and has to be woken only after it found none for a while.
+    Waking a thread costs the rank more than starting a send. So where sends follow each other closely the thread looks
+    for new ones by itself, twice a millisecond; it has to be woken only after it found none for a while.
     """
 
     def __init__(self) -> None:
