@@ -46,6 +46,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/compile.py
 	$(BIN)/python bench/fidelity.py
 	$(BIN)/python bench/search.py
+	$(BIN)/python bench/repair.py
+	$(BIN)/python bench/pictures.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/numerics.py
 	$(BIN)/python bench/split.py
