@@ -36,7 +36,8 @@ def forward(worker: Worker, op: Op) -> None:
         raise ZbcError("E703", f"run: {op} runs twice")
     x = _stage_input(worker, key, stage, message)
     target = to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
-    slot = Slot()
+    # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
+    slot = Slot() if stage.casts_weights or key in worker.halves else None
     worker.clock.start()
     finish = stage.fit if target is None else functools.partial(stage_loss, worker.loss, target)
     y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)
@@ -86,7 +87,10 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
 
 def backward_input(worker: Worker, op: Op) -> None:
     """B: the gradient of the stage input; the weight gradients of split layers wait in the slot for W."""
-    worker.slots[worker.routes[op].key] = _backward(worker, op, split=True)
+    slot = _backward(worker, op, split=True)
+    if slot is None:
+        raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
+    worker.slots[worker.routes[op].key] = slot
 
 
 def backward(worker: Worker, op: Op) -> None:
@@ -94,13 +98,14 @@ def backward(worker: Worker, op: Op) -> None:
     _backward(worker, op, split=False)
 
 
-def _backward(worker: Worker, op: Op, *, split: bool) -> Slot:
+def _backward(worker: Worker, op: Op, *, split: bool) -> Slot | None:
     key, stage, message, _, local, end = worker.routes[op]
     x, tape, grad, slot = take(worker.kept, key, _NO_FORWARD[op.kind])
     if not end:
         grad = _output_grad(worker, key, stage, message)
     worker.clock.start()
-    slot.split = split
+    if slot is not None:
+        slot.split = split
     before = swap_slot(slot)
     try:
         tape.backward(grad)

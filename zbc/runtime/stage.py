@@ -57,8 +57,13 @@ class Stage:
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether its linear layers keep casts of their weights for all microbatches."""
+        return not isinstance(self.autocast, nullcontext)
+
     def forward(
-        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], slot: Slot
+        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], slot: Slot | None
     ) -> tuple[Tensor, Tape]:
         """What `finish` makes of the stage's output (a message, the loss), and what backward needs.
 

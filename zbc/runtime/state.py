@@ -44,7 +44,7 @@ class Kept(NamedTuple):
     x: Tensor  # the stage input; a leaf that collects its gradient
     tape: Tape
     grad: Tensor | None  # what backward starts with, at the loss
-    slot: Slot
+    slot: Slot | None  # None where backward is one op and the layers are torch's own
 
 
 @dataclass
@@ -112,6 +112,7 @@ class Worker:
         self.rank = self.transport.rank  # of the run
         self.copy = self.rank // manifest.ranks  # of the pipeline
         self.clock = clock_for(self.device)
+        self.halves = {op.key for op in self.plan.ops if op.kind is Kind.B}  # whose W is an op of its own
         self.routes = {op: route for op in self.plan.ops if (route := _route(self, op)) is not None}
         self.script: list[tuple[Callable[[Worker, Op], None], Op, str]] = []  # what execute.py runs
         self._shares: dict[torch.dtype, Tensor] = {}
