@@ -156,6 +156,7 @@ class Machine:
         for op in pair:
             forward = op.kind.value == "F"
             key, source = self.key(r, op), op.stage + (-1 if forward else 1)
+            require(forward or key in rank.outputs, f"{op} in a group has no F before it")
             if not 0 <= source < self.stages:
                 continue
             maker = self.pipes[op.pipe][source] + r - r % self.p
