@@ -177,11 +177,14 @@ class Network:
             self._sends.drain()
 
     def close(self) -> None:
+        """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
         self._sends.close()
         self._ways.clear()
-        self._pairs.clear()
-        self._signals.clear()
-        self._sums.clear()
+        for table in (self._pairs, self._signals, self._sums):
+            for group in table.values():
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+            table.clear()
 
     def _way(self, message: Letter, source: int, target: int) -> tuple[Any, int, int]:
         """The group a message takes, the rank of its other end there, and its tag.
