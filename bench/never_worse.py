@@ -1,6 +1,6 @@
 """What is promised of `auto`, on random jobs: never worse than any schedule by name, or than itself with less.
 
-    python bench/never_worse.py [INSTANCES] [FIRST]
+    python bench/never_worse.py [JOBS] [FIRST] [--minutes N]
 
 Each job has up to 8 ranks and 32 microbatches and its own time and memory for every layer. Under a few limits and
 budgets, every schedule by name and `auto` plan it; counted is each time that `auto` takes longer than a schedule with
@@ -10,11 +10,13 @@ Budgets are op visits, so every number here is the same on every machine.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing import Pool
 from pathlib import Path
 from random import Random
 
@@ -123,27 +125,42 @@ def check(seed: int, folder: Path, wrong: Counter[str], plans: Counter[str]) -> 
                     wrong[f"{seed}: {name} beats its bound at {limit}"] += other.step < other.bound * (1 - SAME)
 
 
-def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
-    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    record = Record("never-worse")
+def one(seed: int) -> tuple[Counter[str], Counter[str], float]:
+    """What is wrong with one job, how many plans were made for it, and the seconds of its core."""
     wrong: Counter[str] = Counter()
     plans: Counter[str] = Counter()
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(first, first + count):
-            check(seed, Path(folder), wrong, plans)
-            if (seed - first) % 50 == 49:
-                print(f"{seed - first + 1} jobs, {sum(wrong.values())} wrong", file=sys.stderr)
+        check(seed, Path(folder), wrong, plans)
+    return wrong, plans, time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whether `auto` keeps its promises on random jobs.")
+    parser.add_argument("jobs", type=int, nargs="?", default=500)
+    parser.add_argument("first", type=int, nargs="?", default=0, help="the seed of the first job")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job later than this")
+    options = parser.parse_args()
+    record = Record("never-worse")
+    wrong: Counter[str] = Counter()
+    plans: Counter[str] = Counter()
+    done, took, stop = 0, 0.0, time.monotonic() + 60 * options.minutes
+    with Pool() as pool:
+        jobs = pool.imap(one, range(options.first, options.first + options.jobs))
+        while done < options.jobs and time.monotonic() < stop:
+            found, made, seconds = jobs.next()
+            wrong.update(found)
+            plans.update(made)
+            done, took = done + 1, took + seconds
+            print(f"{done} jobs, {sum(wrong.values())} wrong", file=sys.stderr, end="\r")
+        pool.terminate()
     for what, times in wrong.items():
         if times:
             record(what)
-    took = time.process_time() - began
     named = f"{plans['named']} of schedules by name"
-    record(f"{count} jobs, {plans['auto']} plans of auto, {named}: {sum(wrong.values())} wrong")
+    record(f"{done} jobs from {options.first} on, {plans['auto']} plans of auto, {named}: {sum(wrong.values())} wrong")
     record(f"{took:.0f} s of one core")
-    if count >= 500:
-        record.write()
+    record.write()
 
 
 if __name__ == "__main__":

@@ -147,3 +147,22 @@ def test_split_chimera_and_bitpipe_reach_their_bounds(p):
         given = Costs.uniform(program.placement)
         least = bounds(program.placement, given, 2 * p, float(p))
         assert simulate(program, given).makespan == pytest.approx(least.makespan)
+
+
+def test_what_a_b_leaves_may_be_almost_all_it_held():
+    """Sums of per-layer memory differ in their last digits: then no number of B's makes room, a W does."""
+    nearly = Costs((1.0,), (1.0,), (0.5,), (1.0,), (1.0 - 1e-16 * 4,), ((),))
+    exactly = Costs((1.0,), (1.0,), (0.5,), (1.0,), (1.0,), ((),))
+    found, wanted = (bounds(Placement.linear(1), one, 9, 2.0) for one in (nearly, exactly))
+    assert found.span == pytest.approx(wanted.span)
+
+
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.8, 0.95])
+def test_several_bs_may_make_room_for_a_forward(share):
+    """The k-th B makes room when it and those before it freed what one F needs; a bound, so no order is faster."""
+    one = Costs((1.0, 1.0), (1.0, 1.0), (9.0, 9.0), (1.0, 1.0), (share, share), ((0.0,),))
+    limits = (3.0, 3.0)
+    found = SCHEDULES["zb-auto"].make(
+        Request(p=2, m=6, v=1, costs=one, memory_limit=limits, objective="span", budget=0.0)
+    )
+    assert simulate(found, one).span >= bounds(Placement.linear(2), one, 6, limits).span - 1e-9

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -229,3 +230,17 @@ def test_the_period_is_an_objective_of_its_own():
         assert found["period"] <= found["makespan"]
         better += found["period"] < 0.99 * found["makespan"]
     assert better
+
+
+def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
+    """Two pipes by name keep to 1F1B's memory where no limit is given; `auto` does not."""
+    costs = {"per": "layer", "f": 1.0, "b": 2.0, "w": 0.5, "comm": 0.2, "act_b": 1.0, "act_w": 1.0}
+    steps = []
+    for limit in ("1.5x", "2.0x", "9.0x", None):
+        schedule = {} if limit is None else {"memory_limit": limit}
+        described = job(
+            kind="auto", layers=16, pp=3, m=5, costs=costs, schedule=schedule, partition={"mode": "uniform"}
+        )
+        found = compile_job(described, budget=1_000_000 / COMPILED_RATE)
+        steps.append(step_ms(found.program, found.costs, "makespan"))
+    assert all(more <= less * (1 + 1e-12) for less, more in pairwise(steps))

@@ -57,7 +57,10 @@ def _first_pass(best: _Best, table: Sequence[estimate.Layer], budget: float | No
             continue
         if not schedule.searched or len(prepared.placement.pipes) > 1:
             best.offer(prepared.make(budget or 0.0))
-            for smaller in prepared.smaller():
+            widest = prepared.widest()
+            if widest is not prepared:
+                best.offer(widest.make(budget or 0.0))
+            for smaller in widest.smaller():
                 if best.rules_out(smaller):
                     break
                 best.offer(smaller.make(min(budget or 0.0, BRIEF)))

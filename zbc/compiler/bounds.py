@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from zbc.compiler.bounds_mirrored import mixed
 from zbc.compiler.cost import Costs
@@ -180,7 +181,5 @@ def _release(room: float, unit: float, kept: float, b: float, w: float) -> float
     if kept >= unit:
         return w
     # j B's leave j * kept and free j * unit; the first of them is already counted.
-    j = 2
-    while j * kept - (j - 1) * unit > room:
-        j += 1
+    j = max(2.0, ceil((unit - room) / max(unit - kept, 1e-200) - 1e-9))
     return min(w, (j - 1) * b)

@@ -101,11 +101,17 @@ class Prepared:
 
     def smaller(self) -> Iterator[Prepared]:
         """With several pipes, the same for each smaller limit that makes a difference, largest first."""
-        if len(self.placement.pipes) > 1 and self.schedule.searched:
-            p = self.placement.ranks
-            given = self.limit.units or (float(p),) * p
-            for units in whole(given, least_of(self.placement, self.limit.costs))[1:]:
+        if len(self.placement.pipes) > 1 and self.schedule.searched and self.limit.units is not None:
+            for units in whole(self.limit.units, least_of(self.placement, self.limit.costs))[1:]:
                 yield replace(self, limit=replace(self.limit, units=units))
+
+    def widest(self) -> Prepared:
+        """With several pipes, the same with room for everything where no limit is given; else it is this one."""
+        if len(self.placement.pipes) == 1 or not self.schedule.searched or self.limit.units is not None:
+            return self
+        most = _everything(self.placement, self.limit.costs, self.job.schedule.microbatches)
+        units = whole(most, least_of(self.placement, self.limit.costs))[0]
+        return replace(self, limit=replace(self.limit, units=units))
 
     @property
     def least_step(self) -> float:
@@ -124,8 +130,21 @@ def prepare(job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunk
     stages, costs = cut(job, placement, table)
     limit = limit_of(job, placement, costs, split=schedule.splits_backward) if schedule.searched else Limit(costs, None)
     if len(placement.pipes) > 1 and schedule.searched and limit.units is not None:
-        limit = replace(limit, units=whole(limit.units, least_of(placement, limit.costs))[0])
+        most = _everything(placement, limit.costs, job.schedule.microbatches)
+        given = tuple(map(min, limit.units, most))
+        limit = replace(limit, units=whole(given, least_of(placement, limit.costs))[0])
     return Prepared(job, schedule, placement, v, stages, costs, limit, bounds_of(job, placement, costs))
+
+
+def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
+    """Activation units per rank beyond which more room changes nothing: all microbatches in one pipe."""
+    found = [0.0] * placement.ranks
+    for pipe in placement.pipes:
+        held = [0.0] * placement.ranks
+        for stage, rank in enumerate(pipe):
+            held[rank] += microbatches * costs.act_b[stage]
+        found = list(map(max, found, held))
+    return tuple(found)
 
 
 def cut(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
