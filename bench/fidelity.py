@@ -11,10 +11,8 @@ gradient norm and the optimizer runs; the peer's ends with the last gradient.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ranks import results
 from record import Record
 
 JOB = """\
@@ -221,30 +220,10 @@ def measure(
     target: Callable[..., None] = run_rank,
     limit: float = LIMIT,
 ) -> None:
-    """Start the ranks and hand on what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
-    context = multiprocessing.get_context("forkserver")  # one import of torch for all ranks
-    context.set_forkserver_preload(["torch.distributed", "peer", "ours"])
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=target, args=(rank, folder, kinds, steps, sender), daemon=True) for rank in range(RANKS)
-    ]
-    end = time.monotonic() + limit
-    try:
-        for process in ranks:
-            process.start()
-        for _ in kinds:
-            while not receiver.poll(0.5):
-                if any(process.exitcode for process in ranks):
-                    sys.exit("fidelity: a rank failed")
-                if time.monotonic() > end:
-                    sys.exit(f"fidelity: no result after {limit:.0f} s")
-            tell(*receiver.recv())
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
+    """Hand on what rank 0 sends of each schedule: its name and what was measured."""
+    arguments = (folder, kinds, steps)
+    for found in results(target, arguments, ranks=RANKS, count=len(kinds), preload=("peer", "ours"), limit=limit):
+        tell(*found)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ sums behind the last op. On a busy machine sleeps end late, which counts less th
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelity import JOB, RANKS, Outcome, take_turns
+from ranks import results
 from record import Record
 
 PLAIN, EAGER, LATE = "no sums", "eager sums", "sums at the end"
@@ -179,28 +178,9 @@ def report(record: Record, kind: str, predicted: dict[tuple[str, str], float], o
 
 
 def measure(folder: Path, kinds: list[str], steps: int, ms: float, tell: Callable[[str, Outcome], None]) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=run_rank, args=(rank, folder, kinds, steps, ms, sender), daemon=True)
-        for rank in range(RANKS)
-    ]
-    end = time.monotonic() + LIMIT
-    try:
-        for process in ranks:
-            process.start()
-        for _ in kinds:
-            while not receiver.poll(0.5):
-                if any(process.exitcode for process in ranks) or time.monotonic() > end:
-                    sys.exit("mirrored: a rank failed or hangs")
-            tell(*receiver.recv())
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
+    arguments = (folder, kinds, steps, ms)
+    for found in results(run_rank, arguments, ranks=RANKS, count=len(kinds), preload=(), limit=LIMIT):
+        tell(*found)
 
 
 if __name__ == "__main__":

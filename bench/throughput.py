@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ranks import results
 from record import Record
 
 RANKS, WARM_UP, LIMIT = 2, 3, 600.0
@@ -236,31 +235,9 @@ def write_plan(job: str, folder: Path) -> int:
 
 
 def measure(folder: Path, cases: list[str], steps: int) -> Any:
-    """Start the ranks and give what rank 0 sends. Ends the benchmark if a rank dies or nothing comes in time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch_runtime", "ours"])
-    receiver, sender = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=run_rank, args=(rank, folder, cases, steps, sender), daemon=True)
-        for rank in range(RANKS)
-    ]
-    end = time.monotonic() + LIMIT
-    try:
-        for process in ranks:
-            process.start()
-        for _ in range(len(cases) + len(IDLE)):
-            while not receiver.poll(0.5):
-                if any(process.exitcode for process in ranks):
-                    sys.exit("throughput: a rank failed")
-                if time.monotonic() > end:
-                    sys.exit(f"throughput: no result after {LIMIT:.0f} s")
-            yield receiver.recv()
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
+    """What rank 0 sends: of each case, then of the idle stages."""
+    count, preload = len(cases) + len(IDLE), ("torch_runtime", "ours")
+    return results(run_rank, (folder, cases, steps), ranks=RANKS, count=count, preload=preload, limit=LIMIT)
 
 
 if __name__ == "__main__":
