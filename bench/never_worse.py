@@ -29,7 +29,6 @@ from zbc.compiler.memory import peaks
 from zbc.compiler.order import order
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.portfolio import COMPILED_RATE
-from zbc.compiler.simulate import step_ms
 from zbc.compiler.single import cut
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -79,7 +78,7 @@ def answer(path: Path, limit: float | None, visits: int, kind: str) -> Answer | 
     units = max(rank.units for rank in peaks(found.program, found.costs))
     if limit is not None and units > limit * job.parallel.pp + 1e-5 and kind != "auto":
         return None
-    return Answer(step_ms(found.program, found.costs, job.objective), units, found.bounds.of(job.objective))
+    return Answer(found.step_ms(job), units, found.bounds.of(job.objective))
 
 
 def limits(path: Path, rng: Random) -> list[float | None]:

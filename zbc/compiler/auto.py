@@ -16,7 +16,6 @@ from zbc.compiler.memory import peaks
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import BUDGET, SCHEDULES, Schedule
 from zbc.compiler.schedules.searched import OWN_LIMIT
-from zbc.compiler.simulate import step_ms
 from zbc.compiler.single import Ordered, Prepared, cut, prepare
 from zbc.errors import ZbcError
 from zbc.spec import Job
@@ -113,10 +112,7 @@ class _Best:
 
     def offer(self, ordered: Ordered) -> float:
         """Keep it if it is better and fits; what its step takes, in ms."""
-        program = ordered.program
-        if program.copies > 1 or len(program.placement.pipes) > 1:  # sums over copies take time
-            program = lower(program, self.job.optimizer.sync, ordered.costs)
-        step = step_ms(program, ordered.costs, self.job.objective)
+        step = ordered.step_ms(self.job)
         if step < self.step * (1 - SAME):
             if self._fits(ordered):
                 self._ordered, self.step = ordered, step

@@ -17,6 +17,7 @@ from zbc.compiler.schedules import Request, Schedule
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
+from zbc.compiler.simulate import step_ms
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.spec import Job
@@ -34,6 +35,13 @@ class Ordered:
     stages: Stages
     costs: Costs
     bounds: Bounds
+
+    def step_ms(self, job: Job) -> float:
+        """What a step costs by the job's objective, sums of gradients over copies included."""
+        program = self.program
+        if program.copies > 1 or len(program.placement.pipes) > 1:
+            program = lower(program, job.optimizer.sync, self.costs)
+        return step_ms(program, self.costs, job.objective)
 
 
 @dataclass(frozen=True, slots=True)

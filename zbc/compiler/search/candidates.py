@@ -174,8 +174,12 @@ class Bench:
             target,
             self.most - self.spent,
         )
+        cut_off = self.over
         self.spent += TIME_VISITS * problem.size
         found = self._time(best, f"{start.origin}, annealed", None)
+        if cut_off and self.objective == "period":
+            # Annealed is the span. What it has half way may have a better period than what a larger effort ends with.
+            return None
         return self._keep(found, self.found, self.KEEP) if found else None
 
     def fits(self, order: Sequence[int]) -> bool:

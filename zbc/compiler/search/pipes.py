@@ -17,7 +17,7 @@ from zbc.compiler.passes.reduce_grads import reduce_grads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.search.shifting import annealed
-from zbc.compiler.simulate import simulate
+from zbc.compiler.simulate import simulate, step_ms
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -70,9 +70,12 @@ class Found:
     program: Program
     makespan: float
     span: float
+    period: float = 0.0  # of steps that follow one another; only where that is the objective
 
     def rank(self, objective: str) -> tuple[float, float]:
-        """Sort key: the objective, then the other step time."""
+        """Sort key: the objective, then another step time."""
+        if objective == "period":
+            return self.period, self.span
         return (self.makespan, self.span) if objective == "makespan" else (self.span, self.makespan)
 
 
@@ -97,7 +100,7 @@ def packed(
     """
     found: list[Found] = []
     for program in _candidates(placement, m, costs, limits, name, orders, split):
-        found.append(_timed(program, costs))
+        found.append(_timed(program, costs, objective))
         if found[-1].rank(objective)[0] <= target * (1 + EPS):
             return found[-1].program
         if len(found) >= LEAST_TRIED and len(found) * program.size > MOST_OPS:
@@ -106,20 +109,26 @@ def packed(
         raise ZbcError("E303", f"does not fit: no order of {name} keeps to the limit", hint="raise the memory limit")
     best = _best(found, objective)
     if split and seconds > 0:
+        # What an annealing that ran out of time ends with is nothing that a longer one would come by. Where it is not
+        # the objective itself that is annealed, that might be better than all a longer one finds.
+        exact = objective != "period" and not any(costs.reduce)
         starts = sorted(found, key=lambda one: one.rank(objective))[:STARTS]
         for start in starts:
             share = seconds / len(starts)
-            order = annealed(start.program, costs, limits, objective, share, target=target, seed=seed)
-            best = _best([best, _timed(order, costs)], objective)
+            for order, ended in annealed(start.program, costs, limits, objective, share, target=target, seed=seed):
+                if ended or exact:
+                    best = _best([best, _timed(order, costs, objective)], objective)
             if best.rank(objective)[0] <= target * (1 + EPS):
                 break
     return best.program
 
 
-def _timed(program: Program, costs: Costs) -> Found:
+def _timed(program: Program, costs: Costs, objective: str) -> Found:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
-    timeline = simulate(reduce_grads(program, costs) if any(costs.reduce) else program, costs)
-    return Found(program, timeline.makespan, timeline.span)
+    summed = reduce_grads(program, costs) if any(costs.reduce) else program
+    timeline = simulate(summed, costs)
+    period = step_ms(summed, costs, objective, timeline) if objective == "period" else 0.0
+    return Found(program, timeline.makespan, timeline.span, period)
 
 
 def _best(found: Iterable[Found], objective: str) -> Found:

@@ -6,7 +6,7 @@ of a pipe in their order and n those of the pipe with more. Where a pipe has few
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.search.engine import Engine, available
@@ -27,10 +27,12 @@ def annealed(
     *,
     target: float = 0.0,
     seed: int = 0,
-) -> Program:
-    """The best order that shifting single ops of `program` leads to, whose backwards are split, within the limits.
+) -> Iterator[tuple[Program, bool]]:
+    """Ever better orders that shifting single ops of `program` leads to, whose backwards are split, within the limits.
 
-    `seconds` are turned into a number of op visits, so that an order can be made again. Stops at `target` ms.
+    With each comes whether its annealing was done to its end; those that were come for any larger effort, too. "Better"
+    is by span or makespan of the ops alone. `seconds` are turned into a number of op visits, so that an order can be
+    made again. Stops at `target` ms.
     """
     engine = Engine(available())
     table = _Table(program, costs)
@@ -62,10 +64,10 @@ def annealed(
             )
         )
         best = [int(op) for op in found]
+        yield table.program(best, program), spent < effort.visits
         moves, turn = moves * GROWTH, turn + 1
         if _reached(engine, table, best, program.placement.ranks, objective, target):
             break
-    return table.program(best, program)
 
 
 def _reached(engine: Engine, table: _Table, order: list[int], p: int, objective: str, target: float) -> bool:
