@@ -58,6 +58,7 @@ RUNTIME = [
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.runtime.options"],
     ["zbc.runtime.sinks", "zbc.runtime.live"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
+    ["zbc.runtime.nonfinite"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.permutation", "zbc.runtime.tokens"],
     ["zbc.runtime.remembered", "zbc.runtime.probe"],

@@ -709,4 +709,15 @@ failed. If it speaks of the plan (a message nobody takes, a tensor that is not
 there), the plan did not come from this zbc: check it with `zbc check`.
 """,
     ),
+    "E704": _entry(
+        "the gradients are not finite",
+        """
+A step whose gradients are not all finite changes nothing on any rank. With
+train.nonfinite = "skip" the run goes on, until train.skip_limit steps in a row
+or train.skip_total in all were skipped; with "stop" it ends at the first. The
+message says whether the losses were finite, and in which stage backward first
+met such a gradient. A lower learning rate, a longer warm-up or clipping help
+against steps that are too large; data that are broken are the same each time.
+""",
+    ),
 }

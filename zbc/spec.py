@@ -157,6 +157,11 @@ class Train(Section):
         None, description="of as many samples as a step has, per evaluation; default all that the data kept for it make"
     )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
+    nonfinite: Literal["skip", "stop"] = Field(
+        "skip", description="what a step does whose gradients are not all finite: change nothing, or end the run"
+    )
+    skip_limit: Count = Field(10, description="steps skipped in a row that end the run")
+    skip_total: Count | None = Field(None, description="steps skipped in all that end the run; default: no limit")
 
 
 class Data(Section):

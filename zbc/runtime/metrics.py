@@ -92,7 +92,7 @@ class RunLog:
         numbers = self._numbers(result)
         self._write(numbers)
         step = numbers["step"]
-        shown = step in (1, self._steps) or step % self._log["every"] == 0 or result.stop
+        shown = step in (1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
         return self._line(numbers) if shown else None
 
     def record_evaluation(self, result: EvaluationResult) -> str:

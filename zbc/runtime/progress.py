@@ -30,6 +30,7 @@ class StepResult:
     after it ran twice, because it did not stand as they assumed. `seconds` is this rank's wall time.
     `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is device memory
     allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
+    `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
     step: int
@@ -41,6 +42,8 @@ class StepResult:
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     redone: bool = False
+    bad_gradients: tuple[str, ...] = ()
+    bad_losses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

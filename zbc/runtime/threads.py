@@ -16,6 +16,8 @@ from zbc.plan import Plan, RankPlan
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
+from zbc.runtime.nonfinite import Skips
+from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
 from zbc.runtime.worker import build_worker
 
@@ -84,16 +86,18 @@ def _run(
 
 
 def _train(worker: Worker, steps: int) -> None:
+    skips = Skips(worker.plan.manifest)
+
+    def keep(result: StepResult | None) -> None:
+        worker.results += [] if result is None else [result]
+        skips.look(result)
+
     for step in range(steps):
         result = run_step(worker, step)
-        if result is not None:
-            worker.results.append(result)
-            if result.stop:
-                break
+        keep(result)
+        if result is not None and result.stop:
+            break
         if due(worker, step, last=step + 1 == steps):
-            closed = finish(worker)
-            worker.results += [] if closed is None else [closed]
+            keep(finish(worker))
             evaluate(worker, step)
-    last = finish(worker)
-    if last is not None:
-        worker.results.append(last)
+    keep(finish(worker))

@@ -25,6 +25,7 @@ from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
+from zbc.runtime.nonfinite import Skips
 from zbc.runtime.options import RunOptions
 from zbc.runtime.state import Worker
 from zbc.runtime.watchdog import Watchdog, in_time
@@ -136,26 +137,31 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
 def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | None) -> str | None:
     if log is not None:
         seat.emit(log.headline())
-    told = False
+    told, skips = False, Skips(worker.plan.manifest)
+
+    def show(result: StepResult | None) -> None:
+        _show(result, seat, log)
+        skips.look(result)
+
     for step in range(steps):
         reason = seat.stop.reason
         if reason is not None and not told:
             board.ask_stop(reason)
             told = True
         result = run_step(worker, step, stop=told)
-        _show(result, seat, log)
+        show(result)
         if due(worker, step, last=step + 1 == steps):
-            _show(finish(worker), seat, log)
+            show(finish(worker))
             found = evaluate(worker, step)
             if log is not None:
                 seat.emit(log.record_evaluation(found))
         if result is not None and result.stop and step + 1 < steps:
-            _show(finish(worker), seat, log)
+            show(finish(worker))
             reason = board.stop_reason() or "another rank"
             if log is not None:
                 seat.emit(f"stopped after step {step + 1} (asked by {reason})")
             return reason
-    _show(finish(worker), seat, log)
+    show(finish(worker))
     return None
 
 

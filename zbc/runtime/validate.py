@@ -21,7 +21,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Verdict:
     stop: bool
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    bad_gradients: tuple[str, ...] = ()
+    bad_losses: tuple[int, ...] = ()
 
     @property
     def skipped(self) -> bool:
@@ -58,6 +60,8 @@ class Verdict:
             busy_seconds=self.busy_seconds,
             peak_bytes=self.peak_bytes,
             redone=redone,
+            bad_gradients=self.bad_gradients,
+            bad_losses=self.bad_losses,
         )
 
     def clip(self, largest: float | None) -> float | None:
@@ -124,13 +128,22 @@ class Layout:
         loss = 0.0
         for value in values[count:flag]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
+        norm = math.sqrt(math.fsum(values[:count]))
         return Verdict(
             loss=loss / self.microbatches,
-            grad_norm=math.sqrt(math.fsum(values[:count])),
+            grad_norm=norm,
             stop=values[flag] > 0,
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
+            bad_gradients=() if math.isfinite(norm) else self._bad_gradients(values),
+            bad_losses=tuple(mb for mb, value in enumerate(values[count:flag]) if not math.isfinite(value)),
         )
+
+    def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:
+        """The parameters with a sum of squares that is not finite, by name."""
+        starts = [*self._places.values()]
+        pieces = zip(self.parameters, pairwise(starts), strict=True)
+        return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
 
 
 def chunks(size: int) -> int:
