@@ -21,7 +21,7 @@ LAYERS = [
     ["zbc.flops"],
     ["zbc.hfconfig"],
     ["zbc.spec"],
-    ["zbc.plan", "zbc.forward"],
+    ["zbc.plan", "zbc.forward", "zbc.course"],
     ["zbc.compiler.footprint"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
     ["zbc.compiler.ways"],
@@ -55,7 +55,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.flops"],
-    ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.runtime.options"],
+    ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
     ["zbc.runtime.sinks", "zbc.runtime.live"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.nonfinite"],

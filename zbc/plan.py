@@ -33,6 +33,7 @@ VERSION = 1
 MANIFEST = "plan.json"
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
 
 
 class _Strict(BaseModel):
@@ -44,6 +45,15 @@ class Boundary(_Strict):
 
     shape: list[Count]
     dtype: str
+
+
+class Part(_Strict):
+    """The first steps of a training, or the next ones, run another plan: with fewer microbatches."""
+
+    folder: Name  # of that plan, inside of this one
+    microbatches: Count
+    steps: Count
+    sha256: str  # of its manifest
 
 
 class Manifest(_Strict):
@@ -71,6 +81,7 @@ class Manifest(_Strict):
     planning: dict[str, Any]
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
+    ramp: list[Part] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
 
     def digest(self) -> str:

@@ -168,7 +168,7 @@ class Recorded:
 def prefetched(wants, **options):
     recorded = Recorded(**options)
     batches = Batches(recorded, seed=1, microbatches=4, size=2)
-    return Prefetched(batches, wants), Batches(Recorded(), seed=1, microbatches=4, size=2), recorded
+    return Prefetched(batches, [wants]), Batches(Recorded(), seed=1, microbatches=4, size=2), recorded
 
 
 WANTS = [("inputs", 0), ("inputs", 1), ("targets", 0), ("inputs", 2), ("targets", 1), ("inputs", 3)]

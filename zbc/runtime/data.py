@@ -1,8 +1,9 @@
 """What a step trains on: which samples, in which order, as tensors of one microbatch.
 
-The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a training run
-is at position `step * m * b`. Any rank can look up any microbatch; resuming needs one integer and nothing else. With
-several copies of the pipeline m counts the microbatches of all, so no two copies see the same sample.
+The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a step begins
+at the position that its course says, which is how many samples the steps before it took. Any rank can look up any
+microbatch; resuming needs one integer and nothing else. With several copies of the pipeline microbatches are counted
+over all, so no two copies see the same sample.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zbc import spec
+from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.runtime import corpus, userobject
 from zbc.runtime.permutation import Permutation
@@ -122,18 +124,33 @@ class Part:
 
 
 class Batches:
-    """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given."""
+    """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
+
+    `course` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
+    """
 
     def __init__(
-        self, samples: Samples, *, seed: int, microbatches: int, size: int, lowered: torch.dtype | None = None
+        self,
+        samples: Samples,
+        *,
+        seed: int,
+        microbatches: int,
+        size: int,
+        course: Course | None = None,
+        lowered: torch.dtype | None = None,
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
             text = f"data: {self._count} samples, one step needs {needed} ({microbatches} microbatches of {size})"
             raise ZbcError("E504", text, hint="give more data, shorter sequences, or fewer or smaller microbatches")
+        self.course = course or Course.even(needed)
         self._lowered = lowered
-        self._samples, self._seed, self._microbatches, self._size = samples, seed, microbatches, size
+        self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
+
+    def follow(self, course: Course) -> None:
+        """Have the steps begin where `course` says."""
+        self.course = course
 
     def inputs(self, step: int, mb: int) -> Tensor:
         """The model input of a microbatch, on the CPU."""
@@ -146,7 +163,7 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        start = (step * self._microbatches + mb) * self._size
+        start = self.course.position(step) + mb * self._size
         places = (divmod(position, self._count) for position in range(start, start + self._size))
         return [self._order(epoch)[place] for epoch, place in places]
 

@@ -32,7 +32,7 @@ def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Sa
     """
     if not train.eval_every:
         return None
-    manifest = worker.plan.manifest
+    manifest = worker.acts[-1].plan.manifest
     per_step, size, kept = manifest.microbatches * manifest.copies, manifest.microbatch_size, samples()
     batches, count = None, 0
     if kept is not None:
@@ -43,7 +43,7 @@ def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Sa
     worker.prepare(ops)
     handlers = {**HANDLERS, Kind.F: _forward}
     script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
-    return Evaluation(train.eval_every, batches, count, script)
+    return Evaluation(train.eval_every, manifest.microbatches, batches, count, script)
 
 
 def due(worker: Worker, step: int, *, last: bool) -> bool:
@@ -58,7 +58,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
     count = _agreed_count(worker, evaluation)
-    per_batch = manifest.microbatches * manifest.copies
+    per_batch = evaluation.microbatches * manifest.copies
     losses = torch.zeros(count * per_batch, dtype=torch.float64, device=worker.device)
     with _evaluating(worker):
         for batch in range(count):
@@ -67,7 +67,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
             for mb, loss in worker.losses.items():
-                losses[batch * per_batch + worker.number(mb)] = loss.double()
+                losses[batch * per_batch + evaluation.number(worker, mb)] = loss.double()
             worker.losses.clear()
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)
@@ -117,7 +117,7 @@ def _evaluating(worker: Worker) -> Iterator[None]:
 def _forward(worker: Worker, op: Op) -> None:
     """F without a backward: the output goes on, and nothing is kept."""
     key, stage, message, _, local, end = worker.routes[op]
-    number = worker.number(op.mb)
+    number = _of(worker).number(worker, op.mb)
     if message is not None:
         x = worker.wait(message)
     elif op.stage == 0:

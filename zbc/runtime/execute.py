@@ -21,8 +21,9 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | N
     `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
     Raises E703 if the plan leaves something unused behind or does not agree on the result.
     """
+    worker.stop, before = stop, _enter(worker, step)
     progress, script, now = worker.progress, worker.script, time.monotonic
-    worker.step, worker.stop, worker.verdict = step, stop, None
+    worker.step, worker.verdict = step, None
     reset_peak(worker.device)
     progress.step, progress.total = step, len(script)
     began = now()
@@ -41,9 +42,19 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | N
         verdict = _verdict(worker)
         _close(worker, drain=True)
         return verdict.result(step, now() - began)
-    before, pending = close_step(worker, ahead)
+    found, pending = close_step(worker, ahead)
     _close(worker, drain=False)
     pending.seconds = now() - began
+    return found if before is None else before
+
+
+def _enter(worker: Worker, step: int) -> StepResult | None:
+    """Turn to what runs this step. Where that changes the step before becomes final; its result if that was to do."""
+    act = worker.act_of(step)
+    if act is worker.act:
+        return None
+    before = finish(worker)
+    worker.act = act
     return before
 
 

@@ -37,7 +37,7 @@ def forward(worker: Worker, op: Op) -> None:
     x = _stage_input(worker, key, stage, message)
     target = to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
-    slot = Slot() if stage.casts_weights or key in worker.halves else None
+    slot = Slot() if stage.casts_weights or key in worker.act.halves else None
     worker.clock.start()
     finish = stage.fit if target is None else functools.partial(stage_loss, worker.loss, target)
     y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)

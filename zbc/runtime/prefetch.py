@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from zbc.course import Course
 from zbc.runtime.data import Batches
 
 AHEAD = 4  # tensors made ready before they are asked for
@@ -16,15 +17,15 @@ Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
 
 
 class Prefetched:
-    """Batches, ahead of the plan: `wants` is what one step asks for, in its order; the next step asks alike.
+    """Batches, ahead of the plan: `wants` is what a step of every leg of the course asks for, in its order.
 
     What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
     for. Tensors for a GPU are pinned, so that their copy does not block.
     """
 
-    def __init__(self, batches: Batches, wants: Sequence[Want], *, pin: bool = False) -> None:
-        self._batches, self._wants, self._pin = batches, tuple(wants), pin
-        self._places = {want: place for place, want in enumerate(self._wants)}
+    def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], *, pin: bool = False) -> None:
+        self._batches, self._wants, self._pin = batches, [tuple(step) for step in wants], pin
+        self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-data")
         self._ready: dict[tuple[str, int, int], Future[Tensor]] = {}
 
@@ -34,6 +35,13 @@ class Prefetched:
     def targets(self, step: int, mb: int) -> Tensor:
         return self._take("targets", step, mb)
 
+    def follow(self, course: Course) -> None:
+        """Have the steps begin where `course` says, with the same legs."""
+        for waiting in self._ready.values():
+            waiting.cancel()
+        self._ready.clear()
+        self._batches.follow(course)
+
     def close(self) -> None:
         """End the thread; what it reads at the moment is finished, and from now on all is made on the spot."""
         self._thread.shutdown(cancel_futures=True)
@@ -42,18 +50,18 @@ class Prefetched:
 
     def _take(self, kind: str, step: int, mb: int) -> Tensor:
         ready = self._ready.pop((kind, step, mb), None)
-        place = self._places.get((kind, mb))
+        place = self._places[self._batches.course.leg(step)].get((kind, mb)) if self._places else None
         if place is not None:
             self._order(step, place + 1)
         return self._make(kind, step, mb) if ready is None else ready.result()
 
     def _order(self, step: int, place: int) -> None:
         """Have the next ones made; forget those that are no longer next."""
-        coming = []
-        for later in range(place, place + AHEAD):
-            turns, index = divmod(later, len(self._wants))
-            kind, mb = self._wants[index]
-            coming.append((kind, step + turns, mb))
+        coming: list[tuple[str, int, int]] = []
+        while len(coming) < AHEAD:
+            wants = self._wants[self._batches.course.leg(step)]
+            coming += [(kind, step, mb) for kind, mb in wants[place : place + AHEAD - len(coming)]]
+            step, place = step + 1, 0
         for key in self._ready.keys() - set(coming):
             self._ready.pop(key).cancel()
         for key in coming:

@@ -10,6 +10,7 @@ Where two neighbouring stages share a rank there is no transfer: the producer pu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import MARK, RANK_WIDE, Key, Kind, Message, Op, message_of
 from zbc.plan import RankPlan
@@ -36,6 +38,7 @@ from zbc.runtime.transport import Letter, Transport
 from zbc.runtime.validate import Layout, Verdict
 
 Value = TypeVar("Value")
+Script = list[tuple[Callable[["Worker", Op], None], Op, str]]  # handler, op, its text
 
 
 class Kept(NamedTuple):
@@ -52,10 +55,30 @@ class Evaluation:
     """What a rank needs to evaluate: the forward-only program, and the data where they are read."""
 
     every: int
+    microbatches: int  # of a batch, per copy of the pipeline
     batches: Batches | None  # None on ranks with neither the first nor the last stage
     count: int  # batches per evaluation; 0 where the rank does not know
-    script: list[tuple[Callable[[Worker, Op], None], Op, str]]
+    script: Script
     results: list[EvaluationResult] = field(default_factory=list)
+
+    def number(self, worker: Worker, mb: int) -> int:
+        """The number of a microbatch among those of all copies of the pipeline."""
+        return worker.copy * self.microbatches + mb
+
+
+@dataclass
+class Act:
+    """What a rank runs in one leg of its course."""
+
+    plan: RankPlan
+    layout: Layout
+    script: Script
+    ahead: Ahead | None = None  # of a plan without a barrier
+
+    @functools.cached_property
+    def halves(self) -> frozenset[Key]:
+        """Whose W is an op of its own."""
+        return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
 
 
 class Route(NamedTuple):
@@ -73,7 +96,8 @@ class Route(NamedTuple):
 class Worker:
     """One rank at work. The only mutable object of the runtime; after a step every store is empty."""
 
-    plan: RankPlan
+    acts: list[Act]  # by leg of the course
+    course: Course
     transport: Transport
     device: torch.device
     stages: dict[int, Stage]
@@ -82,14 +106,12 @@ class Worker:
     optimizers: dict[int, StageOptimizer]
     clip: float | None
     rate: Callable[[int], float]  # step -> learning rate
-    layout: Layout
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
     tied: str | None = None  # the name of the weight that the first and the last stage share
 
     step: int = 0
     stop: bool = False
     verdict: Verdict | None = None
-    ahead: Ahead | None = None  # of a plan without a barrier
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
 
@@ -106,16 +128,43 @@ class Worker:
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
     def __post_init__(self) -> None:
+        self.act = self.acts[0]
         manifest = self.plan.manifest
         self.placement = manifest.to_placement()
         self.everyone = tuple(range(manifest.world))
         self.rank = self.transport.rank  # of the run
         self.copy = self.rank // manifest.ranks  # of the pipeline
         self.clock = clock_for(self.device)
-        self.halves = {op.key for op in self.plan.ops if op.kind is Kind.B}  # whose W is an op of its own
-        self.routes = {op: route for op in self.plan.ops if (route := _route(self, op)) is not None}
-        self.script: list[tuple[Callable[[Worker, Op], None], Op, str]] = []  # what execute.py runs
-        self._shares: dict[torch.dtype, Tensor] = {}
+        self.routes: dict[Op, Route] = {}
+        for act in self.acts:
+            self.prepare(act.plan.ops)
+        self._shares: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    @property
+    def plan(self) -> RankPlan:
+        return self.act.plan
+
+    @property
+    def layout(self) -> Layout:
+        return self.act.layout
+
+    @property
+    def script(self) -> Script:
+        return self.act.script
+
+    @property
+    def ahead(self) -> Ahead | None:
+        return self.act.ahead
+
+    def act_of(self, step: int) -> Act:
+        """What runs a step."""
+        return self.acts[self.course.leg(step)]
+
+    def resume(self, step: int, position: int) -> None:
+        """Go on with a training whose steps before `step` took `position` samples."""
+        self.course = self.course.resumed(step, position)
+        if self.batches is not None:
+            self.batches.follow(self.course)
 
     def send(self, message: Message, tensor: Tensor, peer: int) -> None:
         """Start sending a tensor."""
@@ -161,10 +210,10 @@ class Worker:
 
     def share(self, dtype: torch.dtype) -> Tensor:
         """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
-        share = self._shares.get(dtype)
+        count = self.layout.microbatches
+        share = self._shares.get((dtype, count))
         if share is None:
-            part = 1.0 / self.layout.microbatches
-            share = self._shares[dtype] = torch.tensor(part, dtype=dtype, device=self.device)
+            share = self._shares[dtype, count] = torch.tensor(1.0 / count, dtype=dtype, device=self.device)
         return share
 
     def counted(self) -> list[StageOptimizer]:

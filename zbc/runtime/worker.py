@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from zbc import spec
+from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import SUM, TRANSFER, Kind, Op
 from zbc.learning_rate import rate
@@ -21,12 +23,12 @@ from zbc.runtime.evaluate import build_evaluation
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
-from zbc.runtime.prefetch import Prefetched
+from zbc.runtime.prefetch import Prefetched, Want
 from zbc.runtime.probe import refuse_unordered
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
-from zbc.runtime.state import Worker
+from zbc.runtime.state import Act, Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import Layout
 
@@ -63,8 +65,8 @@ def _section(section: type[_Section], values: Any) -> _Section:
     return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
 
 
-def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> Worker:
-    """Build what one rank needs to run its plan, on `device`.
+def build_worker(plan: RankPlan, transport: Transport, device: torch.device, ramp: Sequence[RankPlan] = ()) -> Worker:
+    """Build what one rank needs to run its plan, on `device`; `ramp` are the plans that its training begins with.
 
     Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E508 (data, user code, shapes).
     """
@@ -85,25 +87,35 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device) -> 
     if lowered is not None and first.dtype.is_floating_point:
         first = first._replace(dtype=lowered)
     shapes = derive(plans, first, manifest, autocast=autocast, lowered=lowered)
-    stages = _build_stages(plan, settings, plans, shapes, device)
+    parts, course = [*ramp, plan], Course.of(manifest)
+    stages = _build_stages(parts, settings, plans, shapes, device)
     worker = Worker(
-        plan=plan,
+        acts=[_act(part, shapes) for part in parts],
+        course=course,
         transport=transport,
         device=device,
         stages=stages,
-        batches=_batches(settings, plan, samples, transport.rank, device) if ends and samples is not None else None,
+        batches=_batches(settings, parts, course, samples, transport.rank, device)
+        if ends and samples is not None
+        else None,
         loss=model.loss(settings.model.loss),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=functools.partial(rate, settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps),
-        layout=Layout(shapes.parameters, manifest.microbatches * manifest.copies, manifest.world, shapes.sizes),
         tied=_tied(manifest),
     )
     worker.sums |= _sums(worker)
-    worker.script += [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
     worker.evaluation = build_evaluation(worker, settings.train, functools.partial(_validation, settings, bool(ends)))
-    worker.ahead = _ahead(worker)
+    for act in worker.acts:
+        act.ahead = _ahead(worker, act)
     return worker
+
+
+def _act(plan: RankPlan, shapes: Shapes) -> Act:
+    manifest = plan.manifest
+    placement = manifest.to_placement()
+    layout = Layout(shapes.parameters, manifest.microbatches * manifest.copies, manifest.world, shapes.sizes)
+    return Act(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
@@ -124,12 +136,12 @@ def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) 
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
-def _ahead(worker: Worker) -> Ahead | None:
+def _ahead(worker: Worker, act: Act) -> Ahead | None:
     """What REDO runs again, and which messages come to it that nothing before REDO uses; None for plans without it."""
-    kinds = [op.kind for op in worker.plan.ops]
+    kinds = [op.kind for op in act.plan.ops]
     if Kind.REDO not in kinds:
         return None
-    again = [entry for entry in worker.script[: kinds.index(Kind.REDO)] if entry[1].kind in (*TRANSFER, Kind.F)]
+    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if entry[1].kind in (*TRANSFER, Kind.F)]
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
     posted = [message for kind, message in messages if kind is Kind.RECV_F and message is not None]
     used = {message for kind, message in messages if kind is Kind.F}
@@ -145,7 +157,7 @@ def _tied(manifest: Manifest) -> str | None:
 def _sums(worker: Worker) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums."""
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
-    for op in dict.fromkeys(op for op in worker.plan.ops if op.kind in SUM):
+    for op in dict.fromkeys(op for act in worker.acts for op in act.plan.ops if op.kind in SUM):
         if op.kind is Kind.TIE:
             copies = {id(p): p for s in worker.stages.values() if (p := s.parameters.get(model.TIED)) is not None}
             found[op] = Bucket(list(copies.values()), meeting(manifest, op))
@@ -168,37 +180,47 @@ def _validation(settings: Settings, needed: bool) -> Samples | None:
 
 
 def _batches(
-    settings: Settings, plan: RankPlan, samples: Samples, rank: int, device: torch.device
+    settings: Settings, plans: Sequence[RankPlan], course: Course, samples: Samples, rank: int, device: torch.device
 ) -> Batches | Prefetched:
     """What the rank reads, in its order; a user's dataset may draw random numbers, so it stays in the rank's thread."""
-    manifest = plan.manifest
-    count, size = manifest.microbatches, manifest.microbatch_size
+    manifest = plans[-1].manifest
     batches = Batches(
         samples,
         seed=settings.train.seed,
-        microbatches=count * manifest.copies,
-        size=size,
+        microbatches=manifest.microbatches * manifest.copies,
+        size=manifest.microbatch_size,
+        course=course,
         lowered=LOWERED[settings.model.parameters],
     )
     if settings.data.kind not in KINDS:
         return batches
-    first = rank // manifest.ranks * count  # of the microbatches of this copy of the pipeline
+    return Prefetched(batches, [_wants(plan, rank) for plan in plans], pin=device.type == "cuda")
+
+
+def _wants(plan: RankPlan, rank: int) -> list[Want]:
+    """What a step of `plan` reads on a rank of the run, in its order."""
+    manifest = plan.manifest
+    first = rank // manifest.ranks * manifest.microbatches  # of the microbatches of this copy of the pipeline
     forwards = [op for op in plan.ops if op.kind is Kind.F]
     ends = (("inputs", 0), ("targets", manifest.stages - 1))
-    wants = [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]
-    return Prefetched(batches, wants, pin=device.type == "cuda")
+    return [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]
 
 
 def _build_stages(
-    plan: RankPlan, settings: Settings, plans: list[model.LayerPlan], shapes: Shapes, device: torch.device
+    parts: Sequence[RankPlan],
+    settings: Settings,
+    plans: list[model.LayerPlan],
+    shapes: Shapes,
+    device: torch.device,
 ) -> dict[int, Stage]:
-    manifest = plan.manifest
+    manifest = parts[-1].manifest
     by_name = {layer.name: layer for layer in plans}
-    split = {op.stage for op in plan.ops if op.kind is Kind.B}
+    split = {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
     stages = {}
-    for s in manifest.to_placement().stages_of(plan.rank):
+    for s in manifest.to_placement().stages_of(parts[-1].rank):
         for name in manifest.layers[s]:
-            refuse_unordered(manifest, plan.ops, s, name, shapes.traits[name])
+            for plan in parts:
+                refuse_unordered(plan.manifest, plan.ops, s, name, shapes.traits[name])
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
