@@ -233,6 +233,28 @@ of act_b and needs it. embed and head go with per = "layer".
     comm = 0.6
 """,
     ),
+    "E142": _entry(
+        "the profile was made for something else",
+        """
+A profile holds what the layers of one model cost on one kind of device, for
+one size of microbatch. Times of another model, width, data type or size say
+nothing of this job, so it is refused; the lines below the error name every
+difference. The number of blocks, of ranks and of microbatches, the schedule,
+the cut, recomputation and the optimizer may differ.
+
+    zbc profile JOB.toml -o profile.json
+    zbc plan JOB.toml --profile profile.json
+""",
+    ),
+    "E143": _entry(
+        "the profile cannot be read",
+        """
+costs.profile and `zbc plan --profile` name a file that `zbc profile` wrote.
+It is not there, is not JSON, has another version, or a number in it is
+missing or has the wrong type: the message names it. A relative path starts
+at the folder of the job file that names it.
+""",
+    ),
     "E150": _entry(
         "the data do not go with the model",
         """

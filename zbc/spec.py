@@ -15,8 +15,10 @@ import tomli
 from pydantic import Field, ValidationError
 
 from zbc import learning_rate, model_section, toml
+from zbc import profile as profiles
 from zbc.errors import ZbcError, raise_all
 from zbc.model_section import Model as Model
+from zbc.profile import Profile
 from zbc.section import FACTORY, Count, NotNegative, Positive
 from zbc.section import Section as Section
 from zbc.wording import convert, did_you_mean, unknown
@@ -110,7 +112,7 @@ class GivenCosts(Section):
     act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
     head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
-    profile: str | None = Field(None, description="a profile.json")
+    profile: str | None = Field(None, description="a profile.json, as `zbc profile` writes it")
 
 
 class Memory(Section):
@@ -143,6 +145,11 @@ class Optimizer(Section):
     )
     schedule: learning_rate.Schedule = Field(learning_rate.Schedule(), description="the learning rate over the steps")
     zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
+
+    @property
+    def name(self) -> str:
+        """What its time and state depend on."""
+        return f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
 
 
 class Train(Section):
@@ -237,6 +244,7 @@ class Job:
     data: Data
     checkpoint: Checkpoint
     log: Log
+    profile: Profile | None = None  # what costs.profile names
 
     def where(self, *path: str | int) -> str:
         return self.document.where(path)
@@ -247,10 +255,15 @@ class Job:
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
 
     def planning(self) -> dict[str, Any]:
-        """The sections that decide the plan, as plain data; where initial weights come from is not part of that."""
+        """What decides the plan, as plain data: the sections, and what is in the profile instead of where it lies.
+
+        Where initial weights come from is not part of that.
+        """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"]
-        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}}
+        data["costs"]["profile"] = None
+        measured = {} if self.profile is None else {"profile": self.profile.plain()}
+        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
@@ -266,23 +279,28 @@ class Draft:
     document: toml.Document
     sections: dict[str, Any]
     problems: list[ZbcError]
+    profile: Profile | None = None
 
     def finish(self) -> Job:
         """The job, or every problem at once."""
         raise_all(self.problems)
-        return Job(self.document, **self.sections)
+        return Job(self.document, **self.sections, profile=self.profile)
 
     def add(self, code: str, message: str, *path: str | int, hint: str | None = None) -> None:
         self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))
 
 
-def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None) -> Draft:
-    """Read a job file with `overrides` (`key.path=value`) and then `schedule` on top and collect its problems."""
+def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None, profile: Path | None = None) -> Draft:
+    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems."""
     document = toml.load(path)
     for override in overrides:
         document = toml.merge(document, _override(override, document.source))
     if schedule is not None:
         document = _choose(document, schedule)
+    if profile is not None:
+        place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
+        named = {"costs": {"profile": str(profile)}}
+        document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
     result = Draft(document, {}, [])
     _check_version(result)
     for name in document.values.keys() - SECTIONS.keys() - {"zbc"}:
@@ -292,7 +310,32 @@ def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None
         _read_section(result, name, section)
     for rule in RULES:
         result.problems.extend(rule(result))
+    _read_profile(result)
     return result
+
+
+def _read_profile(result: Draft) -> None:
+    """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
+    costs: GivenCosts | None = result.sections.get("costs")
+    model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
+    if costs is None or costs.profile is None or model is None or hardware is None or schedule is None:
+        return
+    where = result.document.where(("costs", "profile"))
+    path = Path(costs.profile)
+    if not where.startswith("--"):  # written in a file, not on the command line
+        path = Path(where.rsplit(":", 2)[0]).parent / path
+    try:
+        found = profiles.read(path, where)
+    except ZbcError as error:
+        result.problems.append(error)
+        return
+    wrong = profiles.misfits(found, model, device=hardware.device, microbatch_size=schedule.microbatch_size)
+    if wrong:
+        text = f"profile: {path.name} was made for something else"
+        hint = "profile this job: `zbc profile JOB.toml -o FILE`"
+        result.problems.append(ZbcError("E142", text, where=where, hint=hint, details=wrong))
+        return
+    result.profile = found
 
 
 def _override(text: str, source: str) -> toml.Document:
@@ -423,6 +466,9 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
         missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
         text = f"config: costs give {', '.join(given)} but not {missing}"
         yield ZbcError("E141", text, where=where(("costs", given[0])), hint="give all of f, b and w, or none")
+    if given and costs.profile is not None:
+        text = f"config: costs.profile and costs.{given[0]} are two answers to one question"
+        yield ZbcError("E141", text, where=where(("costs", "profile")), hint=f"drop {', '.join(given)}, or the profile")
     if costs.act_w is not None and costs.act_b is None:
         text = "config: costs.act_w is a part of costs.act_b, which is not given"
         yield ZbcError("E141", text, where=where(("costs", "act_w")), hint="give act_b too")
@@ -521,7 +567,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     get, where = draft.sections.get, draft.document.where
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
         ("model", "compile", lambda s: s.compile, "set it to false, or compile layers in a factory of your own"),
-        ("costs", "profile", lambda s: s.profile is not None, "give f, b, w and comm"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
         ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
     ]

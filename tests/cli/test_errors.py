@@ -221,7 +221,6 @@ def test_a_limit_named_in_a_hint_is_enough(zbc, job):
     ("arguments", "text"),
     [
         (["plan"], "Missing argument"),
-        (["plan", "zbc.toml", "--profile", "x"], "No such option"),
         (["run", "plan", "--resume", "auto"], "No such option"),
         (["run", "plan", "--trace", "3"], "No such option"),
         (["visualize", "zbc.toml", "--as", "gif"], "'gif' is not"),

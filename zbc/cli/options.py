@@ -45,6 +45,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value, as in schedule.microbatches=16; repeatable."),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Plan with measured costs: a file that `zbc profile` wrote."),
+]
 Budget = Annotated[
     float | None,
     typer.Option("--budget", metavar="TIME", help="How long to search, as in 10s; 0 is the fast tier.", parser=seconds),

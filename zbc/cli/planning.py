@@ -13,6 +13,7 @@ from zbc.cli.options import (
     Budget,
     JobFile,
     PlanJobOrCsv,
+    ProfileFile,
     Quiet,
     ScheduleName,
     Settings,
@@ -33,6 +34,7 @@ def plan(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The plan directory.")] = Path("plan"),
     schedule: ScheduleName = None,
     settings: Settings = None,
+    profile: ProfileFile = None,
     budget: Budget = None,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the program after the schedule and after each pass.")
@@ -49,7 +51,7 @@ def plan(
     from zbc.compiler.compile import compile_job, load_job
     from zbc.viz.words import title
 
-    loaded = load_job(job, settings or (), schedule)
+    loaded = load_job(job, settings or (), schedule, profile)
     compiled = compile_job(loaded, budget=budget)
     if dump_ir is not None:
         _dump(compiled, dump_ir)

@@ -34,7 +34,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     if compiled.timeline.sums:
         yield labelled("sums", *_sums(compiled))
     yield from reasons.of_step(compiled, verbose=verbose)
-    yield labelled("costs", _COSTS[report.costs])
+    yield labelled("costs", *_costs(compiled))
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
     yield labelled("ranks", *_ranks_note(report))
     yield indented(_ranks(report, verbose=verbose))
@@ -85,6 +85,22 @@ def _gap(ms: float, bound: float) -> str:
         return "no lower bound"
     above = ms / bound - 1
     return "proven optimal for this cut" if above < 5e-7 else f"{percent(above)} above the lower bound"
+
+
+def _costs(compiled: Compiled) -> Iterator[str]:
+    profile = compiled.job.profile
+    if profile is None:
+        yield _COSTS[compiled.report.costs]
+        return
+    on = profile.on
+    how = "measured" if on.source == "measured" else "read off a recorded run"
+    threads = f", {on.threads} thread{'s' if on.threads > 1 else ''} per rank" if on.device == "cpu" else ""
+    yield f"{how} on {on.name or on.device}{threads}, torch {on.torch}"
+    wide = list(profile.wide())
+    if wide:
+        shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:4])
+        more = f" and {len(wide) - 4} more" if len(wide) > 4 else ""
+        yield f"not to be trusted, for its spread: {shown}{more}; profile again on a quiet machine"
 
 
 _COSTS = {

@@ -46,6 +46,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     if costs.overlap:  # as if every F could hide, as far as groups allow
         hidden = 1.0 - costs.overlap
         costs = replace(costs, f=tuple(hidden * ms for ms in costs.f), overlap=0.0)
+    costs = costs.least()
     # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
     costs = replace(costs, act_w=tuple(map(min, costs.act_b, costs.act_w)))
     p = placement.ranks

@@ -77,9 +77,14 @@ class Compiled:
         return manifest
 
 
-def load_job(path: Path, overrides: Sequence[str] = (), schedule: str | None = None) -> Job:
-    """Read a job file; raises every problem at once, those of the chosen schedule included."""
-    draft = spec.draft(path, overrides, schedule)
+def load_job(
+    path: Path, overrides: Sequence[str] = (), schedule: str | None = None, profile: Path | None = None
+) -> Job:
+    """Read a job file; raises every problem at once, those of the chosen schedule included.
+
+    `profile` is the file of measured costs to plan with, instead of what costs.profile names.
+    """
+    draft = spec.draft(path, overrides, schedule, profile)
     draft.problems += _schedule_problems(draft)
     return draft.finish()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import truediv
+from operator import add, truediv
 
-from zbc.compiler import estimate
+from zbc.compiler import estimate, profiled
 from zbc.compiler.estimate import Layer, Machine
 from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
 from zbc.errors import ZbcError
@@ -38,7 +38,7 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Per stage: ms of F, B and W (BW takes B + W), activation units kept from F to B and from B to W.
+    """Per stage: ms of F, B, W and BW (B + W where `bw` is not set), activation units kept from F to B and from B to W.
 
     `comm[pipe][s]` is the ms of a transfer between stages s and s+1 of that pipe, 0 on one rank. `bytes` is None where
     the model's sizes are not known before it is built.
@@ -52,6 +52,8 @@ class Costs:
     comm: tuple[PerStage, ...]
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
+    bw: PerStage = ()  # ms of BW, where that is not B + W
+    agree: float = 0.0  # ms that the ranks take to agree on a step with a barrier
     reduce: PerStage = ()  # ms of one sum of a stage's gradients over its copies; () for none
     gather: PerStage = ()  # ms of collecting a stage's weights from the ranks that stepped parts of them
     tie: float = 0.0  # ms of the sum of the gradients of a weight that two stages share
@@ -68,12 +70,19 @@ class Costs:
         """Costs per rank, shared evenly by its stages: the papers' convention."""
         v = placement.stages / placement.ranks
         each = [(x / v,) * placement.stages for x in (f, b, w, 1.0, act_w)]
-        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, comm))
+        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, [comm] * (placement.stages - 1)))
 
     def joined(self) -> Costs:
         """Backward in one piece, as a B that does everything and a W that does nothing."""
-        zero = (0.0,) * self.stages
-        return replace(self, b=tuple(b + w for b, w in zip(self.b, self.w, strict=True)), w=zero, act_w=zero)
+        zero, both = (0.0,) * self.stages, tuple(b + w for b, w in zip(self.b, self.w, strict=True))
+        return replace(self, b=self.bw or both, w=zero, bw=(), act_w=zero)
+
+    def least(self) -> Costs:
+        """Costs that neither a BW nor a B and its W take less than."""
+        if not self.bw:
+            return self
+        halves = list(zip(self.b, self.w, self.bw, strict=True))
+        return replace(self, w=tuple(min(w, max(0.0, bw - b)) for b, w, bw in halves), bw=())
 
     @property
     def stages(self) -> int:
@@ -89,7 +98,7 @@ class Costs:
         if kind is Kind.W:
             return self.w[stage]
         if kind is Kind.BW:
-            return self.b[stage] + self.w[stage]
+            return self.bw[stage] if self.bw else self.b[stage] + self.w[stage]
         if kind is Kind.TIE:
             return self.tie
         table: PerStage = getattr(self, _TABLES[kind]) if kind in _TABLES else ()
@@ -154,11 +163,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     """
     again = _recomputed(job, placement)
     given = job.costs.f is not None
-    if given and job.costs.per != "layer":
-        f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
-    else:
-        f, b, w = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in ("f", "b", "w"))
-    b = tuple(ms + f[s] if s in again else ms for s, ms in enumerate(b))
+    f, b, w, bw = _times(job, placement, stages, table)
     sizes = _bytes(job, placement, stages, table)
     act_b, act_w = _activations(job, placement, stages, table, sizes, given)
     if sizes is not None:
@@ -166,11 +171,34 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         act_b = tuple(units * keep / (size.act_b or 1.0) for units, keep, size in zip(act_b, kept, sizes, strict=True))
         sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
     known = job.model.builtin
-    source = "given" if given else "estimated" if known else "assumed equal"
-    links = _transfers(job, placement, given)
-    costs = Costs(f, b, w, act_b, act_w, links, sizes, source, overlap=job.costs.overlap)
+    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
+    links = _transfers(job, placement, stages, table)
+    costs = Costs(f, b, w, act_b, act_w, links, sizes, source, bw=bw, overlap=job.costs.overlap)
+    if job.profile is not None:
+        costs = replace(costs, agree=profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks))
     costs = _with_optimizer(costs, job, placement, stages, table)
     return _with_sums(costs, job, placement, stages, table)
+
+
+def _times(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[PerStage, PerStage, PerStage, PerStage]:
+    """ms of F, B, W and BW of each stage, the last () where it is B + W."""
+    if job.costs.f is not None and job.costs.per != "layer":
+        f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
+        more = f
+    else:
+        keys = ("f", "b", "w", "again")
+        f, b, w, more = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in keys)
+    again = _recomputed(job, placement)
+    more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
+    b = tuple(map(add, b, more))
+    if job.profile is None:
+        return f, b, w, ()
+    fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
+    host = profiled.host_ms(job.profile.host, placement)
+    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
+    return f, b, w, tuple(map(add, bw, more))
 
 
 def _with_optimizer(
@@ -181,9 +209,11 @@ def _with_optimizer(
     Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
     """
     given = job.costs.f is not None
-    hop = (job.costs.comm or 0.0) if given else Machine.of(job.hardware).link_ms
+    hop = (job.costs.comm or 0.0) if given else Machine.of(job.hardware, job.profile).link_ms
     if job.costs.optimizer is not None:
         step = tentative = _given_optimizer(job, placement, stages, table)
+    elif (measured := _measured_optimizer(job, stages, table)) is not None:
+        step, tentative = measured
     elif given or job.model.family != "gpt":
         return replace(costs, hop=hop)
     else:
@@ -195,6 +225,19 @@ def _with_optimizer(
         shares = [job.parallel.dp * len(set(placement.holders(s))) for s in range(placement.stages)]
         step, tentative = (tuple(map(truediv, each, shares)) for each in (step, tentative))
     return replace(costs, step=step, tentative=tentative, hop=hop)
+
+
+def _measured_optimizer(
+    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[PerStage, PerStage] | None:
+    """ms of STEP and of TENTATIVE by a profile; None where it does not know this job's optimizer."""
+    found = [layer.measured for layer in table]
+    if job.profile is None or any(one is None or one.step is None for one in found):
+        return None
+    host = job.profile.host.compute_us / 1e3
+    step = tuple(host + sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
+    ahead = tuple(host + sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
+    return step, tuple(map(max, step, ahead))  # a tentative step does what a step does, on copies
 
 
 def _given_optimizer(
@@ -228,7 +271,7 @@ def _sum(job: Job, size: float, ranks: int, halves: int) -> float:
     """ms of a sum over `ranks`, or of half of one."""
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2 if ranks > 1 else 0.0
-    return Machine.of(job.hardware).sum_ms(size, ranks, halves=halves) if size else 0.0
+    return Machine.of(job.hardware, job.profile).sum_ms(size, ranks, halves=halves) if size else 0.0
 
 
 def _recomputed(job: Job, placement: Placement) -> set[int]:
@@ -287,13 +330,10 @@ def _activations(
 def _bytes(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...] | None:
-    if not job.model.builtin:
+    if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
         return None
-    boundary = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    behind = [*_boundaries(job, stages, table), 0.0]
     options = job.optimizer
-    state = (4 if options.momentum else 0) if options.kind == "sgd" else 8
-    low = job.model.parameters == "bfloat16"
-    master = 4 if low or options.sync == "post-validate" else 0
     # On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none.
     temporaries = (
         0 if job.hardware.device == "cuda" else 8 if options.kind != "sgd" else 4 if options.weight_decay else 0
@@ -309,15 +349,17 @@ def _bytes(
             params, tied = params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
         holders = job.parallel.dp * len(set(placement.holders(s))) if job.optimizer.zero1 else 1
         whole = tied if len(stages) > 1 else 0  # each of its holders steps all of a weight that two stages share
+        share = ((params - whole) / holders + whole) / (params or 1)
+        weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
         result.append(
             StageBytes(
-                weights=(2.0 if low else 4.0) * params + constant,
-                gradients=float(GRAD_BYTES * params),
-                masters=master * ((params - whole) / holders + whole),
-                optimizer=state * ((params - whole) / holders + whole),
-                act_b=sum(z.act_b for z in sizes),
+                weights=weights + constant,
+                gradients=gradients,
+                masters=share * masters,
+                optimizer=share * state,
+                act_b=sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
                 act_w=sum(z.act_w for z in sizes),
-                boundary=boundary,
+                boundary=max(behind[s - 1], behind[s]),
                 more=more(sizes, recompute=job.memory.of(s) == "recompute", first=s == 0),
                 largest=largest,
                 step=temporaries * largest,
@@ -326,14 +368,39 @@ def _bytes(
     return tuple(result)
 
 
-def _transfers(job: Job, placement: Placement, given: bool) -> tuple[PerStage, ...]:
+def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
+    options, low = job.optimizer, job.model.parameters == "bfloat16"
+    ahead = options.sync == "post-validate"
+    per = (4 if options.momentum else 0) if options.kind == "sgd" else 8
+    held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
+    if len(held) < len(layers):
+        master = 4 if low or ahead else 0
+        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), float(per * params)
+    part = params / (sum(layer.params for layer in layers) or 1)
+    weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
+    same = job.profile is not None and job.profile.optimizer == options.name
+    state = part * sum(z.optimizer for z in held) if same else per / GRAD_BYTES * gradients
+    return weights, gradients, gradients if low or ahead else 0.0, state
+
+
+def _transfers(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[PerStage, ...]:
     """Given, or estimated from the link; costs given without `comm` mean transfers that take no time."""
-    if job.costs.comm is not None or given:
-        return _links(placement, job.costs.comm or 0.0)
-    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
-    return _links(placement, Machine.of(job.hardware).transfer_ms(size))
+    if job.costs.comm is not None or job.costs.f is not None:
+        return _links(placement, [job.costs.comm or 0.0] * (placement.stages - 1))
+    sizes = _boundaries(job, stages, table)
+    machine = Machine.of(job.hardware, job.profile)
+    return _links(placement, [machine.transfer_ms(size) for size in sizes])
 
 
-def _links(placement: Placement, ms: float) -> tuple[PerStage, ...]:
+def _boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
+    """Bytes of the tensor behind each stage but the last: as a profile saw it, or as it is known of a family."""
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    return [known or table[part[-1]].size.result for part in stages[:-1]]
+
+
+def _links(placement: Placement, ms: Sequence[float]) -> tuple[PerStage, ...]:
     pairs = [list(pairwise(pipe)) for pipe in placement.pipes]
-    return tuple(tuple(ms if a != b else 0.0 for a, b in pipe) for pipe in pairs)
+    return tuple(tuple(ms[s] if a != b else 0.0 for s, (a, b) in enumerate(pipe)) for pipe in pairs)

@@ -9,7 +9,7 @@ MLP of width f, sequence length s, n-byte activations and P weights in its linea
 
 P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. The head adds 2 h V
 per token to each of F, B and W. Bytes kept are counted in footprint.py.
-These are estimates; measured times given in [costs] replace them.
+These are estimates; measured times, given in [costs] or by a profile, replace them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbc.compiler import footprint
+from zbc.compiler import footprint, profiled
 from zbc.compiler.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes
+from zbc.compiler.profiled import Measurement
+from zbc.profile import Profile
 from zbc.spec import GivenCosts, Hardware, Job, LayerCost, Model, Optimizer
 
 _DEFAULTS = {  # (tflops, memory GB/s, link Gbit/s, link us)
@@ -38,10 +40,16 @@ class Layer:
     params: int = 0
     size: Footprint = NOTHING
     tied: int = 0  # of them, those of the weight that embedding and head share
+    measured: Measurement | None = None  # by a profile
 
     @property
     def total(self) -> float:
         return self.f + self.b + self.w
+
+    @property
+    def again(self) -> float:
+        """ms that recompute adds to its backward."""
+        return self.f if self.measured is None else self.measured.again
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,11 @@ class Machine:
     link_ms: float
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Machine:
+    def of(cls, hardware: Hardware, profile: Profile | None = None) -> Machine:
+        """Where `[hardware]` says nothing of links, a profile may have measured them."""
         tflops, memory, link, latency = _DEFAULTS[hardware.device]
+        if profile is not None and profile.link is not None:
+            link, latency = 8 * profile.link.gbps, profile.link.latency_us
         return cls(
             (hardware.tflops or tflops) * 1e9,
             (hardware.memory_gbps or memory) * 1e6,
@@ -78,14 +89,22 @@ class Machine:
 
 
 def layers(job: Job) -> list[Layer]:
-    """Every layer in order, with given per-layer costs where the job has them."""
+    """Every layer in order, with measured costs or given per-layer costs where the job has them."""
+    table = _counted(job)
+    if job.profile is not None:
+        found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
+        return [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
+    if job.costs.per == "layer" and job.costs.f is not None:
+        return _given(table, job.costs)
+    return table
+
+
+def _counted(job: Job) -> list[Layer]:
     hardware = job.hardware
     cuda = hardware.device == "cuda"
     table = _family(job.model, job.schedule.microbatch_size, Machine.of(hardware), cuda)
     if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
         table = [Layer(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(job.model.layers)]
-    if job.costs.per == "layer" and job.costs.f is not None:
-        return _given(table, job.costs)
     return table
 
 
@@ -154,6 +173,11 @@ def _head(z: Sizes, machine: Machine) -> Layer:
         params=params,
         size=footprint.head(z),
     )
+
+
+def _measured(layer: Layer, one: Measurement) -> Layer:
+    size = layer.size if one.size is None else one.size
+    return replace(layer, f=one.f, b=one.b, w=one.w, params=one.params or layer.params, size=size, measured=one)
 
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:

@@ -44,6 +44,8 @@ class Footprint:
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants beside the parameters
     largest: float = 0.0
+    loose: float = 0.0  # of its input, what only the first layer of a stage keeps
+    tail: float = 0.0  # its output, where its backward needs that
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zbc import profile as profiles
 from zbc import toml
 from zbc.compiler import cost, estimate
 from zbc.compiler.cost import Costs
@@ -21,7 +22,10 @@ from zbc.spec import SECTIONS, Job
 
 
 def job_of(manifest: Manifest) -> Job:
-    """The job a plan was made from, without the places of its values. Raises E404 if the manifest holds no such job."""
+    """The job a plan was made from, without the places of its values.
+
+    Raises E404 or E143 if the manifest holds no such job.
+    """
     values = {**manifest.planning, **manifest.training}
     try:
         sections: dict[str, Any] = {
@@ -32,7 +36,10 @@ def job_of(manifest: Manifest) -> Job:
         place = ".".join(str(part) for part in first["loc"])
         text = f"plan: the job in {MANIFEST} cannot be read: {place}: {first['msg'].lower()}"
         raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`") from None
-    return Job(toml.Document(MANIFEST, values), **sections)
+    measured = values.get("profile")
+    hint = "make the plan again with `zbc plan JOB.toml`"
+    profile = None if measured is None else profiles.checked(measured, MANIFEST, None, hint)
+    return Job(toml.Document(MANIFEST, values), **sections, profile=profile)
 
 
 def costs_of(manifest: Manifest) -> Costs:

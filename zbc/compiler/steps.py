@@ -1,9 +1,10 @@
 """Steps in a row, with the optimizer between them: what a step costs once the ranks follow one another as they will.
 
-With the barrier, a step begins when every rank has ended the one before and made its optimizer steps; that the ranks
-agree takes no time of its own. Without it, each rank goes on: its tentative steps, its part in agreeing on the step (a
-message there, a message back), and the steps it makes final are ops among the others and take their time. Steps stand
-as they were assumed to; a step that is clipped or skipped costs its forwards before REDO once more.
+With the barrier, a step begins when every rank has ended the one before, all have agreed on it (which takes no time of
+its own unless that was measured) and made their optimizer steps. Without it, each rank goes on: its tentative steps,
+its part in agreeing on the step (a message there, a message back), and the steps it makes final are ops among the
+others and take their time. Steps stand as they were assumed to; a step that is clipped or skipped costs its forwards
+before REDO once more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
 def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
     """When all ranks have stepped, behind the barrier."""
     ranks = range(timeline.ranks)
-    return max(timeline.closes(r) for r in ranks) + max(optimizer_ms(program, costs, r) for r in ranks)
+    step = max(optimizer_ms(program, costs, r) for r in ranks)
+    return max(timeline.closes(r) for r in ranks) + costs.agree + step
 
 
 def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
@@ -68,7 +70,7 @@ def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[floa
     `timeline` is that of its compute ops, which are the same either way.
     """
     ranks = range(timeline.ranks)
-    with_barrier = timeline.makespan + max(optimizer_ms(program, costs, r) for r in ranks)
+    with_barrier = timeline.makespan + costs.agree + max(optimizer_ms(program, costs, r) for r in ranks)
     if program.sharded:
         return with_barrier, None
     if not any(op.kind in AHEAD for op in program.ranks[0]):

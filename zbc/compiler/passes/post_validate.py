@@ -100,7 +100,7 @@ def _positive(costs: Costs) -> Costs:
     def floor(table: PerStage) -> PerStage:
         return tuple(max(ms, least) for ms in table)
 
-    return replace(costs, f=floor(costs.f), b=floor(costs.b), w=floor(costs.w))
+    return replace(costs, f=floor(costs.f), b=floor(costs.b), w=floor(costs.w), bw=floor(costs.bw))
 
 
 class _Hops:

@@ -1,0 +1,140 @@
+"""Costs with a profile: measured times and bytes, the link, and what the host adds to every op."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import job
+from tests.profiles import layer, nbytes, profile_of
+from zbc.compiler import cost, estimate, recall
+from zbc.compiler.bounds import bounds
+from zbc.compiler.compile import compile_job
+from zbc.compiler.partition import partition
+from zbc.compiler.schedules import Request, find
+from zbc.compiler.simulate import simulate
+from zbc.ir import Kind, Op, Placement
+from zbc.plan import Plan
+from zbc.profile import Host
+
+LINEAR = Placement.linear(4)
+EVEN = {"partition": {"layers_per_stage": [2, 2, 2, 2]}}
+MINE = {"model": {"family": "mine:layers", "loss": "mse"}, "data": {"kind": "mine:Data"}}
+BOUNDARY = 2 * 16 * 32 * 4
+
+
+def costs(profile=None, placement=LINEAR, **changes):
+    described = job(**changes)
+    described = replace(described, profile=profile or profile_of(described))
+    table = estimate.layers(described)
+    return cost.build(described, placement, partition(described, placement, table), table)
+
+
+def test_times_are_those_of_the_layers_of_each_stage():
+    found = costs(**EVEN)
+    assert found.f == (2.5, 2.0, 2.0, 2.5)
+    assert found.b == (4.5, 4.0, 4.0, 4.5)
+    assert found.w == (6.5, 6.0, 6.0, 6.5)
+    assert found.source == "profiled"
+    assert found.duration(Op(Kind.BW, 1, 0)) == 10.0
+
+
+def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():
+    kinds = {"embed": layer(0.5, 0.5, 0.5), "block": layer(1.0, 2.0, 3.0, bw=4.0), "head": layer(0.5, 0.5, 0.5)}
+    found = costs(profile_of(job(), layers=kinds), **EVEN)
+    assert found.duration(Op(Kind.BW, 1, 0)) == 8.0
+    assert found.duration(Op(Kind.B, 1, 0)) + found.duration(Op(Kind.W, 1, 0)) == 10.0
+    assert found.joined().b == found.bw == (9.0, 8.0, 8.0, 9.0)
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        program = find(name).make(Request(p=4, m=8, v=1))
+        assert bounds(LINEAR, found, 8).makespan <= simulate(program, found).makespan + 1e-9
+
+
+def test_recompute_adds_what_was_measured():
+    kinds = {"embed": layer(0.5, 0.5, 0.5), "block": layer(1.0, 2.0, 3.0, again=1.5), "head": layer(0.5, 0.5, 0.5)}
+    found = costs(profile_of(job(), layers=kinds), memory={"activations": {"1": "recompute"}}, **EVEN)
+    assert found.b == (4.5, 7.0, 4.0, 4.5)
+    assert found.bw == (11.0, 13.0, 10.0, 11.0)
+
+
+def test_the_link_is_the_measured_one_unless_the_job_says_otherwise():
+    ms = 1.0 + BOUNDARY / 1e6
+    assert costs().comm[0] == pytest.approx((ms,) * 3)
+    assert costs(hardware={"link_us": 5.0}).comm[0] == pytest.approx((5e-3 + BOUNDARY / 1e6,) * 3)
+    assert costs(costs={"comm": 0.25}).comm == ((0.25,) * 3,)
+
+
+def test_a_rank_pays_for_every_op_and_for_the_transfers_around_it():
+    host = Host(compute_us=100.0, transfer_us=10.0, agree_us=400.0)
+    found = costs(profile_of(job(), host=host), **EVEN)
+    assert found.f == pytest.approx((2.61, 2.12, 2.12, 2.61))
+    assert found.b == pytest.approx((4.61, 4.12, 4.12, 4.61))
+    assert found.w == pytest.approx((6.6, 6.1, 6.1, 6.6))
+    assert found.agree == pytest.approx(0.8)  # 4 ranks add up in two rounds
+
+
+def test_agreeing_and_optimizer_steps_make_a_settled_step_longer_than_the_makespan():
+    kinds = {name: layer(1.0, 1.0, 1.0, step=3.0, norm=2.0) for name in ("embed", "block", "head")}
+    described = job(**EVEN)
+    measured = profile_of(described, layers=kinds, host=Host(agree_us=1000.0))
+    report = compile_job(replace(described, profile=measured)).report
+    assert report.barrier_ms == pytest.approx(report.makespan_ms + 2.0 + 3 * 5.0)
+
+
+def test_another_optimizer_than_was_measured_is_estimated():
+    kinds = {name: layer(1.0, 1.0, 1.0, step=3.0) for name in ("embed", "block", "head")}
+    mine = profile_of(job(), layers=kinds)
+    assert costs(mine, **EVEN).step == (9.0, 6.0, 6.0, 9.0)
+    other = costs(mine, optimizer={"kind": "sgd"}, **EVEN)
+    assert 0 < max(other.step) < 0.1
+    assert [z.optimizer for z in other.bytes] == [0.0] * 4
+
+
+def test_bytes_come_from_the_profile_and_shared_tensors_count_once():
+    kinds = {"embed": layer(1, 1, 1), "block": layer(1, 1, 1), "head": layer(1, 1, 1)}
+    loose = nbytes(keeps_input=False)
+    found = costs(profile_of(job(), layers={**kinds, "block": layer(1, 1, 1, bytes=loose)}), **EVEN)
+    assert [z.act_b for z in found.bytes] == [16000.0, 11000.0, 11000.0, 17000.0]
+    assert [z.act_w for z in found.bytes] == [9000.0, 6000.0, 6000.0, 9000.0]
+    assert [z.weights for z in found.bytes] == [1200.0, 800.0, 800.0, 1200.0]
+    assert [z.optimizer for z in found.bytes] == [2400.0, 1600.0, 1600.0, 2400.0]
+    tail = nbytes(keeps_output=True, keeps_input=False)
+    found = costs(profile_of(job(), layers={**kinds, "block": layer(1, 1, 1, bytes=tail)}), **EVEN)
+    assert [z.act_b for z in found.bytes] == [18000.0, 13000.0, 13000.0, 18000.0]
+
+
+def test_layers_of_a_factory_have_bytes_once_they_were_measured():
+    described = job(**MINE)
+    table = estimate.layers(described)
+    assert cost.build(described, LINEAR, partition(described, LINEAR, table), table).bytes is None
+    found = costs(**MINE)
+    assert [z.act_b for z in found.bytes] == [12000.0] * 4
+    assert [z.boundary for z in found.bytes] == [1000.0] * 4
+    assert found.comm[0] == pytest.approx((1.001,) * 3)
+    unsized = profile_of(described, layers={"Layer": layer(1.0, 2.0, 3.0, sized=False)})
+    assert costs(unsized, **MINE).bytes is None
+
+
+def test_a_plan_holds_its_profile_and_its_id_covers_it_but_not_its_place(tmp_path):
+    described = replace(job(), profile=profile_of(job()))
+    compiled = compile_job(described)
+    compiled.write(tmp_path / "plan")
+    plan = Plan.read(tmp_path / "plan")
+    assert recall.costs_of(plan.manifest) == compiled.costs
+    assert "profile.json" not in json.dumps(plan.manifest.planning)
+    faster = profile_of(job(), layers={**described.profile.layers, "head": layer(0.5, 0.5, 0.4)})
+    assert compile_job(replace(described, profile=faster)).assemble()[0].id != plan.manifest.id
+    named = described.costs.model_copy(update={"profile": "elsewhere/profile.json"})
+    assert compile_job(replace(described, costs=named)).assemble()[0].id == plan.manifest.id
+
+
+def test_ranks_that_share_out_the_optimizer_share_its_measured_state_too():
+    found = costs(parallel={"dp": 2}, optimizer={"zero1": True}, **EVEN)
+    assert [z.optimizer for z in found.bytes] == [1200.0, 800.0, 800.0, 1200.0]
+
+
+def test_masters_are_there_where_the_job_needs_them_whatever_was_measured():
+    found = costs(optimizer={"sync": "post-validate"}, **EVEN)
+    assert [z.masters for z in found.bytes] == [z.gradients for z in found.bytes]

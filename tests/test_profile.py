@@ -1,0 +1,117 @@
+"""The file: the same bytes for the same measurements, and refused by name where it is damaged or of something else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.jobs import job, toml_text
+from tests.profiles import layer, profile_of
+from zbc.compiler.compile import load_job
+from zbc.errors import ZbcError
+from zbc.profile import Measured, Profile, misfits, read
+
+
+def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
+    found = profile_of(
+        job(), layers={"embed": layer(1 / 3, 2 / 3, 0.1), "block": layer(1, 1, 1), "head": layer(1, 1, 1)}
+    )
+    (tmp_path / "a.json").write_text(found.dumps())
+    again = read(tmp_path / "a.json")
+    assert again.dumps() == found.dumps()
+    assert again.layers["embed"].f.ms == 0.333333
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda data: data.pop("layers"), "layers: field required"),
+        (lambda data: data.update(version=7), "version 7"),
+        (lambda data: data.update(format="zbc-plan"), "not a profile"),
+        (lambda data: data["layers"]["block"]["f"].update(ms=-1), "layers.block.f.ms"),
+        (lambda data: data["layers"]["block"]["f"].update(ms="1"), "layers.block.f.ms"),
+        (lambda data: data["layers"]["block"].update(speed=1), "layers.block.speed"),
+        (lambda data: data["link"].update(gbps=0), "link.gbps"),
+    ],
+)
+def test_a_damaged_profile_is_refused_with_the_place(tmp_path, edit, text):
+    data = profile_of(job()).plain()
+    edit(data)
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    with pytest.raises(ZbcError, match=text) as caught:
+        read(tmp_path / "a.json")
+    assert caught.value.code == "E143"
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"\xff", b"[]", b"3"])
+def test_what_is_no_profile_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ZbcError) as caught:
+        read(tmp_path / "a.json")
+    assert caught.value.code == "E143"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": {"hidden": 64}}, "model.hidden: 32 in the profile, 64 in the job"),
+        ({"model": {"ffn_hidden": 96}}, "model.ffn_hidden: 128 in the profile, 96 in the job"),
+        ({"model": {"dtype": "bfloat16"}}, 'model.dtype: "float32" in the profile, "bfloat16" in the job'),
+        ({"schedule": {"microbatch_size": 4}}, "schedule.microbatch_size: 2 in the profile, 4 in the job"),
+        ({"hardware": {"device": "cuda"}}, 'hardware.device: "cpu" in the profile, "cuda" in the job'),
+    ],
+)
+def test_a_profile_of_something_else_is_refused_with_every_difference(tmp_path, changes, line):
+    (tmp_path / "a.json").write_text(profile_of(job()).dumps())
+    (tmp_path / "zbc.toml").write_text(toml_text(costs={"profile": "a.json"}, **changes))
+    with pytest.raises(ZbcError) as caught:
+        load_job(tmp_path / "zbc.toml")
+    assert caught.value.code == "E142"
+    assert line in caught.value.details
+    assert all("in the profile" in found for found in caught.value.details)
+
+
+def test_a_profile_serves_other_numbers_of_blocks_ranks_and_microbatches_and_other_names_of_the_same_widths():
+    found = profile_of(job())
+    for other in (job(layers=40), job(pp=2, m=32), job(model={"ffn_hidden": 128}), job(optimizer={"kind": "sgd"})):
+        where = {"device": other.hardware.device, "microbatch_size": other.schedule.microbatch_size}
+        assert misfits(found, other.model, **where) == []
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        (["Layer"] * 3, "order has 3 layers, model.layers is 8"),
+        (["Layer"] * 7 + ["Other"], "order names Other, which layers does not have"),
+    ],
+)
+def test_the_order_of_a_factorys_layers_has_to_be_that_of_the_job(order, text):
+    other = job(model={"family": "mine:layers", "loss": "mse"}, data={"kind": "mine:Data"})
+    assert misfits(profile_of(other, order=order), other.model, device="cpu", microbatch_size=2) == [text]
+
+
+def test_an_order_of_a_family_that_is_not_one_is_refused():
+    found = profile_of(job(), order=["embed", "head", "block"])
+    assert misfits(found, job().model, device="cpu", microbatch_size=2)
+
+
+def test_only_wide_spreads_of_times_that_matter_are_named():
+    kinds = profile_of(job()).layers
+    noisy = layer(1.0, 2.0, 3.0).model_copy(
+        update={"w": Measured(ms=3.0, spread=0.3), "f": Measured(ms=0.1, spread=0.9), "b": Measured(ms=2.0, spread=0.1)}
+    )
+    found = profile_of(job(), layers={**kinds, "block": noisy})
+    assert [name for name, _ in found.wide()] == ["block.w"]
+
+
+def test_a_relative_path_starts_at_the_job_file_that_names_it(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.json").write_text(profile_of(job()).dumps())
+    (tmp_path / "inner" / "zbc.toml").write_text(toml_text(costs={"profile": "a.json"}))
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(load_job(tmp_path / "inner" / "zbc.toml").profile, Profile)
+    with pytest.raises(ZbcError) as caught:  # on the command line it starts where one is
+        load_job(tmp_path / "inner" / "zbc.toml", ["costs.profile=a.json"])
+    assert caught.value.code == "E143"
