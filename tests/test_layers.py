@@ -24,7 +24,7 @@ LAYERS = [
     ["zbc.spec"],
     ["zbc.plan", "zbc.forward", "zbc.course"],
     ["zbc.compiler.footprint"],
-    ["zbc.compiler.profiled"],
+    ["zbc.compiler.profiled", "zbc.compiler.balance"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
     ["zbc.compiler.ways"],
     ["zbc.compiler.bounds_mirrored"],

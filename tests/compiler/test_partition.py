@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job
+from zbc.compiler import balance as balancing
 from zbc.compiler import estimate
-from zbc.compiler.partition import balance, even_ranks, partition
+from zbc.compiler.balance import FEW, balance, even, largest
+from zbc.compiler.partition import partition
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 
@@ -44,23 +47,47 @@ def names(description, stages, placement=None):
     return [[table[i].name for i in part] for part in parts]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 9), min_size=8, max_size=11), st.booleans())
-def test_with_several_stages_per_rank_the_ranks_come_out_even(weights, looped):
-    """At least as even as the cut that is best by stages, and within a layer of the best of all cuts."""
-    placement = Placement.looped(2, 2) if looped else Placement.vshape(2)
+def a_placement(rng):
+    p = rng.randint(2, 4)
+    return rng.choice(
+        [
+            Placement.vshape(p, rng.randint(2, 3)),
+            Placement.looped(p, rng.randint(2, 3)),
+            Placement.bidirectional(Placement.vshape(p).pipes[0]),
+            Placement((tuple(range(p)) + tuple(rng.sample(range(p), p)),)),
+        ]
+    )
 
-    def largest(cuts):
-        loads = [0, 0]
-        for stage, (a, b) in enumerate(itertools.pairwise(cuts)):
-            loads[placement.rank_of(stage)] += sum(weights[a:b])
-        return max(loads)
 
-    by_stages = balance([weights] * 4)
-    found = even_ranks([weights] * 4, by_stages, placement)
-    best = min(largest(cuts) for cuts in splits(len(weights), 4))
-    assert largest(found) <= largest(by_stages)
-    assert largest(found) <= best + max(weights)
+def drawn(rng, placement):
+    """Layer weights per stage; some stages weigh their layers more."""
+    n = placement.stages + rng.randint(0, 4)
+    layers = [rng.choice([1, 1, 2, 5]) if rng.random() < 0.5 else rng.random() for _ in range(n)]
+    return [
+        [factor * layer for layer in layers] for factor in (rng.choice([1, 1, 4 / 3]) for _ in range(placement.stages))
+    ]
+
+
+@pytest.mark.parametrize("few", [0, FEW], ids=["searched", "all tried"])
+def test_the_fullest_rank_is_as_light_as_in_the_best_of_all_cuts(few, monkeypatch):
+    """Several stages per rank, 120 draws, against every cut there is."""
+    monkeypatch.setattr(balancing, "FEW", few)
+    rng = Random(few)
+    for _ in range(120):
+        where = a_placement(rng)
+        weights = drawn(rng, where)
+        best = min(largest(weights, cuts, where) for cuts in splits(len(weights[0]), where.stages))
+        assert largest(weights, even(weights, where), where) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(("p", "v", "layers"), [(64, 2, 200), (64, 8, 600), (16, 4, 100)])
+def test_large_placements_are_cut_too(p, v, layers):
+    """Equal layers and a heavy head: the least that some rank has to bear is known."""
+    weights = [[1.0] * (layers - 1) + [7.0]] * (p * v)
+    where = Placement.vshape(p, v)
+    cuts = even(weights, where)
+    assert cuts[0] == 0 and cuts[-1] == layers and all(a < b for a, b in itertools.pairwise(cuts))
+    assert largest(weights, cuts, where) == max(7 + (v - 1), -(-(layers + 6) // p))
 
 
 def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():

@@ -6,6 +6,7 @@ equal `manifest.predicted`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from zbc import profile as profiles
 from zbc import toml
 from zbc.compiler import cost, estimate
 from zbc.compiler.cost import Costs
-from zbc.compiler.partition import partition
+from zbc.compiler.estimate import Layer
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
 from zbc.plan import MANIFEST, Manifest, Plan
@@ -44,9 +45,19 @@ def job_of(manifest: Manifest) -> Job:
 
 def costs_of(manifest: Manifest) -> Costs:
     """What the ops of a plan cost."""
-    job, placement = job_of(manifest), manifest.to_placement()
+    job = job_of(manifest)
     table = estimate.layers(job)
-    return cost.build(job, placement, partition(job, placement, table), table)
+    return cost.build(job, manifest.to_placement(), _stages(manifest, table), table)
+
+
+def _stages(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:
+    """The cut of a plan as indices into the layers of its model. Raises E404 if it names a layer the model has not."""
+    index = {layer.name: i for i, layer in enumerate(table)}
+    unknown = [name for names in manifest.layers for name in names if name not in index]
+    if unknown:
+        text = f"plan: {MANIFEST} places the layer {unknown[0]!r}, which its model has not"
+        raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`")
+    return [tuple(index[name] for name in names) for names in manifest.layers]
 
 
 def timeline_of(plan: Plan) -> tuple[Timeline, Costs]:
