@@ -110,7 +110,8 @@ newer zbc.
         """
 The format reserves this value for a later version. It is refused rather than
 ignored, so that a job never means less than it says. The hint names the value
-to use now.
+to use now. Some values can be planned but not run (model.experts): then it is
+`zbc run` that refuses.
 """,
     ),
     "E108": _entry(

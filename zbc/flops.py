@@ -15,6 +15,8 @@ def training_flops(model: Model) -> float | None:
     if not model.builtin or not model.hidden or not model.vocab or not model.seq_len:
         return None
     h, s, q = model.hidden, model.seq_len, (model.heads or 1) * model.head_width
-    matrices = h * (2 * q + 2 * model.kv_width) + (3 if model.family == "llama" else 2) * h * model.mlp_width
+    each = (3 if model.family == "llama" else 2) * h
+    mlp = model.met * each * model.expert_width + h * model.experts if model.experts else each * model.mlp_width
+    matrices = h * (2 * q + 2 * model.kv_width) + mlp
     weights = model.layers * matrices + h * model.vocab
     return 6.0 * s * (weights + model.layers * s * q)

@@ -15,7 +15,17 @@ from zbc.wording import did_you_mean
 BUILTIN = ("gpt", "llama")
 _ONLY_LLAMA = ("kv_heads", "head_size")
 _ONLY_GPT = ("positions", "activation")
-_ONLY_BUILTIN = ("pretrained", "ffn_hidden", "norm_eps", "rope_theta", "rope_scaling", *_ONLY_LLAMA, *_ONLY_GPT)
+_EXPERTS = ("experts", "top_k", "expert_hidden")
+_ONLY_BUILTIN = (
+    "pretrained",
+    "ffn_hidden",
+    *_EXPERTS,
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    *_ONLY_LLAMA,
+    *_ONLY_GPT,
+)
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
 
@@ -43,6 +53,9 @@ class Model(Section):
     ffn_hidden: Count | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
     )
+    experts: Count | None = Field(None, description="MLPs per block, each token meets top_k of them; planned, not run")
+    top_k: Count | None = Field(None, description="experts that a token meets; default 2")
+    expert_hidden: Count | None = Field(None, description="width inside an expert; default ffn_hidden")
     vocab: Count | None = Field(None, description="size of the vocabulary")
     seq_len: Count | None = Field(None, description="tokens per sequence")
     positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
@@ -85,6 +98,15 @@ class Model(Section):
         hidden = self.hidden or 0
         return self.ffn_hidden or (4 * hidden if self.family == "gpt" else 256 * -(-8 * hidden // (3 * 256)))
 
+    @property
+    def expert_width(self) -> int:
+        return self.expert_hidden or self.mlp_width
+
+    @property
+    def met(self) -> int:
+        """Experts that a token meets; 0 in a model without."""
+        return (self.top_k or min(2, self.experts)) if self.experts else 0
+
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     """What is wrong with a section that could be read: E103, E105, E110."""
@@ -97,10 +119,18 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
         yield ZbcError("E103", f"config: unknown model.family {model.family!r}", where=where, hint=hint)
     yield from _misplaced(model, document)
     yield from _precision(model, document)
+    yield from _experts(model, document)
     if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
+
+
+def check_runnable(model: Model) -> None:
+    """Raises E107 for a model that can be planned only."""
+    if model.experts:
+        text = f"run: model.experts = {model.experts} can be planned and compared, this version has no layers to run it"
+        raise ZbcError("E107", text, hint='drop it, or bring such layers with family = "package.module:factory"')
 
 
 def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -108,6 +138,23 @@ def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
         where = document.where(("model", "parameters"))
         yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
+
+
+def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
+    if not model.builtin:
+        return
+    for key in ("top_k", "expert_hidden"):
+        if model.experts is None and getattr(model, key) is not None:
+            text = f"config: model.{key} is for models with experts, model.experts is not set"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or drop it")
+    if model.experts and model.top_k and model.top_k > model.experts:
+        text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
+        where = document.where(("model", "top_k"))
+        yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
+    if model.experts and model.pretrained is not None:
+        text = "config: model.pretrained reads models without experts"
+        where = document.where(("model", "pretrained"))
+        yield ZbcError("E110", text, where=where, hint="drop it, or model.experts")
 
 
 def _missing(model: Model, document: Document) -> Iterator[ZbcError]:

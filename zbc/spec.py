@@ -77,9 +77,13 @@ class Hardware(Section):
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
     tflops: Positive | None = Field(None, description="sustained per rank; default 312 on cuda, 0.1 on cpu")
     memory_gbps: Positive | None = Field(None, description="GB/s to memory; default 2000 on cuda, 20 on cpu")
-    link_gbps: Positive | None = Field(None, description="Gbit/s between two ranks; default 200 on cuda, 20 on cpu")
+    link_gbps: Positive | None = Field(
+        None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
+    )
     link_us: NotNegative | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
-    ranks_per_node: Count = 8
+    ranks_per_node: Count = Field(8, description="ranks of the run that share a node; rank r of copy d is d * pp + r")
+    inter_node_gbps: Positive | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
+    inter_node_us: NotNegative | None = Field(None, description="latency between two nodes; default link_us")
 
 
 class LayerCost(Section):

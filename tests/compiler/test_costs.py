@@ -8,6 +8,7 @@ from tests.jobs import job
 from zbc.compiler import cost, estimate
 from zbc.compiler.cost import Costs
 from zbc.compiler.partition import partition
+from zbc.compiler.work import keys_seen
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 
@@ -73,20 +74,20 @@ def test_what_an_op_holds_sums_to_nothing_over_a_microbatch():
 
 
 def test_estimates_follow_from_flops_when_arithmetic_is_the_limit():
-    """24 h^2 + 2 s h per token forward, 24 h^2 + 5 s h backward, 24 h^2 for the weights; head 2 h V each."""
+    """24 h^2 + 4 h c per token forward, 24 h^2 + 10 h c backward, 24 h^2 for the weights; head 2 h V each."""
     big = job(
         model={"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 50000},
         schedule={"microbatch_size": 4},
-        hardware={"device": "cuda", "tflops": 100.0, "memory_gbps": 1e6},
+        hardware={"device": "cuda", "tflops": 100.0, "memory_gbps": 1e9},
     )
     table = estimate.layers(big)
-    h, s, tokens = 1024, 512, 4 * 512
+    h, keys, tokens = 1024, (512 + 128) / 2, 4 * 512
     per_ms = 100e12 / 1e3
     block, head = table[1], table[-1]
-    assert block.f == pytest.approx((24 * h * h + 2 * s * h) * tokens / per_ms)
-    assert block.b == pytest.approx((24 * h * h + 5 * s * h) * tokens / per_ms)
-    assert block.w == pytest.approx(24 * h * h * tokens / per_ms)
-    assert head.f == pytest.approx(2 * h * 50000 * tokens / per_ms)
+    assert block.f == pytest.approx((24 * h * h + 4 * keys * h) * tokens / per_ms, rel=1e-4)
+    assert block.b == pytest.approx((24 * h * h + 10 * keys * h) * tokens / per_ms, rel=1e-4)
+    assert block.w == pytest.approx(24 * h * h * tokens / per_ms, rel=1e-4)
+    assert head.f == pytest.approx(2 * h * 50000 * tokens / per_ms, rel=1e-4)
     assert block.params == 12 * h * h + 13 * h
     assert [layer.name for layer in table] == ["embed", *(f"layers.{i}" for i in range(8)), "head"]
 
@@ -103,6 +104,110 @@ def test_transfers_are_latency_plus_bytes_over_the_link():
     size = 2 * 16 * 32 * 4
     assert estimated.comm[0] == pytest.approx((0.1 + size / 1e6,) * 3)
     assert costs(job(hardware=hardware, costs={"comm": 0.25})).comm[0] == (0.25,) * 3
+
+
+NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0, "inter_node_us": 50.0}
+
+
+def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():
+    size = 2 * 16 * 32 * 4
+    near, far = size / 1e8, 0.05 + size / 1e7
+    for node, expected in ((2, (near, far, near)), (3, (near, near, far)), (1, (far,) * 3), (4, (near,) * 3)):
+        estimated = costs(job(hardware={**NODES, "ranks_per_node": node}))
+        assert estimated.comm[0] == pytest.approx(expected), node
+    folded = costs(job(hardware={**NODES, "ranks_per_node": 2}), V)  # ranks 0 1 2 3 3 2 1 0
+    assert folded.comm[0] == pytest.approx((near, far, near, 0.0, near, far, near))
+    same = {key: value for key, value in NODES.items() if not key.startswith("inter")}
+    assert costs(job(hardware={**same, "ranks_per_node": 2})).comm[0] == pytest.approx((near,) * 3)
+
+
+def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
+    """Two copies of three ranks on nodes of four: 0 1 2 | 3 and 4 5, so the second copy crosses behind its rank 0."""
+    crossing = costs(
+        job(parallel={"pp": 3, "dp": 2}, layers=9, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(3)
+    )
+    assert crossing.comm[0][0] > 10 * crossing.comm[0][1]
+
+
+def test_sums_over_copies_take_the_slowest_link_of_their_ring():
+    """Copies of two ranks: on nodes of four two of them share a node, and all four do not."""
+    inside, outside = (
+        costs(job(parallel={"pp": 2, "dp": dp}, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(2))
+        for dp in (2, 4)
+    )
+    gradients = inside.bytes[1].gradients
+    assert inside.reduce[1] == pytest.approx(gradients / 1e8)
+    assert outside.reduce[1] == pytest.approx(0.05 + 2 * 3 / 4 * gradients / 1e7)
+
+
+def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
+    """A norm that waits for memory is not hidden by a product that does not: halving arithmetic leaves it there."""
+    sizes = {"model": {"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}}
+    slow, fast, free = (
+        estimate.layers(job(**sizes, hardware={"device": "cuda", "tflops": tflops, "memory_gbps": memory}))[1]
+        for tflops, memory in ((100.0, 1000.0), (1e6, 1000.0), (100.0, 1e9))
+    )
+    tokens = 2 * 512
+    touched = 18 * 1024 * 4 * tokens / 1e9  # 10 h of norms and residual sums and 2 f of GELU, in four bytes
+    assert fast.f > touched
+    assert free.f + touched < slow.f < free.f + fast.f
+
+
+def test_causal_attention_leaves_out_whole_tiles_of_keys_only():
+    """torch's CPU kernel, measured with and without is_causal: 1.00 at 256, 0.75 at 1024, 0.62 at 2048 tokens."""
+    shares = [keys_seen(length, 512) / length for length in (256, 1024, 2048)]
+    assert shares == [1.0, 0.75, 0.625]
+    assert keys_seen(128 * 1000, 128) == pytest.approx((128 * 1000 + 128) / 2)
+    assert keys_seen(700, 512) == pytest.approx((512 * 512 + 188 * 700) / 700)
+
+
+def test_an_optimizer_step_takes_the_memory_traffic_of_every_built_in_family():
+    for family in ("gpt", "llama"):
+        estimated = costs(job(model={"family": family}, hardware={"memory_gbps": 1.0}))
+        params = [s.gradients / 4 for s in estimated.bytes]
+        assert estimated.step == pytest.approx([28 * count / 1e6 for count in params])
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------
+
+
+def test_one_expert_is_the_plain_mlp_and_a_router():
+    for family in ("gpt", "llama"):
+        described = {"model": {"family": family, "layers": 8}}
+        plain = estimate.layers(job(**described))[1]
+        single = estimate.layers(job(model={**described["model"], "experts": 1}))[1]
+        assert single.params == plain.params + 32
+        assert single.size.act_b > plain.size.act_b and single.f > plain.f
+
+
+def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations():
+    """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9 (arXiv 2401.04088)."""
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
+    model = {"family": "llama", "seq_len": 4096, **sizes, "dtype": "bfloat16"}
+    exact = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e9}
+    mixtral = job(model={**model, "experts": 8, "top_k": 2}, hardware=exact)
+    table = estimate.layers(mixtral)
+    assert sum(layer.params for layer in table) == pytest.approx(46.7e9, rel=0.001)
+    tokens = 2 * 4096
+    met = (32 * table[1].w + table[-1].w) / (2 * tokens / 1e9)  # two operations per weight that a token meets
+    assert met + 32000 * 4096 == pytest.approx(12.9e9, rel=0.005)  # and its row of the embedding
+    eight = estimate.layers(job(model={**model, "experts": 8, "top_k": 8}, hardware=exact))[1]
+    assert eight.w == pytest.approx(table[1].w + 6 * 3 * 2 * 4096 * 14336 * tokens / 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"top_k": 2}, "top_k is for models with experts"),
+        ({"expert_hidden": 8}, "expert_hidden is for models with experts"),
+        ({"experts": 2, "top_k": 3}, "top_k = 3 is more than model.experts = 2"),
+        ({"experts": 2, "pretrained": "gpt2"}, "reads models without experts"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(model, said):
+    with pytest.raises(ZbcError, match=said) as caught:
+        job(model=model)
+    assert caught.value.code == "E110"
 
 
 def test_memory_by_category_is_float32_weights_gradients_and_two_adam_states():

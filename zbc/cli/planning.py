@@ -67,6 +67,8 @@ def plan(
 
 
 def _run_command(job: Job, output: Path) -> str:
+    if job.model.experts:
+        return "this version plans and compares models with experts, it has no layers to run them"
     ranks = job.parallel.pp * job.parallel.dp
     if job.hardware.device == "cuda":
         return f"torchrun --standalone --nproc-per-node {ranks} -m zbc run {output}"

@@ -5,14 +5,15 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, truediv
 
 from zbc.compiler import estimate, profiled
-from zbc.compiler.estimate import Layer, Machine
+from zbc.compiler.estimate import Layer
 from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
+from zbc.compiler.machine import Kernel, Machine
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.spec import Job
@@ -70,7 +71,7 @@ class Costs:
         """Costs per rank, shared evenly by its stages: the papers' convention."""
         v = placement.stages / placement.ranks
         each = [(x / v,) * placement.stages for x in (f, b, w, 1.0, act_w)]
-        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, [comm] * (placement.stages - 1)))
+        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, lambda stage, edge: comm))
 
     def joined(self) -> Costs:
         """Backward in one piece, as a B that does everything and a W that does nothing."""
@@ -209,18 +210,18 @@ def _with_optimizer(
     Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
     """
     given = job.costs.f is not None
-    hop = (job.costs.comm or 0.0) if given else Machine.of(job.hardware, job.profile).link_ms
+    hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
     if job.costs.optimizer is not None:
         step = tentative = _given_optimizer(job, placement, stages, table)
     elif (measured := _measured_optimizer(job, stages, table)) is not None:
         step, tentative = measured
-    elif given or job.model.family != "gpt":
+    elif given or not job.model.builtin:
         return replace(costs, hop=hop)
     else:
         moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
-        machine = Machine.of(job.hardware)
+        machine = Machine.of(job)
         counts = [sum(table[i].params for i in part) for part in stages]
-        step, tentative = (tuple(machine.ms(0, each * count) for count in counts) for each in moved)
+        step, tentative = (tuple(machine.ms([Kernel(0, each * count)]) for count in counts) for each in moved)
     if job.optimizer.zero1:
         shares = [job.parallel.dp * len(set(placement.holders(s))) for s in range(placement.stages)]
         step, tentative = (tuple(map(truediv, each, shares)) for each in (step, tentative))
@@ -256,22 +257,22 @@ def _with_sums(
     halves = 1 if job.optimizer.zero1 else 2
     reduce, gather = [], []
     for s, part in enumerate(stages):
-        holders = job.parallel.dp * len(set(placement.holders(s)))
+        holders = placement.holders(s)
         count = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
         weight = 2 if job.model.parameters == "bfloat16" else 4
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
-    ends = {*placement.holders(0), *placement.holders(len(stages) - 1)}
+    ends = [*placement.holders(0), *placement.holders(len(stages) - 1)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
-    tie = _sum(job, tied, job.parallel.dp * len(ends), 2) if tied else 0.0
+    tie = _sum(job, tied, ends, 2) if tied else 0.0
     return replace(costs, reduce=tuple(reduce), gather=tuple(gather), tie=tie, tied=float(tied))
 
 
-def _sum(job: Job, size: float, ranks: int, halves: int) -> float:
-    """ms of a sum over `ranks`, or of half of one."""
+def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
+    """ms of a sum over these ranks of all copies of the pipeline, or of half of one."""
     if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2 if ranks > 1 else 0.0
-    return Machine.of(job.hardware, job.profile).sum_ms(size, ranks, halves=halves) if size else 0.0
+        return job.costs.reduce * halves / 2 if job.parallel.dp * len(set(holders)) > 1 else 0.0
+    return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
 
 
 def _recomputed(job: Job, placement: Placement) -> set[int]:
@@ -387,12 +388,12 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
 def _transfers(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[PerStage, ...]:
-    """Given, or estimated from the link; costs given without `comm` mean transfers that take no time."""
+    """Given, or estimated from the links; costs given without `comm` mean transfers that take no time."""
     if job.costs.comm is not None or job.costs.f is not None:
-        return _links(placement, [job.costs.comm or 0.0] * (placement.stages - 1))
-    sizes = _boundaries(job, stages, table)
-    machine = Machine.of(job.hardware, job.profile)
-    return _links(placement, [machine.transfer_ms(size) for size in sizes])
+        ms = job.costs.comm or 0.0
+        return _links(placement, lambda stage, edge: ms)
+    sizes, machine = _boundaries(job, stages, table), Machine.of(job)
+    return _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage]))
 
 
 def _boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
@@ -401,6 +402,7 @@ def _boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer
     return [known or table[part[-1]].size.result for part in stages[:-1]]
 
 
-def _links(placement: Placement, ms: Sequence[float]) -> tuple[PerStage, ...]:
+def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[PerStage, ...]:
+    """`ms` of every boundary of every pipe, from the stage before it and its two ranks; 0 within a rank."""
     pairs = [list(pairwise(pipe)) for pipe in placement.pipes]
-    return tuple(tuple(ms[s] if a != b else 0.0 for s, (a, b) in enumerate(pipe)) for pipe in pairs)
+    return tuple(tuple(ms(s, (a, b)) if a != b else 0.0 for s, (a, b) in enumerate(pipe)) for pipe in pairs)

@@ -7,7 +7,9 @@ bytes:
     kept F -> B   2 h r: the residual input of both halves; n bytes each: norm outputs 2h, q k v, attention out q, MLP
                   in and out: gpt 2f, llama 4f (gate, up, silu of gate, product); with rotary positions 2q + k more:
                   turned q and k, since v keeps alive what they were turned from, and a copy of the attention's
-                  output, which lies in another order then; 4 per head and the norms' statistics
+                  output, which lies in another order then; 4 per head and the norms' statistics. With experts the
+                  MLP's part is kept top_k times, beside 2 h top_k n for the rows on their way to the experts and back
+                  and 8 E for the router's choice
     kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
 
     gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) beside 2 h r, and 16 h n
@@ -69,6 +71,8 @@ class Sizes:
     width: int
     stream: int
     rotary: bool
+    experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
+    top_k: int = 0
 
     @property
     def tokens(self) -> int:
@@ -77,7 +81,17 @@ class Sizes:
     @property
     def matrices(self) -> int:
         """Weights in the linear layers of a block."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + (3 if self.gated else 2) * self.mlp)
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        each = (3 if self.gated else 2) * self.hidden * self.mlp
+        return attention + (self.experts or 1) * each + self.hidden * self.experts
+
+    @property
+    def vectors(self) -> int:
+        """Parameters of a block outside of its matrices: norms, of gpt also biases."""
+        if self.gated:
+            return 2 * self.hidden
+        biases = self.queries + 2 * self.keys + self.hidden + (self.experts or 1) * (self.mlp + self.hidden)
+        return biases + 4 * self.hidden
 
     @property
     def norm(self) -> int:
@@ -121,14 +135,18 @@ def embedding(z: Sizes) -> Footprint:
 
 
 def block(z: Sizes) -> Footprint:
-    h, q, k, f, n, t = z.hidden, z.queries, z.keys, z.mlp, z.width, z.tokens
+    h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
+    met = z.top_k or 1
+    f = met * z.mlp  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
-    inside = 2 * h + 2 * q + 2 * k + turned + (4 if z.gated else 2) * f
-    down, up = _weight_grad(h * f, n), _weight_grad(h * f * (2 if z.gated else 1), n)
+    routed = 2 * met * h if z.experts else 0
+    inside = 2 * h + 2 * q + 2 * k + turned + routed + (4 if z.gated else 2) * f
+    chosen = h + z.experts if z.experts else 0
+    down, up = _weight_grad(h * z.mlp, n), _weight_grad(h * z.mlp * (2 if z.gated else 1), n)
     return Footprint(
-        act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads) * t,
-        act_w=(4 * h + 2 * q + 2 * k + (3 if z.gated else 2) * f) * n * t,
+        act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads + 8 * z.experts) * t,
+        act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * t,
         result=z.stream * h * t,
         more_f=h * n * t,
@@ -138,7 +156,7 @@ def block(z: Sizes) -> Footprint:
         more_bw=max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0),
         casts=z.matrices * n if z.cast else 0,
         tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
-        largest=h * max(q + 2 * k, 2 * f if z.gated else f),
+        largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
     )
 
 

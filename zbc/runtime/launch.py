@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
+from zbc.model_section import Model, check_runnable
 from zbc.plan import Manifest, read_manifest
 from zbc.runtime import sinks
 from zbc.runtime.live import LiveLine
@@ -59,6 +60,7 @@ def run(
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
+        check_runnable(Model.model_validate(manifest.planning["model"]))
         sinks.check(manifest.training["log"])
         if save_hf is not None:
             _check_target(save_hf, manifest)

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from zbc import spec
 from zbc.errors import ZbcError
+from zbc.model_section import check_runnable
 from zbc.runtime import gpt, llama, userobject
 from zbc.runtime.probe import refuse_untrainable
 from zbc.runtime.rotary import Rotary
@@ -107,7 +108,8 @@ def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 
 def _family(model: spec.Model) -> list[LayerPlan]:
-    """The layers of a built-in family: embed, the blocks, head."""
+    """The layers of a built-in family: embed, the blocks, head. Raises E107 for what no layers are written for."""
+    check_runnable(model)
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
