@@ -215,6 +215,42 @@ def test_a_call_that_fails_or_takes_too_long_gives_nothing():
     assert in_time(fail, 5.0) is None
 
 
+class Elsewhere:
+    """A thread that stands still in a function of its own, under a watchdog that was made there."""
+
+    def __init__(self, make):
+        self.made, self.go = threading.Event(), threading.Event()
+        threading.Thread(target=self.stand_still, args=(make,), daemon=True).start()
+        self.made.wait(20)
+
+    def stand_still(self, make):
+        self.dog, self.ends = make()
+        self.made.set()
+        self.go.wait()
+
+
+def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_reports_it():
+    store = dist.HashStore()
+    late, waiting = (Elsewhere(lambda r=r: make(r, 2, limit=0.3, store=store)) for r in (1, 0))
+    for one in (late, waiting):
+        tell = one.ends.hung
+        one.dog._hung = lambda error, tell=tell: (Board(store, 0, 2).report(7), tell(error))
+        one.dog.phase("starting", waiting=True)
+        one.dog.start()
+    while any(len(one.dog._listener.heard) < 2 for one in (late, waiting)):
+        pass
+    late.dog.watch(in_op("F s1 m6", since=0.0))
+    waiting.dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
+    for one in (late, waiting):
+        assert one.ends.any.wait(20)
+        one.dog.stop()
+        one.go.set()
+    (error,) = [*late.ends.errors, *waiting.ends.errors]
+    at = error.details.index("rank 1 is here, innermost call last:")
+    assert any("in stand_still" in line for line in error.details[at + 1 :])
+    assert not any("rank 0 is here" in line for line in error.details)
+
+
 # ---- the board -----------------------------------------------------------------------------------------------
 
 

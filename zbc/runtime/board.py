@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -74,6 +74,15 @@ class Board:
         """Say so; `code` is the exit code of all."""
         self._store.set("reported", str(code))
         self._store.get("reported")  # `set` does not wait for the store, and this process is about to end
+
+    def tell_stack(self, lines: Sequence[str]) -> None:
+        """Leave word where this rank's code is, for the rank that reports a failure."""
+        self._store.set(f"stack/{self.rank}", "\n".join(lines))
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[str]]:
+        """What these ranks have told so far."""
+        told = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
+        return {rank: self._store.get(f"stack/{rank}").decode().split("\n") for rank in told}
 
     def ask_stop(self, reason: str) -> None:
         """Leave word why this rank asks the run to stop; the request itself travels with VALIDATE."""

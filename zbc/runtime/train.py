@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zbc
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_rank
-from zbc.runtime import hfexport
+from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
@@ -234,7 +234,7 @@ def explain(error: Exception, rank: int) -> Failure:
     if isinstance(error, torch.OutOfMemoryError):
         hint = "a smaller microbatch_size, or a schedule that keeps fewer activations: `zbc compare` lists their peaks"
     shown = f"{type(error).__name__}: {error}".splitlines()
-    details = [*shown[1:], *notes, *_frames(error)]
+    details = [*shown[1:], *notes, *frames.of_error(error)]
     return ZbcError("E703", f"run: rank {rank} failed: {shown[0]}", hint=hint, details=details)
 
 
@@ -242,11 +242,3 @@ def _with_details(error: ZbcError, more: list[str]) -> ZbcError:
     if not more:
         return error
     return ZbcError(error.code, error.message, where=error.where, hint=error.hint, details=[*error.details, *more])
-
-
-def _frames(error: BaseException) -> list[str]:
-    """The traceback without frames of zbc's runtime and of torch; the innermost frame always."""
-    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    chosen = [frame for frame in frames[:-1] if not frame.filename.startswith(ours)] + list(frames[-1:])
-    return [line for text in traceback.format_list(chosen) for line in text.rstrip("\n").split("\n")]

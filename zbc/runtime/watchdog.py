@@ -10,16 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from zbc.errors import ZbcError
+from zbc.runtime import frames
 from zbc.runtime.board import Beat, Board, plain_name
 from zbc.runtime.progress import Progress
 
 _ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
 _CLAIM_S = 5.0  # for the store to say who reports a failure
+_MUTE = "it was stopped, its machine is gone, or native code holds Python's lock"
+_LATE = "it did not answer in time"
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
 
 
@@ -87,6 +91,7 @@ class Watchdog:
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
         self._standing_down = False
+        self._main = threading.get_ident()  # the thread that is watched
         self._done = threading.Event()
         self._listener = Listener(board, self.tick)
         self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
@@ -148,11 +153,13 @@ class Watchdog:
             if board is not None and not _told(board, self._beat(count, now)):
                 board = None
             if self._listener.failed not in (None, self.rank):
-                failed_at = failed_at or now
+                if failed_at is None:
+                    failed_at = now
+                    self._tell_stack(board)
                 if self._listener.reported is not None or now - failed_at > _GRACE_S:
                     self._leave()
             elif self._stuck(now) and not self._standing_down:
-                self._report(now)
+                self._report(now, board)
                 return
 
     def _leave(self) -> None:
@@ -181,9 +188,10 @@ class Watchdog:
     def _idle(self, heard: Heard, now: float) -> float:
         return heard.beat.seconds + now - max(heard.at, self._awake_since)
 
-    def _report(self, now: float) -> None:
+    def _report(self, now: float, board: Board | None = None) -> None:
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
+            self._tell_stack(board)
             self.await_report()
             self._leave()
             return
@@ -195,8 +203,35 @@ class Watchdog:
             rows.append("the store of the run does not answer, so this is what was known before")
         elif not culprits:
             rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
+        rows += self._where(culprits, ask=claimed is True)
         error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
         self._hung(error)
+
+    def _tell_stack(self, board: Board | None) -> None:
+        with suppress(RuntimeError):
+            if board is not None:
+                board.tell_stack(frames.of_thread(self._main))
+
+    def _where(self, culprits: list[int], *, ask: bool) -> list[str]:
+        """The Python stacks of the ranks that hold the others up; `ask`: the store of the run answers."""
+        mute = {*self.silent()} - {self.rank}
+        wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
+        stacks = in_time(lambda: self._stacks(wanted), 4 * self.tick + 2.0) if ask and wanted else None
+        found = {self.rank: frames.of_thread(self._main), **(stacks or {})}
+        lines = []
+        for rank in culprits:
+            if rank in found:
+                lines += [f"{self._name(rank)} is here, innermost call last:", *found[rank]]
+            elif ask and rank in self._listener.heard:
+                lines.append(f"{self._name(rank)} cannot say where it is: {_MUTE if rank in mute else _LATE}")
+        return lines
+
+    def _stacks(self, ranks: list[int]) -> dict[int, list[str]]:
+        """Wait until these ranks have told where they are, or for a while."""
+        board, deadline = self._board(), time.monotonic() + 3 * self.tick + 1.0
+        while len(found := board.stacks(ranks)) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(self.tick / 4)
+        return found
 
     def rows(self, now: float | None = None) -> tuple[list[str], list[int]]:
         """One line per rank that says where it is, and the ranks that hold the others up."""
