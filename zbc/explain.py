@@ -664,8 +664,10 @@ with torchrun, or let zbc start all ranks on this machine with --local N.
     "E605": _entry(
         "ranks run different plans or versions",
         """
-All ranks compare what they run before the first step. Give every machine the
-same plan directory and the same versions of zbc, torch and Python.
+All ranks compare what they run before the first step: the plan, the versions
+of zbc, torch and Python, zbc's own sources, and those of every module that the
+job's layers, loss and data have loaded (but for installed packages). Give
+every machine the same plan directory, code and environment.
 """,
     ),
     "E606": _entry(
@@ -712,7 +714,9 @@ Some features need a package that zbc itself does not:
         """
 No op ended on any rank for train.watchdog_s seconds. The lines say in which op
 each rank is; the marked one is not waiting for another rank and so holds the
-others up. A slow first step (compilation, cold files) may need a larger
+others up, and its Python stack follows. A rank that does not respond at all
+was stopped, has lost its machine, or is in native code that holds Python's
+lock. A slow first step (compilation, cold files) may need a larger
 train.watchdog_s.
 """,
     ),

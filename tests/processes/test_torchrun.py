@@ -18,6 +18,9 @@ from zbc.runtime.board import connector
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
+DATA = {"kind": "tests.processes.user_layers:Vectors"}
+
+
 def started(plan, out):
     command = [*TORCHRUN, "zbc", "run", str(plan), "--out", str(out)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -53,17 +56,21 @@ def test_torchrun_shows_which_rank_was_killed_and_ends(tmp_path):
     assert any("error[E702]" in line for line in shown[place + 1 :])  # in torchrun's own summary too
 
 
-def test_ranks_with_different_plans_are_told_so_by_one_of_them(tmp_path):
+def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path):
     """Without torchrun, too: any launcher that sets the usual variables will do, and rank 0 hosts the store."""
-    plans = [
-        write_plan(tmp_path, "first", parallel={"pp": 2}),
-        write_plan(tmp_path, "second", parallel={"pp": 2}, schedule={"kind": "zb-h1"}),
-    ]
+    mine = {"parallel": {"pp": 2}, "model": {"family": "mylayers:layers", "loss": "mse"}, "data": DATA}
+    plans = []
+    for name, kind, size in (("first", "1f1b", 8), ("second", "zb-h1", 9)):
+        (tmp_path / f"code-{name}").mkdir()
+        code = f"from torch import nn\ndef layers():\n    return [nn.Linear({size}, {size}) for _ in range(4)]\n"
+        (tmp_path / f"code-{name}" / "mylayers.py").write_text(code)
+        plans.append(write_plan(tmp_path, name, schedule={"kind": kind}, **mine))
+    paths = [f"{tmp_path}/code-{plan.name}{os.pathsep}{os.environ.get('PYTHONPATH', '')}" for plan in plans]
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [
         subprocess.Popen(
             [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -75,6 +82,11 @@ def test_ranks_with_different_plans_are_told_so_by_one_of_them(tmp_path):
     errors = [line for _, text in shown for line in text.splitlines() if line.startswith("error[")]
     assert len(errors) == 1, shown
     assert errors[0].startswith("error[E605] run: the ranks differ in plan id: rank 1 has ")
+    more = [line for _, text in shown for line in text.splitlines() if line.startswith("   and in ")]
+    assert [line.partition(":")[0].strip() for line in more] == [
+        "and in plan.json (sha256)",
+        "and in the code of mylayers (sha256)",
+    ]
     assert not (tmp_path / "run").exists()
 
 

@@ -294,6 +294,16 @@ def test_every_rank_learns_which_one_differs_and_in_what():
     }
 
 
+def test_all_that_differs_is_told_and_what_only_some_speak_of_is_compared_among_them():
+    (error, *_) = agreeing(
+        {"plan id": "a", "Python version": "3.11.4", "the code of mine": "1f"},
+        {"plan id": "a", "Python version": "3.12.0"},
+        {"plan id": "a", "Python version": "3.11.4", "the code of mine": "2e", "the code of data": "3d"},
+    )
+    assert error.message == "run: the ranks differ in Python version: rank 1 has 3.12.0, the others 3.11.4"
+    assert error.details == ("and in the code of mine: rank 2 has 2e, the others 1f",)
+
+
 def test_one_rank_alone_claims_a_failure():
     store = dist.HashStore()
     boards = [Board(store, rank, 3) for rank in range(3)]

@@ -99,19 +99,27 @@ class Board:
         return [text.decode() for text in self._store.multi_get(keys)]
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
-        """Wait until every rank has said the same `identity`. Raises E605 that names the ranks that differ."""
-        said = [json.loads(text) for text in self.meet("identity", limit, json.dumps(dict(identity)))]
-        for what in identity:
-            _check_same(what, [str(one.get(what)) for one in said], name)
+        """Wait until every rank has said its `identity`. Raises E605 that names the ranks that differ, and in what.
+
+        What only some ranks speak of is compared among them.
+        """
+        said: list[dict[str, str]] = [json.loads(text) for text in self.meet("identity", limit, json.dumps(identity))]
+        wanted = dict.fromkeys(what for one in said for what in one)
+        found = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
+        if found:
+            (what, who), *more = found
+            text = f"run: the ranks differ in {what}: {who}"
+            details = [f"and in {what}: {who}" for what, who in more]
+            hint = "give every machine the same plan directory, the same code and the same environment"
+            raise ZbcError("E605", text, hint=hint, details=details)
 
 
-def _check_same(what: str, values: list[str], name: Callable[[int], str]) -> None:
-    usual, _ = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(values) if value != usual]
-    if odd:
-        who = ", ".join(f"{name(rank)} has {values[rank]}" for rank in odd)
-        text = f"run: the ranks differ in {what}: {who}, the others {usual}"
-        raise ZbcError("E605", text, hint="give every machine the same plan directory and the same environment")
+def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str | None:
+    """Which ranks have something else than most, and what; None if there is one opinion."""
+    values = {rank: one[what] for rank, one in enumerate(said) if what in one}
+    usual, _ = Counter(values.values()).most_common(1)[0]
+    odd = [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]
+    return f"{', '.join(odd)}, the others {usual}" if odd else None
 
 
 _CONNECT_S = 120.0  # other machines may start later

@@ -16,13 +16,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-import zbc
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
+from zbc.runtime.identity import identity
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
 from zbc.runtime.nonfinite import Skips
@@ -108,7 +108,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = seat.board()
     watchdog.phase("waiting for all ranks to start", waiting=True)
-    board.agree(_identity(manifest, steps), limit, manifest.name)
+    board.agree(identity(manifest, steps), limit, manifest.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
     plan = read_rank(folder, seat.rank % manifest.ranks, manifest)
     watchdog.phase("connecting to its peers", waiting=True)
@@ -190,17 +190,6 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
     if seat.rank == 0:
         hfexport.write_index(folder, model, shards)
         seat.emit(f"wrote the weights to {folder}")
-
-
-def _identity(manifest: Manifest, steps: int) -> dict[str, str]:
-    """What has to be the same on all ranks."""
-    return {
-        "plan id": manifest.id,
-        "plan.json (sha256)": manifest.sha256,
-        "zbc version": zbc.__version__,
-        "torch version": torch.__version__,
-        "steps": str(steps),
-    }
 
 
 # ---- when it fails -------------------------------------------------------------------------------------------
