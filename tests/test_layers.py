@@ -23,6 +23,7 @@ LAYERS = [
     ["zbc.profile"],
     ["zbc.spec"],
     ["zbc.plan", "zbc.forward", "zbc.course"],
+    ["zbc.trace"],
     ["zbc.compiler.footprint", "zbc.compiler.machine"],
     ["zbc.compiler.work", "zbc.compiler.profiled", "zbc.compiler.balance"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
@@ -59,8 +60,11 @@ RUNTIME = [
     ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
+    ["zbc.trace"],
     ["zbc.runtime.sinks", "zbc.runtime.live"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
+    ["zbc.runtime.stamps", "zbc.runtime.board"],
+    ["zbc.runtime.aligned"],
     ["zbc.runtime.nonfinite"],
     ["zbc.runtime.precision"],
     ["zbc.runtime.permutation", "zbc.runtime.tokens"],
@@ -83,6 +87,7 @@ RUNTIME = [
     ["zbc.runtime.handlers", "zbc.runtime.measure"],
     ["zbc.runtime.evaluate"],
     ["zbc.runtime.worker", "zbc.runtime.execute"],
+    ["zbc.runtime.tracing"],
     ["zbc.runtime"],
 ]
 

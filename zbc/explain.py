@@ -265,6 +265,15 @@ and model.seq_len. Other models bring their own data with
 data.kind = "package.module:factory".
 """,
     ),
+    "E160": _entry(
+        "a step to record is not one of the run",
+        """
+`zbc run PLAN --trace 10-19` records steps 10 to 19, counted from 1 as on the
+console. The run ends before the last of them: train.steps, or --steps, says
+after how many. Or the first of them belongs to a ramp of the batch size, whose
+steps run plans of their own.
+""",
+    ),
     "E201": _entry(
         "deadlock",
         """
@@ -455,6 +464,23 @@ A plan directory holds the model, the training section and the costs of a job
 beside the order of ops. A plan that was read, from a directory or from a CSV
 file, is not written again. Plan a job; `schedule.file` takes an order in
 torch's CSV form.
+""",
+    ),
+    "E430": _entry(
+        "there is no trace of a run",
+        """
+`zbc run PLAN --trace 10-19` records when each rank did what, in the folder
+`trace` of the run directory: a file per rank, and a copy of the plan. Ranks of
+several machines write theirs where they run; copy them to one place. A run that
+was killed in its first recorded step has left nothing to read.
+""",
+    ),
+    "E431": _entry(
+        "a trace is damaged",
+        """
+A file of the trace does not say what a trace says there; the place is its file
+and line. Each line is one JSON object. A last line without its end is what a
+killed run leaves, and is no error: steps that all ranks completed are read.
 """,
     ),
     "E501": _entry(

@@ -222,7 +222,8 @@ def test_a_limit_named_in_a_hint_is_enough(zbc, job):
     [
         (["plan"], "Missing argument"),
         (["run", "plan", "--resume", "auto"], "No such option"),
-        (["run", "plan", "--trace", "3"], "No such option"),
+        (["run", "plan", "--trace", "3-"], "cannot read '3-'"),
+        (["run", "plan", "--trace", "0-2"], "names nothing from 1 on"),
         (["visualize", "zbc.toml", "--as", "gif"], "'gif' is not"),
         (["visualize", "zbc.toml", "--ranks", "0-x"], "--ranks 0-3,5"),
         (["visualize", "zbc.toml", "--ranks", "9"], "no rank of 0-3"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.cli.console import labelled, show, table, tell, write_text
+from zbc.cli.numbers import listed
 from zbc.cli.options import PlanJobOrCsv, complete_schedule
 
 if TYPE_CHECKING:
@@ -113,15 +114,10 @@ def _columns() -> int:
 
 
 def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise typer.BadParameter(f"cannot read {text!r}; write --ranks 0-3,5", param_hint="--ranks")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if not found or max(found) >= count:
+    found = listed(text, "--ranks")
+    if max(found) >= count:
         raise typer.BadParameter(f"{text!r} names no rank of 0-{count - 1}", param_hint="--ranks")
-    return tuple(dict.fromkeys(found))
+    return found
 
 
 def _parse_zoom(text: str, makespan: float) -> tuple[float, float]:

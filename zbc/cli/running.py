@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from zbc.cli import numbers
 from zbc.cli.console import labelled, show, show_json
 from zbc.cli.options import AsJson, Settings
 from zbc.errors import ZbcError
@@ -22,6 +23,9 @@ def run(
     save_hf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="10-19", help="Record these steps, for `zbc report` and `zbc visualize`.")
+    ] = None,
 ) -> None:
     """Train with a plan: under torchrun, or with --local on this machine.
 
@@ -29,6 +33,7 @@ def run(
     """
     from zbc.cli.checking import folder_of
 
+    traced = frozenset(() if trace is None else (step - 1 for step in numbers.listed(trace, "--trace", least=1)))
     folder = folder_of(plan)
     if folder.is_file():
         first = f"zbc plan {folder}" if folder.suffix == ".toml" else "zbc plan JOB.toml"
@@ -40,7 +45,7 @@ def run(
         Plan.read(folder)
     from zbc.runtime import launch
 
-    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf)
+    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf, trace=traced)
 
 
 def doctor(

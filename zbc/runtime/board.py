@@ -91,6 +91,15 @@ class Board:
     def stop_reason(self) -> str | None:
         return self._store.get("stop").decode() if self._store.check(["stop"]) else None
 
+    def tell(self, key: str, text: str) -> None:
+        """Leave a word under a name that is used once."""
+        self._store.set(key, text)
+
+    def hear(self, key: str, limit: timedelta) -> str:
+        """Wait for a word."""
+        self._store.wait([key], limit)
+        return self._store.get(key).decode()
+
     def meet(self, name: str, limit: timedelta, say: str = "") -> list[str]:
         """Wait until every rank is here; what each had to say."""
         self._store.set(f"{name}/{self.rank}", say)

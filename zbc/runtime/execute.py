@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from zbc.errors import ZbcError
 from zbc.runtime.ahead import close_step, flush, open_step
@@ -10,11 +12,29 @@ from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
 from zbc.runtime.validate import Verdict, reset_peak
 
-__all__ = ["Progress", "StepResult", "finish", "run_step"]
+__all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
 
 
-def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
+class Step(Protocol):
+    """One way to run a step; see `run_step`."""
+
+    def __call__(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None: ...
+
+
+def run_ops(worker: Worker) -> None:
+    """Every op of a step, in order."""
+    progress, now = worker.progress, time.monotonic
+    for index, (handler, op, text) in enumerate(worker.script):
+        progress.index, progress.op, progress.since = index, text, now()
+        handler(worker, op)
+
+
+def run_step(
+    worker: Worker, step: int, *, stop: bool = False, loop: Callable[[Worker], None] = run_ops
+) -> StepResult | None:
     """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
+
+    `loop` runs the ops; one that looks at them, too, stands in tracing.py.
 
     Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one.
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
@@ -22,18 +42,16 @@ def run_step(worker: Worker, step: int, *, stop: bool = False) -> StepResult | N
     Raises E703 if the plan leaves something unused behind or does not agree on the result.
     """
     worker.stop, before = stop, _enter(worker, step)
-    progress, script, now = worker.progress, worker.script, time.monotonic
+    progress, now = worker.progress, time.monotonic
     worker.step, worker.verdict = step, None
     reset_peak(worker.device)
-    progress.step, progress.total = step, len(script)
+    progress.step, progress.total = step, len(worker.script)
     began = now()
     ahead = worker.ahead
     if ahead is not None:
         open_step(worker, ahead)
     try:
-        for index, (handler, op, text) in enumerate(script):
-            progress.index, progress.op, progress.since = index, text, now()
-            handler(worker, op)
+        loop(worker)
     except Exception as error:
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")

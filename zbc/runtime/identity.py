@@ -26,12 +26,13 @@ _NOT_MODULES = ("zbc", "__main__", "__mp_main__")  # the first is compared as a 
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
-def identity(manifest: Manifest, steps: int) -> dict[str, str]:
+def identity(manifest: Manifest, steps: int, trace: frozenset[int] = frozenset()) -> dict[str, str]:
     """What this rank is about to run, by what it is called in messages. Raises E502 if the job's code is not there."""
     return {
         "plan id": manifest.id,
         "plan.json (sha256)": manifest.sha256,
         "steps": str(steps),
+        "steps to record": f"{len(trace)} of {min(trace) + 1}-{max(trace) + 1}" if trace else "none",
         "zbc version": zbc.__version__,
         "torch version": torch.__version__,
         "Python version": platform.python_version(),

@@ -41,11 +41,12 @@ def run(
     local: int | None = None,
     out: Path | None = None,
     save_hf: Path | None = None,
+    trace: frozenset[int] = frozenset(),
     emit: Callable[[str], None] = to_stdout,
 ) -> None:
     """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
 
-    `save_hf`: a folder for the weights in the end, as transformers loads them.
+    `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -64,6 +65,7 @@ def run(
         sinks.check(manifest.training["log"])
         if save_hf is not None:
             _check_target(save_hf, manifest)
+        _check_trace(trace, manifest, steps)
         place = _place() if started else None
         if place is not None:
             from zbc.runtime.torchrun import check_devices
@@ -75,7 +77,7 @@ def run(
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
     terminal = sys.stderr.isatty()
-    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute(), live=terminal)
+    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute(), live=terminal, trace=trace)
     live = LiveLine(sys.stderr)
     _flight_recorder(manifest)
     try:
@@ -134,6 +136,17 @@ def _check_target(folder: Path, manifest: Manifest) -> None:
     from zbc.runtime.worker import Settings
 
     check_target(folder, Settings.of(manifest).model)
+
+
+def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -> None:
+    total = int(manifest.training["train"]["steps"]) if steps is None else steps
+    if trace and max(trace) >= total:
+        text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
+        raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
+    ramp = sum(part.steps for part in manifest.ramp)
+    if trace and min(trace) < ramp:
+        text = f"run: --trace asks for step {min(trace) + 1}, the first {ramp} run other plans"
+        raise ZbcError("E160", text, hint=f"name steps from {ramp + 1} on")
 
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:

@@ -1,7 +1,7 @@
 """What a rank really holds while it runs a step: bytes of live tensors by category, on any device.
 
-`Scale(worker)` wraps the ops of a worker; run steps as usual and read it. The first step does not count, since there
-the optimizer makes its state. Every tensor that an op makes is seen by a
+`Scale(worker)` wraps the ops of a worker; run steps as usual and read it, and `close` it to go on without. The first
+step does not count, since there the optimizer makes its state. Every tensor that an op makes is seen by a
 dispatch mode and counted by its storage, once however many views there are, until the storage is freed: tensors that
 autograd saved are as visible as any others. What a kernel allocates and frees inside itself is not seen. Ops run about
 three times slower meanwhile.
@@ -133,9 +133,13 @@ class Reading:
     """What one op did, in bytes."""
 
     op: Op
-    activations: int  # alive after it
+    held: Held  # after it; buffers and the peak are those while it ran
     transit: int  # on its way then
     extra: int  # needed meanwhile beyond what was alive before and after
+
+    @property
+    def activations(self) -> int:
+        return self.held.activations
 
 
 @dataclass
@@ -148,6 +152,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         self._ledger = Ledger()
+        self._plain = list(self.worker.script)
         self._posted: dict[Message, set[int]] = {}
         self._steps = 0
         worker = self.worker
@@ -157,6 +162,18 @@ class Scale:
             worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
+
+    def __enter__(self) -> Scale:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the worker run as before."""
+        self.worker.script[:] = self._plain
+        if isinstance(self.worker.batches, Prefetched):
+            self.worker.batches.open()
 
     def _weighed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
@@ -207,7 +224,7 @@ class Scale:
         found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
         found.buffers = transit + extra
         found.peak = ledger.peak + transit
-        self.readings.append(Reading(op, found.activations, transit, extra))
+        self.readings.append(Reading(op, found, transit, extra))
         self.held.raise_to(found)
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:

@@ -12,3 +12,4 @@ class RunOptions:
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
     live: bool = False  # rank 0 says after every step how far the run is
+    trace: frozenset[int] = frozenset()  # the steps to record, from 0

@@ -25,9 +25,13 @@ class Prefetched:
 
     def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], *, pin: bool = False) -> None:
         self._batches, self._wants, self._pin = batches, [tuple(step) for step in wants], pin
+        self._ready: dict[tuple[str, int, int], Future[Tensor]] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Make batches ahead, also after `close`."""
         self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-data")
-        self._ready: dict[tuple[str, int, int], Future[Tensor]] = {}
 
     def inputs(self, step: int, mb: int) -> Tensor:
         return self._take("inputs", step, mb)

@@ -14,7 +14,7 @@ import torch
 
 from zbc.plan import Plan, RankPlan
 from zbc.runtime.evaluate import due, evaluate
-from zbc.runtime.execute import finish, run_step
+from zbc.runtime.execute import Step, finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.nonfinite import Skips
 from zbc.runtime.progress import StepResult
@@ -32,11 +32,12 @@ def run_threads(
     device: torch.device = CPU,
     hub: Hub | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    step: Callable[[Worker], Step] = lambda worker: run_step,
 ) -> list[Worker]:
     """Train `steps` steps; the workers, by rank of the run, have their `StepResult`s in `results`.
 
-    `setup` may change each worker before training; each rank's thread runs inside `around()`. The first rank that
-    fails stops the others at their next transfer, and its exception is raised here.
+    `setup` may change each worker before training; each rank's thread runs inside `around()`, and its steps are run by
+    `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
     """
     manifest = plan.manifest
     hub = hub or Hub(manifest.world)
@@ -49,7 +50,9 @@ def run_threads(
         workers.append(worker)
     failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
     threads = [
-        threading.Thread(target=_run, args=(worker, steps, hub, failures, around), name=f"rank {worker.rank}")
+        threading.Thread(
+            target=_run, args=(worker, steps, hub, failures, around, step(worker)), name=f"rank {worker.rank}"
+        )
         for worker in workers
     ]
     for thread in threads:
@@ -71,13 +74,14 @@ def _run(
     hub: Hub,
     failures: list[BaseException],
     around: Callable[[], AbstractContextManager[object]],
+    step: Step,
 ) -> None:
     # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier, and
     # convolutions then sum in another order.
     torch.set_num_threads(torch.get_num_threads())
     try:
         with around():
-            _train(worker, steps)
+            _train(worker, steps, step)
     except BaseException as error:
         failures.append(error)
         hub.poison(worker.rank, f"{type(error).__name__}: {error}")
@@ -85,7 +89,7 @@ def _run(
         worker.close()
 
 
-def _train(worker: Worker, steps: int) -> None:
+def _train(worker: Worker, steps: int, run: Step) -> None:
     skips = Skips(worker.plan.manifest)
 
     def keep(result: StepResult | None) -> None:
@@ -93,7 +97,7 @@ def _train(worker: Worker, steps: int) -> None:
         skips.look(result)
 
     for step in range(steps):
-        result = run_step(worker, step)
+        result = run(worker, step)
         keep(result)
         if result is not None and result.stop:
             break

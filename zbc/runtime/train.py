@@ -28,6 +28,7 @@ from zbc.runtime.network import Network
 from zbc.runtime.nonfinite import Skips
 from zbc.runtime.options import RunOptions
 from zbc.runtime.state import Worker
+from zbc.runtime.tracing import Tracer, open_tracer
 from zbc.runtime.watchdog import Watchdog, in_time
 from zbc.runtime.worker import Settings, build_worker
 
@@ -108,7 +109,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = seat.board()
     watchdog.phase("waiting for all ranks to start", waiting=True)
-    board.agree(identity(manifest, steps), limit, manifest.name)
+    board.agree(identity(manifest, steps, options.trace), limit, manifest.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
     plan = read_rank(folder, seat.rank % manifest.ranks, manifest)
     watchdog.phase("connecting to its peers", waiting=True)
@@ -120,10 +121,17 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     worker = build_worker(plan, network, seat.device)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
-    watchdog.watch(worker.progress)
     settings = RunSettings(folder, steps, seat.device.type, processes)
     with RunLog(manifest, settings, options.out) if seat.rank == 0 else nullcontext() as log:
-        stopped = _train(worker, board, seat, steps, log)
+        tracer = None
+        if options.trace:
+            watchdog.phase("opening its trace", waiting=True)
+            run = None if log is None else log.folder
+            tracer = open_tracer(worker, board, options.trace, steps, limit, run, folder)
+        watchdog.watch(worker.progress)
+        stopped = _train(worker, board, seat, steps, log, tracer)
+        if tracer is not None:
+            tracer.end()
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, seat, options.save_hf, limit)
@@ -134,9 +142,12 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     return stopped
 
 
-def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | None) -> str | None:
+def _train(
+    worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | None, tracer: Tracer | None
+) -> str | None:
     if log is not None:
         seat.emit(log.headline())
+    run = run_step if tracer is None else tracer.step
     told, skips = False, Skips(worker.plan.manifest)
 
     def show(result: StepResult | None) -> None:
@@ -148,7 +159,7 @@ def _train(worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | N
         if reason is not None and not told:
             board.ask_stop(reason)
             told = True
-        result = run_step(worker, step, stop=told)
+        result = run(worker, step, stop=told)
         show(result)
         if due(worker, step, last=step + 1 == steps):
             show(finish(worker))

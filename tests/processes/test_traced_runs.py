@@ -1,0 +1,59 @@
+"""`zbc run --trace`: processes record the steps they are asked to, and what a killed run recorded can be read."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.processes.plans import metrics, processes, run_here, write_plan
+from tests.processes.test_local import at_step
+from zbc import trace
+from zbc.errors import ZbcError
+from zbc.plan import Plan
+from zbc.runtime.measure import CATEGORIES
+
+
+def test_a_run_records_the_steps_it_is_asked_to(tmp_path):
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
+    run_here(plan, 2, out, steps=5, trace=frozenset({1, 3}))
+    found = trace.read(out)
+    assert found.steps == (2, 4) and found.plan == Plan.read(plan) and found.uncertainty_ns == 0
+    for rank, one in enumerate(found.ranks):
+        assert int(one.head.process.rpartition(":")[2]) == processes(out)[rank]
+        assert len(one.clocks) == 2 and one.memory is not None and one.memory.step == 5
+        assert one.memory.categories == (*CATEGORIES, "peak")
+        for step in found.steps:
+            took = found.recorded(rank, step)
+            assert one.clocks[0].at_ns < took.begins < took.ends < one.clocks[1].at_ns
+    shown = {row["step"]: row["step_ms"] for row in metrics(out)}
+    for step in found.steps:
+        took = found.recorded(0, step)
+        assert (took.ends - took.begins) / 1e6 == pytest.approx(shown[step], rel=0.2, abs=1.0)
+
+
+def test_what_a_killed_run_recorded_can_be_read(tmp_path):
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
+    kill = at_step(4, lambda: os.kill(processes(out)[1], signal.SIGKILL))
+    with pytest.raises(ZbcError, match="was killed by SIGKILL"):
+        run_here(plan, 2, out, kill, steps=10**6, trace=frozenset(range(1, 10**5)))
+    found = trace.read(out)
+    assert found.steps[:3] == (2, 3, 4) and found.steps == tuple(range(2, 2 + len(found.steps)))
+
+
+def test_a_run_asked_to_stop_ends_its_trace(tmp_path):
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
+    stop = at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run_here(plan, 2, out, stop, steps=10**6, trace=frozenset(range(1, 10**5)))
+    found = trace.read(out)
+    assert found.steps == tuple(row["step"] for row in metrics(out)[1:])
+    assert all(len(rank.clocks) == 2 for rank in found.ranks)
+
+
+def test_steps_beyond_the_run_are_refused_before_it_starts(tmp_path):
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
+    with pytest.raises(ZbcError, match="asks for step 4, the run has 3") as raised:
+        run_here(plan, 2, out, trace=frozenset({0, 3}))
+    assert raised.value.code == "E160" and not out.exists()

@@ -1,0 +1,238 @@
+"""What is recorded of ranks as threads: every op, in order, without a gap, and nothing of the training changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.runtime.small_plans import make_plan, make_program, make_worker
+from zbc import trace
+from zbc.ir import COMPUTE, Kind
+from zbc.plan import assemble, write
+from zbc.runtime.aligned import compare_clocks
+from zbc.runtime.board import Board
+from zbc.runtime.execute import run_step
+from zbc.runtime.measure import CATEGORIES
+from zbc.runtime.threads import run_threads
+from zbc.runtime.tracing import Recorder, Tracer
+from zbc.trace import Cause, Clock, Head, Writer
+
+LIMIT = timedelta(seconds=20)
+
+
+def traced(tmp_path, plan, steps, total):
+    """Train `total` steps with all ranks as threads and record `steps` (from 0); the workers and the trace."""
+    folder = tmp_path / "run"
+    manifest = plan.manifest
+    files = assemble(
+        plan.program,
+        parameters={},
+        layers=manifest.layers,
+        boundaries=manifest.boundaries,
+        microbatch_size=manifest.microbatch_size,
+        predicted={},
+        planning=manifest.planning,
+        training=manifest.training,
+    )
+    write(tmp_path / "plan", *files)
+    trace.start(folder, tmp_path / "plan")
+    tracers = {}
+
+    def setup(worker):
+        head = Head(manifest.id, worker.rank, "cpu", "here:1", len(worker.script))
+        same = Clock(time.perf_counter_ns(), 0, 0)
+        tracers[worker.rank] = Tracer(worker, Writer(folder, head), frozenset(steps), total, lambda: same)
+
+    workers = run_threads(plan, total, setup=setup, step=lambda worker: tracers[worker.rank].step)
+    for tracer in tracers.values():
+        tracer.end()
+    return workers, trace.read(folder)
+
+
+CASES = {
+    "1f1b": ("1f1b", {}),
+    "zb-h1": ("zb-h1", {}),
+    "zb-v": ("zb-v", {}),
+    "two copies": ("1f1b", {"copies": 2}),
+    "sharded": ("1f1b", {"copies": 2, "sharded": True}),
+    "no barrier": ("zb-h1", {"sync": "post-validate"}),
+}
+
+
+def plan_of_case(case):
+    schedule, how = CASES[case]
+    program = make_program(schedule, 2, 4, **how)
+    return make_plan(program, optimizer={"sync": how.get("sync", "before-step"), "zero1": how.get("sharded", False)})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
+    workers, found = traced(tmp_path, plan_of_case(case), {1, 2}, 4)
+    assert found.steps == (2, 3)
+    for step in found.steps:
+        ends = {}
+        for rank, worker in enumerate(workers):
+            one = found.recorded(rank, step)
+            assert one.ops == worker.plan.ops
+            assert one.start[0] == one.begins and one.start[1:] == one.end[:-1] and one.end[-1] <= one.ends
+            assert all(a <= w <= e for a, w, e in zip(one.start, one.work, one.end, strict=True))
+            ends |= {(rank // len(found.plan.program.ranks), op): end for op, end in zip(one.ops, one.end, strict=True)}
+        for rank, worker in enumerate(workers):
+            one = found.recorded(rank, step)
+            for op, work in zip(one.ops, one.work, strict=True):
+                if op.kind is Kind.F and op.stage:  # a forward does not begin before the one that feeds it has ended
+                    assert ends[worker.copy, op._replace(stage=op.stage - 1)] <= work
+    busy = workers[0].results[1].busy_seconds[0]
+    one = found.recorded(0, 2)
+    computed = [(e - w) / 1e9 for op, w, e in zip(one.ops, one.work, one.end, strict=True) if op.kind in COMPUTE]
+    if case != "no barrier":  # there the numbers of a step are those of the one before
+        assert sum(computed) >= busy > 0.5 * sum(computed)
+
+
+@pytest.mark.parametrize("case", ["zb-v", "no barrier"])
+def test_recording_changes_nothing_of_the_training(tmp_path, case):
+    plan = plan_of_case(case)
+    workers, _ = traced(tmp_path, plan, {0, 1, 3}, 6)
+    plain = run_threads(plan, 6)
+    for one, other in zip(workers, plain, strict=True):
+        assert [r.loss for r in one.results] == [r.loss for r in other.results]
+        assert [r.grad_norm for r in one.results] == [r.grad_norm for r in other.results]
+        assert [entry[:2] for entry in one.script] == [entry[:2] for entry in other.script]
+
+
+class Fake:
+    """Stamps of a clock that only moves when told to."""
+
+    def __init__(self):
+        self.now = 0
+
+    def open(self):
+        self.now = 0
+
+    def stamp(self):
+        return self.now
+
+    def read(self, stamps):
+        return list(stamps)
+
+
+class Slow:
+    """A transport that has everything, and takes its time: 1000 for a message, 100 for a sum, 10 in the end."""
+
+    def __init__(self, clock):
+        self.clock, self.rank, self.buffers = clock, 1, {}
+
+    def pass_(self, ns):
+        self.clock.now += ns
+
+    def send(self, message, tensor, peer):
+        self.pass_(2)
+
+    def post(self, message, buffer, peer):
+        self.buffers[message] = buffer.zero_()
+
+    def wait(self, message):
+        self.pass_(1000)
+        return self.buffers.pop(message)
+
+    def all_reduce(self, tensor, ranks):
+        self.pass_(100)
+
+    def finish_step(self, *, drain):
+        self.pass_(10)
+
+    def close(self):
+        pass
+
+
+def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
+    clock = Fake()
+    worker = make_worker(make_plan(make_program("zb-h1", 2, 2)), rank=1)
+    worker.transport = Slow(clock)
+    for stage in worker.stages.values():
+        for layer in stage.layers:
+            layer.module.register_forward_pre_hook(lambda module, args: worker.transport._inner.pass_(7))
+    result, timing = Recorder(worker, clock).step(4, stop=False)
+    layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops
+    assert result is not None and timing.step == 5 and timing.close_ns == 10
+    leads = dict(zip([op for op in ops if op.kind in COMPUTE], timing.lead_ns, strict=True))
+    for index, (op, took) in enumerate(zip(ops, timing.took_ns, strict=True)):
+        waited = [w for i, *w in zip(*(iter(timing.waits),) * 3, strict=True) if i == index]
+        if op.kind is Kind.F:
+            assert (took, leads[op], waited) == (1000 + 7 * layers, 1000, [[Cause.MESSAGE, 1000]])
+        elif op.kind is Kind.VALIDATE:
+            assert (took, waited) == (100, [[Cause.ALL, 100]])
+        else:
+            assert (took, leads.get(op, 0), waited) == (2 if op.kind.is_send else 0, 0, [])
+    assert timing.waits[-3:] == [len(ops), Cause.DELIVERY, 10]
+
+
+def test_memory_is_looked_at_in_a_step_of_its_own(tmp_path):
+    _, found = traced(tmp_path, plan_of_case("zb-h1"), {1}, 4)
+    for rank in found.ranks:
+        assert rank.memory is not None and rank.memory.step == 3
+        assert rank.memory.categories == (*CATEGORIES, "peak") and len(rank.memory.bytes) == len(rank.ops)
+        weights = {row[0] for row in rank.memory.bytes}
+        assert len(weights) == 1 and weights.pop() > 1000
+
+
+@pytest.mark.parametrize(("steps", "total", "weighed"), [({1}, 2, None), ({2, 3}, 4, 2), ({0}, 1, None), ({0}, 2, 2)])
+def test_memory_is_looked_at_before_where_nothing_comes_behind(tmp_path, steps, total, weighed):
+    _, found = traced(tmp_path, plan_of_case("1f1b"), steps, total)
+    for rank in found.ranks:
+        assert (None if rank.memory is None else rank.memory.step) == weighed
+
+
+def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(tmp_path):
+    plan = make_plan(make_program("1f1b", 1, 2))
+    worker = make_worker(plan)
+    transport, clock = worker.transport, worker.clock
+    recorder = Recorder(worker)
+    recorder.step(0, stop=False)
+    assert worker.transport is transport and worker.clock is clock
+    worker.script.insert(0, (lambda worker, op: 1 / 0, worker.script[0][1], "broken"))
+    with pytest.raises(ZeroDivisionError):
+        recorder.step(1, stop=False)
+    assert worker.transport is transport and worker.clock is clock
+    del worker.script[0]
+    run_step(worker, 1)
+
+
+# ---- clocks --------------------------------------------------------------------------------------------------
+
+
+def compared(offsets, *, machines=None):
+    """What ranks as threads find that have clocks `offsets` ns behind that of rank 0."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = {}
+
+    def rank(number):
+        store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+        board = Board(store, number, len(offsets))
+        machine = None if machines is None else machines[number]
+        now = lambda: time.perf_counter_ns() - offsets[number]  # noqa: E731
+        found[number] = compare_clocks(board, "test", LIMIT, now=now, machine=machine)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(offsets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(offsets))]
+
+
+def test_clocks_of_other_machines_are_compared_as_well_as_the_network_allows():
+    offsets = [0, 10**12, -5 * 10**9, 123]
+    for clock, offset in zip(compared(offsets, machines="abcd"), offsets, strict=True):
+        assert abs(clock.offset_ns - offset) <= clock.uncertainty_ns
+        assert clock.uncertainty_ns < 10**8
+
+
+def test_ranks_of_one_machine_share_a_clock_unless_the_comparison_says_otherwise():
+    same, shared, other = compared([0, 0, 10**12], machines="aaa")
+    assert same == (same.at_ns, 0, 0) and shared == (shared.at_ns, 0, 0)
+    assert abs(other.offset_ns - 10**12) <= other.uncertainty_ns

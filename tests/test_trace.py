@@ -1,0 +1,172 @@
+"""A recorded run as files: what is written is read back, what is cut off is read as far as it goes, the rest named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.jobs import job
+from zbc import trace
+from zbc.compiler.compile import compile_job
+from zbc.errors import ZbcError
+from zbc.ir import COMPUTE
+from zbc.trace import Cause, Clock, Head, Memory, Timing, Wait, Writer
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with room for a trace of two ranks."""
+    compile_job(job(kind="1f1b", m=2, pp=2)).write(tmp_path / "plan")
+    trace.start(tmp_path / "run", tmp_path / "plan")
+    return tmp_path / "run"
+
+
+def ops_of(run, rank):
+    return trace.plans.Plan.read(run / "trace/plan").program.ranks[rank]
+
+
+def writer(run, rank):
+    plan = trace.plans.read_manifest(run / "trace/plan").id
+    return Writer(run, Head(plan, rank, "cpu", f"host:{rank}", len(ops_of(run, rank))))
+
+
+def timing(ops, step, begin=1000, *, took=10, lead=4, waits=(), close=5):
+    compute = sum(op.kind in COMPUTE for op in ops)
+    return Timing(step, begin, [took] * len(ops), [lead] * compute, list(waits), close)
+
+
+def write(run, steps=(3, 4), clocks=((0, 0, 0),)):
+    for rank in range(2):
+        with_rank = writer(run, rank)
+        for clock in clocks[:1]:
+            with_rank.clock(Clock(*clock))
+        for step in steps:
+            with_rank.step(timing(ops_of(run, rank), step, begin=1000 * step))
+        for clock in clocks[1:]:
+            with_rank.clock(Clock(*clock))
+        with_rank.close()
+    return [run / "trace" / trace.rank_file(rank) for rank in range(2)]
+
+
+def test_what_is_written_is_read_back(run):
+    ops = ops_of(run, 0)
+    rows = [[i, 2 * i] for i in range(len(ops))]
+    write(run)
+    one = writer(run, 0)
+    one.clock(Clock(5, -7, 3))
+    one.step(timing(ops, 3, waits=[0, 0, 3, len(ops), 3, 2]))
+    one.memory(Memory(9, ("weights", "peak"), rows))
+    one.close()
+    found = trace.read(run)
+    assert found.steps == (3,) and found.device == "cpu" and found.uncertainty_ns == 3
+    first = found.ranks[0]
+    assert first.head.process == "host:0" and first.clocks == (Clock(5, -7, 3),)
+    assert first.memory is not None and [list(row) for row in first.memory.bytes] == rows
+    step = found.recorded(0, 3)
+    assert step.begins == 1000 - 7 and step.start == [993 + 10 * i for i in range(len(ops))]
+    assert step.end == [start + 10 for start in step.start] and step.ends == step.end[-1] + 5
+    assert step.waits == (Wait(0, Cause.MESSAGE, 3), Wait(len(ops), Cause.DELIVERY, 2))
+    assert step.waited(Cause.MESSAGE) == {0: 3}
+
+
+def test_an_op_works_from_when_it_has_what_it_needs(run):
+    write(run)
+    ops = ops_of(run, 0)
+    validate = next(i for i, op in enumerate(ops) if str(op) == "VALIDATE")
+    one = writer(run, 0)
+    one.step(timing(ops, 3, waits=[validate, 1, 4, validate, 2, 5]))
+    one.close()
+    step = trace.read(run).recorded(0, 3)
+    for i, op in enumerate(ops):
+        lead = 4 if op.kind in COMPUTE or i == validate else 0  # of VALIDATE the wait for sums, not that for all ranks
+        assert step.work[i] == step.start[i] + lead, op
+
+
+def test_moments_are_put_on_the_clock_of_rank_0_with_its_drift(run):
+    write(run, clocks=((0, 100, 1), (10_000, 300, 2)))
+    rank = trace.read(run).ranks[1]
+    assert [rank.aligned(ns) for ns in (-50, 0, 5000, 10_000, 20_000)] == [50, 100, 5200, 10_300, 20_300]
+
+
+def test_a_step_that_one_rank_has_not_finished_does_not_count(run):
+    files = write(run, steps=(3, 4, 5))
+    lines = files[1].read_text().splitlines(keepends=True)
+    for keep in range(1, len(lines[-1])):  # killed at any byte of its last line
+        files[1].write_text("".join(lines[:-1]) + lines[-1][:keep])
+        assert trace.read(run).steps == ((3, 4) if keep < len(lines[-1]) else (3, 4, 5))
+
+
+def test_a_run_that_was_killed_before_its_first_step_says_so(run):
+    files = write(run, steps=())
+    files[0].write_text(files[0].read_text()[:-3])
+    with pytest.raises(ZbcError, match="no step that all ranks have completed") as raised:
+        trace.read(run)
+    assert raised.value.code == "E430"
+
+
+def change(file, line, **values):
+    lines = file.read_text().splitlines()
+    lines[line - 1] = json.dumps({**json.loads(lines[line - 1]), **values})
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "values", "says"),
+    [
+        (1, {"format": "other"}, "format 'other'"),
+        (1, {"version": 2}, "version 2; this zbc reads 'zbc-trace', version 1"),
+        (1, {"plan": "another"}, "plan is 'another'"),
+        (1, {"rank": 0}, "rank is 0, the plan beside it says 1"),
+        (1, {"ops": 3}, "ops is 3"),
+        (1, {"device": 1}, "device and process have to be texts"),
+        (2, {"clock": {"at_ns": 1}}, "a clock has at_ns, offset_ns, uncertainty_ns"),
+        (2, {"clock": {"at_ns": 1, "offset_ns": 0.5, "uncertainty_ns": 0}}, "offset_ns has to be a whole number"),
+        (3, {"took_ns": [1]}, "took_ns has 1 numbers"),
+        (3, {"lead_ns": "no"}, "lead_ns has to be a list"),
+        (3, {"lead_ns": [1.5]}, "lead_ns has to be a list of whole numbers"),
+        (3, {"took_ns": [-1]}, "took_ns has a negative number"),
+        (3, {"waits": [1, 0]}, "three numbers each"),
+        (3, {"waits": [99, 0, 1]}, "three numbers each"),
+        (3, {"waits": [1, 9, 1]}, "a cause beyond 4"),
+        (3, {"step": "3"}, "step has to be a whole number, not '3'"),
+        (3, {"more": 1}, "a step has step, begin_ns"),
+        (4, {"step": 3}, "step 3 is there twice"),
+        (5, {"memory": {"step": 5, "categories": ["a"], "bytes": [[1]]}}, "bytes needs a row for each of"),
+        (5, {"memory": {"step": 5, "categories": "a", "bytes": []}}, "categories has to be a list of names"),
+        (5, {"memory": 5}, "memory has step, categories, bytes"),
+        (5, {"other": 5}, "neither clock, step nor memory: other"),
+    ],
+)
+def test_damage_is_named_with_its_file_and_line(run, line, values, says):
+    file = write(run)[1]
+    file.write_text(file.read_text() + "{}\n")
+    change(file, line, **values)
+    with pytest.raises(ZbcError) as raised:
+        trace.read(run)
+    assert raised.value.code == "E431" and raised.value.where == f"{file}:{line}" and says in raised.value.message
+
+
+def test_text_that_is_not_json_is_named_with_its_line(run):
+    file = write(run)[0]
+    file.write_text(file.read_text().replace('"took_ns"', "took_ns", 1))
+    with pytest.raises(ZbcError, match="not JSON") as raised:
+        trace.read(run)
+    assert raised.value.where == f"{file}:3"
+
+
+def test_a_rank_without_a_file_is_named(run):
+    write(run)[1].unlink()
+    with pytest.raises(ZbcError, match="has no file of rank 1") as raised:
+        trace.read(run)
+    assert raised.value.code == "E430"
+
+
+def test_a_large_step_is_compact(run):
+    ops = ops_of(run, 0)
+    one = writer(run, 0)
+    waits = [number for index, op in enumerate(ops) if op.kind in COMPUTE for number in (index, 0, 1_234_567)]
+    one.step(timing(ops, 3, begin=10**15, took=1_234_567, lead=4_567, waits=waits))
+    one.close()
+    line = (run / "trace" / trace.rank_file(0)).read_text().splitlines()[1]
+    assert len(line) - 100 < 25 * len(ops)  # a step of 400k ops takes less than 10 MB

@@ -1,0 +1,409 @@
+"""A recorded run: what each rank did in some of its steps, and when.
+
+    runs/plan-1/trace/
+      plan/              the plan as it ran
+      rank-0000.jsonl    what rank 0 of the run did, one JSON object per line; complete at any moment
+      rank-0001.jsonl    ...
+
+The lines of a rank's file, times in ns on its own clock:
+
+    {"format": "zbc-trace", "version": 1, "plan": "..", "rank": 0, "device": "cpu", "process": "host:123", "ops": 4}
+    {"clock": {"at_ns": 0, "offset_ns": 0, "uncertainty_ns": 0}}
+    {"step": 10, "begin_ns": 5, "took_ns": [3, 9, 1, 2], "lead_ns": [4], "waits": [1, 0, 3], "close_ns": 2}
+    {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
+    {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
+
+clock    how far the clock of rank 0 is ahead of this one at a moment of this one; before and after what is recorded
+took     per op of the plan, in its order, how long it took: it starts where the op before ended, the first one at
+         `begin`, so that they and `close` (what the step did after its last op) fill the step without a gap
+lead     per compute op, how long after its start it began to compute: before that it waited for its message, for data
+waits    three numbers for each wait: the op (as many as there are ops for the close), the `Cause`, how long
+memory   bytes per op and category, in a step of its own that is not timed, since looking takes long
+
+On a GPU times are those of the stream that computes, not those of the program that feeds it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import zbc.plan as plans
+from zbc.errors import ZbcError
+from zbc.ir import COMPUTE, Op
+
+FORMAT, VERSION = "zbc-trace", 1
+FOLDER, PLAN = "trace", "plan"
+_RECORD = "record it again with `zbc run PLAN --trace STEPS`"
+
+
+class Cause(IntEnum):
+    """What a rank waited for inside an op."""
+
+    MESSAGE = 0  # a tensor, or numbers, from a neighbour
+    SUM = 1  # a sum of gradients over copies that was started before
+    ALL = 2  # every rank: a sum over all of them
+    DELIVERY = 3  # that what it sent has been taken
+    GATHER = 4  # weights that other ranks stepped
+
+
+class Wait(NamedTuple):
+    """A wait inside op number `op` of a step, in ns; behind the last op it belongs to the close of the step."""
+
+    op: int
+    cause: Cause
+    ns: int
+
+
+class Clock(NamedTuple):
+    """The clock of rank 0 is `offset_ns` ahead of this rank's at `at_ns`, give or take `uncertainty_ns`."""
+
+    at_ns: int
+    offset_ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One step of one rank as it is written; see the head of this file."""
+
+    step: int  # from 1
+    begin_ns: int
+    took_ns: Sequence[int]
+    lead_ns: Sequence[int]
+    waits: Sequence[int]
+    close_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank held around each op of a step, in bytes: rows are ops, columns categories."""
+
+    step: int
+    categories: tuple[str, ...]
+    bytes: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Whose trace it is."""
+
+    plan: str  # its id
+    rank: int  # of the run
+    device: str
+    process: str  # host:pid
+    ops: int
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:04d}.jsonl"
+
+
+def start(run: Path, plan: Path) -> None:
+    """Make room for a trace in a run directory, with a copy of the plan that runs."""
+    copy = run / FOLDER / PLAN
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    manifest = plans.read_manifest(plan)
+    for name in (plans.MANIFEST, *manifest.files):
+        shutil.copyfile(plan / name, copy / name)
+
+
+class Writer:
+    """The file of one rank while it runs; every line is complete as soon as it is written."""
+
+    def __init__(self, run: Path, head: Head) -> None:
+        """Raises E606 if the file cannot be written."""
+        path = run / FOLDER / rank_file(head.rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            text = f"run: cannot write the trace {path}: {error.strerror}"
+            raise ZbcError("E606", text, hint="choose another run directory with --out DIR") from None
+        about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
+        self._line({"format": FORMAT, "version": VERSION, **about})
+
+    def clock(self, clock: Clock) -> None:
+        self._line({"clock": clock._asdict()})
+
+    def step(self, timing: Timing) -> None:
+        values = {
+            "step": timing.step,
+            "begin_ns": timing.begin_ns,
+            "took_ns": list(timing.took_ns),
+            "lead_ns": list(timing.lead_ns),
+            "waits": list(timing.waits),
+            "close_ns": timing.close_ns,
+        }
+        self._line(values)
+
+    def memory(self, memory: Memory) -> None:
+        rows = [list(row) for row in memory.bytes]
+        self._line({"memory": {"step": memory.step, "categories": list(memory.categories), "bytes": rows}})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan.
+
+    Op i starts at `start[i]`, where the one before ended; it works from `work[i]` to `end[i]`. What lies before `work`
+    is waiting and, for compute ops, reading data and what the runtime itself needs. `ends` is when the step is over.
+    """
+
+    ops: tuple[Op, ...]
+    start: list[int]
+    work: list[int]
+    end: list[int]
+    waits: tuple[Wait, ...]
+    begins: int
+    ends: int
+
+    def waited(self, cause: Cause) -> dict[int, int]:
+        """ns per op that waited for this; the close of the step has the number of ops."""
+        found: dict[int, int] = {}
+        for wait in self.waits:
+            if wait.cause is cause:
+                found[wait.op] = found.get(wait.op, 0) + wait.ns
+        return found
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded."""
+
+    head: Head
+    ops: tuple[Op, ...]
+    clocks: tuple[Clock, ...]
+    timings: dict[int, Timing]  # by step, from 1
+    memory: Memory | None
+
+    def aligned(self, ns: int) -> int:
+        """A moment of this rank's clock on that of rank 0: between two comparisons in proportion."""
+        if not self.clocks:
+            return ns
+        first, last = self.clocks[0], self.clocks[-1]
+        passed = last.at_ns - first.at_ns
+        drift = (last.offset_ns - first.offset_ns) / passed if passed else 0.0
+        share = min(max(ns - first.at_ns, 0), passed)
+        return ns + first.offset_ns + round(drift * share)
+
+    def recorded(self, step: int) -> Recorded:
+        """One step. KeyError if it was not recorded."""
+        timing = self.timings[step]
+        begins, own = self.aligned(timing.begin_ns), timing.begin_ns
+        leads = iter(timing.lead_ns)
+        waits = tuple(_waits(timing.waits))
+        ahead = {index: 0 for index in range(len(self.ops))}
+        for wait in waits:
+            if wait.cause is not Cause.ALL and wait.op < len(self.ops):
+                ahead[wait.op] += wait.ns
+        start, work, end = list[int](), list[int](), list[int]()
+        at = begins
+        for index, (op, took) in enumerate(zip(self.ops, timing.took_ns, strict=True)):
+            start.append(at)
+            lead = next(leads) if op.kind in COMPUTE else min(ahead[index], took)
+            own += took
+            close = self.aligned(own)
+            work.append(min(at + lead, close))
+            end.append(close)
+            at = close
+        return Recorded(self.ops, start, work, end, waits, begins, self.aligned(own + timing.close_ns))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run: the plan, and per rank of the run what it did."""
+
+    folder: Path  # the run directory
+    plan: plans.Plan
+    ranks: tuple[RankTrace, ...]
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that all ranks have recorded from beginning to end, counted from 1 as on the console."""
+        common = set(self.ranks[0].timings)
+        for rank in self.ranks[1:]:
+            common &= rank.timings.keys()
+        return tuple(sorted(common))
+
+    @property
+    def uncertainty_ns(self) -> int:
+        """How far moments of two ranks may be apart that are written as one."""
+        return max((clock.uncertainty_ns for rank in self.ranks for clock in rank.clocks), default=0)
+
+    @property
+    def device(self) -> str:
+        return self.ranks[0].head.device
+
+    def recorded(self, rank: int, step: int) -> Recorded:
+        return self.ranks[rank].recorded(step)
+
+
+def has_trace(run: Path) -> bool:
+    """Whether a run directory holds a trace."""
+    return (run / FOLDER / rank_file(0)).is_file()
+
+
+def read(run: Path) -> Trace:
+    """The trace of a run directory, as far as it was written.
+
+    Raises E430 (no trace there, or of some ranks only, or no complete step), E431 (a file is damaged: file and line),
+    E4xx (the copy of the plan).
+    """
+    folder = run / FOLDER
+    if not has_trace(run):
+        raise ZbcError("E430", f"trace: there is no trace in {run}", hint=_RECORD)
+    plan = plans.Plan.read(folder / PLAN)
+    world = plan.manifest.world
+    missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]
+    if missing:
+        text = f"trace: {folder} has no file of {', '.join(plan.manifest.name(rank) for rank in missing)}"
+        hint = "ranks of other machines wrote theirs there: copy them here"
+        raise ZbcError("E430", text, hint=hint)
+    ranks = plan.program.ranks
+    found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[r % len(ranks)]) for r in range(world))
+    trace = Trace(run, plan, found)
+    if not trace.steps:
+        raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=_RECORD)
+    return trace
+
+
+def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:
+    head: Head | None = None
+    clocks, timings, memory = list[Clock](), dict[int, Timing](), None
+    for number, values in _lines(path):
+        place = f"{path}:{number}"
+        if head is None:
+            head = _head(values, place, rank, plan, len(ops))
+        elif "clock" in values:
+            clocks.append(Clock(**_fields(values["clock"], Clock._fields, place)))
+        elif "step" in values:
+            timing = _timing(values, ops, place)
+            if timing.step in timings:
+                raise _damaged(place, f"step {timing.step} is there twice")
+            timings[timing.step] = timing
+        elif "memory" in values:
+            memory = _memory(values["memory"], len(ops), place)
+        else:
+            raise _damaged(place, f"neither clock, step nor memory: {', '.join(sorted(values)) or 'nothing'}")
+    if head is None:
+        raise _damaged(f"{path}:1", "the file is empty")
+    return RankTrace(head, ops, tuple(clocks), timings, memory)
+
+
+def _lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    """The objects of a file with their line numbers; a last line that was cut off is left out."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ZbcError("E430", f"trace: cannot read {path}: {error.strerror}", hint=_RECORD) from None
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise _damaged(f"{path}:{number}", f"not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise _damaged(f"{path}:{number}", "not an object")
+        yield number, values
+
+
+def _head(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
+    if values.get("format") != FORMAT or values.get("version") != VERSION:
+        found = f"format {values.get('format')!r}, version {values.get('version')!r}"
+        raise _damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
+    for key, wanted in (("plan", plan), ("rank", rank), ("ops", ops)):
+        if values.get(key) != wanted:
+            raise _damaged(place, f"{key} is {values.get(key)!r}, the plan beside it says {wanted!r}")
+    device, process = values.get("device"), values.get("process")
+    if not isinstance(device, str) or not isinstance(process, str):
+        raise _damaged(place, "device and process have to be texts")
+    return Head(plan, rank, device, process, ops)
+
+
+def _timing(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
+    names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
+    if values.keys() != {*names}:
+        raise _damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
+    compute = sum(op.kind in COMPUTE for op in ops)
+    took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
+    for name, column, count in (("took_ns", took, len(ops)), ("lead_ns", lead, compute)):
+        if len(column) != count:
+            raise _damaged(place, f"{name} has {len(column)} numbers, the plan has {count} such ops")
+    if len(waits) % 3 or any(not 0 <= op <= len(ops) for op in waits[::3]):
+        raise _damaged(place, "waits has to be three numbers each: op, cause, ns")
+    if any(cause not in _CAUSES for cause in waits[1::3]):
+        raise _damaged(place, f"waits has a cause beyond {max(_CAUSES)}")
+    step, begin, close = (_whole(values[name], name, place) for name in ("step", "begin_ns", "close_ns"))
+    return Timing(step, begin, took, lead, waits, close)
+
+
+_CAUSES = {cause.value: cause for cause in Cause}
+
+
+def _waits(flat: Sequence[int]) -> Iterable[Wait]:
+    for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+        yield Wait(op, _CAUSES[cause], ns)
+
+
+def _memory(values: Any, ops: int, place: str) -> Memory:
+    fields = ("step", "categories", "bytes")
+    if not isinstance(values, dict) or values.keys() != {*fields}:
+        raise _damaged(place, f"memory has {', '.join(fields)}")
+    categories = values["categories"]
+    if not isinstance(categories, list) or not all(isinstance(name, str) for name in categories):
+        raise _damaged(place, "categories has to be a list of names")
+    rows = values["bytes"]
+    if not isinstance(rows, list) or len(rows) != ops:
+        raise _damaged(place, f"bytes needs a row for each of {ops} ops")
+    table = [_column(row, "bytes", place) for row in rows]
+    if any(len(row) != len(categories) for row in table):
+        raise _damaged(place, f"every row of bytes needs {len(categories)} numbers")
+    return Memory(_whole(values["step"], "step", place), tuple(categories), table)
+
+
+def _fields(values: Any, names: Sequence[str], place: str) -> dict[str, int]:
+    if not isinstance(values, dict) or values.keys() != {*names}:
+        raise _damaged(place, f"a clock has {', '.join(names)}")
+    return {name: _whole(values[name], name, place) for name in names}
+
+
+def _whole(value: Any, name: str, place: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _damaged(place, f"{name} has to be a whole number, not {value!r}")
+    return value
+
+
+def _column(values: Any, name: str, place: str) -> array[int]:
+    """Whole numbers that are not negative, eight bytes each."""
+    try:
+        column = array("q", values if isinstance(values, list) else [None])
+    except (TypeError, OverflowError):
+        raise _damaged(place, f"{name} has to be a list of whole numbers") from None
+    if column and min(column) < 0:
+        raise _damaged(place, f"{name} has a negative number")
+    return column
+
+
+def _damaged(place: str, found: str) -> ZbcError:
+    return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=_RECORD)
