@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.processes.plans import metrics, processes, write_plan
+from zbc import trace
 from zbc.errors import ZbcError
 from zbc.runtime import launch
 from zbc.runtime.board import connector
@@ -21,17 +22,18 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 DATA = {"kind": "tests.processes.user_layers:Vectors"}
 
 
-def started(plan, out):
-    command = [*TORCHRUN, "zbc", "run", str(plan), "--out", str(out)]
+def started(plan, out, *more):
+    command = [*TORCHRUN, "zbc", "run", str(plan), "--out", str(out), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
     plan, out = write_plan(tmp_path, parallel={"pp": 2}, schedule={"kind": "zb-v"}), tmp_path / "run"
-    with started(plan, out) as run:
+    with started(plan, out, "--trace", "2-3") as run:
         shown = run.communicate(timeout=80)[0].splitlines()
     assert run.returncode == 0, shown
     assert [row["step"] for row in metrics(out)] == [1, 2, 3]
+    assert trace.read(out).steps == (2, 3)
     lines = [line for line in shown if line.startswith(("zb-v on", "step "))]
     assert lines[0].startswith("zb-v on 2 cpu ranks") and len(lines) == 4
     assert [line.split()[1] for line in lines[1:]] == ["1/3", "2/3", "3/3"]

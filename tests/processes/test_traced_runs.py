@@ -39,7 +39,7 @@ def test_what_a_killed_run_recorded_can_be_read(tmp_path):
     with pytest.raises(ZbcError, match="was killed by SIGKILL"):
         run_here(plan, 2, out, kill, steps=10**6, trace=frozenset(range(1, 10**5)))
     found = trace.read(out)
-    assert found.steps[:3] == (2, 3, 4) and found.steps == tuple(range(2, 2 + len(found.steps)))
+    assert found.steps[:2] == (2, 3) and found.steps == tuple(range(2, 2 + len(found.steps)))
 
 
 def test_a_run_asked_to_stop_ends_its_trace(tmp_path):
