@@ -182,7 +182,6 @@ def _place() -> Place:
 
     env = os.environ
     rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
-    run_id, attempt = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Place(
         rank=rank,
         ranks=ranks,
@@ -192,6 +191,6 @@ def _place() -> Place:
         host=env["MASTER_ADDR"],
         port=int(env["MASTER_PORT"]),
         hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        run=f"zbc/{run_id}/{attempt}",
+        run=f"zbc/{env.get('TORCHELASTIC_RUN_ID', '')}",
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
     )

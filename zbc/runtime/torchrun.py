@@ -16,9 +16,10 @@ import torch
 
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
 from zbc.plan import Manifest
-from zbc.runtime.board import Board, connector, open_store
+from zbc.runtime.board import Board, Connect, connector, open_store
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
+from zbc.runtime.rounds import joined
 from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
@@ -38,7 +39,7 @@ class Place:
     host: str  # of the store
     port: int
     hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
-    run: str  # keeps runs, and restarts of one, apart in a store they share
+    run: str  # keeps runs apart in a store they share
     error_file: str | None  # what torchrun shows of a failure in its own summary
 
 
@@ -70,7 +71,28 @@ def run_place(
     if place.one_machine:
         bind_loopback()
     hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
-    stop, connect = StopFlag(), connector(place.host, place.port, place.run)
+    patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
+    store = connector(place.host, place.port, place.run)()
+    with joined(store, place.rank, place.ranks, patience) as number:
+        connect = connector(place.host, place.port, f"{place.run}/{number}")
+        stopped = _run(folder, manifest, place, options, connect, emit, live)
+    _linger(place)
+    del hosted
+    if stopped is not None:
+        raise KeyboardInterrupt
+
+
+def _run(
+    folder: Path,
+    manifest: Manifest,
+    place: Place,
+    options: RunOptions,
+    connect: Connect,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> str | None:
+    """The rank's part in the run; why it was stopped before its last step, None if it was not."""
+    stop = StopFlag()
 
     def asked(name: str) -> None:
         stop.reason = name
@@ -90,11 +112,7 @@ def run_place(
     if options.live:
         seat = replace(seat, live=live)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
-        stopped = run_rank(folder, seat, options)
-    _linger(place)
-    del hosted
-    if stopped is not None:
-        raise KeyboardInterrupt
+        return run_rank(folder, seat, options)
 
 
 def _linger(place: Place) -> None:

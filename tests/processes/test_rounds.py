@@ -1,0 +1,67 @@
+"""Ranks that were started together find each other, whatever earlier starts left behind."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from zbc.errors import ZbcError
+from zbc.runtime.rounds import joined
+
+
+def start(store, ranks, order=None):
+    """The number each rank of a start gets; ranks come in `order`, each when the one before has asked."""
+    numbers, over = {}, threading.Event()
+    came = {rank: threading.Event() for rank in range(ranks)}
+
+    def run(rank):
+        came[rank].set()
+        with joined(store, rank, ranks, 20.0) as number:
+            numbers[rank] = number
+            over.wait(20)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in order or range(ranks)]
+    for rank, thread in zip(order or range(ranks), threads, strict=True):
+        thread.start()
+        came[rank].wait()
+    while len(numbers) < ranks and any(thread.is_alive() for thread in threads):
+        pass
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    return numbers
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def test_every_start_has_a_number_of_its_own_that_all_ranks_know(store):
+    assert start(store, 4) == dict.fromkeys(range(4), 1)
+    assert start(store, 4, order=[3, 1, 2, 0]) == dict.fromkeys(range(4), 2)
+    assert start(store, 2, order=[1, 0]) == dict.fromkeys(range(2), 3)
+
+
+def test_a_question_of_a_rank_that_has_died_since_harms_nobody(store):
+    with pytest.raises(ZbcError):
+        joined(store, 2, 3, 0.0).__enter__()  # asked, and gone before rank 0 came
+    assert start(store, 3, order=[1, 2, 0]) == dict.fromkeys(range(3), 1)
+
+
+def test_a_start_that_never_was_complete_does_not_hold_up_the_next(store):
+    first = joined(store, 0, 3, 1.0)
+    assert first.__enter__() == 1
+    with joined(store, 1, 3, 20.0) as number:
+        assert number == 1
+    first.__exit__(None, None, None)
+    assert start(store, 3) == dict.fromkeys(range(3), 2)
+
+
+def test_a_rank_0_that_does_not_come_is_an_error_in_words(store):
+    with pytest.raises(ZbcError) as raised, joined(store, 1, 2, 0.0):
+        pass
+    assert raised.value.code == "E609" and "rank 0 has not started" in raised.value.message
