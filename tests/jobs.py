@@ -35,13 +35,15 @@ def toml_text(**changes: object) -> str:
     lines = ["zbc = 1"]
     for name, table in tables.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 
-def _value(value: object) -> str:
+def toml_value(value: object) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return json.dumps(value)
 
 

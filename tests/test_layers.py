@@ -17,7 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.interop.megatron_layout"],
-    ["zbc.model_section", "zbc.learning_rate"],
+    ["zbc.model_section", "zbc.learning_rate", "zbc.ramp"],
     ["zbc.flops"],
     ["zbc.hfconfig"],
     ["zbc.profile"],
@@ -57,7 +57,7 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
-    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.flops"],
+    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
     ["zbc.trace"],

@@ -52,12 +52,14 @@ class Plan:
     manifest: plans.Manifest | None = None
     compiled: Compiled | None = None
     sheet: torch_csv.Sheet | None = None
+    ramp: tuple[Plan, ...] = ()  # what a training begins with
 
     @classmethod
     def read(cls, folder: str | Path) -> Plan:
         """A plan directory, verified. Raises E401 to E406."""
         read = plans.Plan.read(Path(folder))
-        return cls(str(folder), read.program, manifest=read.manifest)
+        ramp = tuple(cls.read(Path(folder, part.folder)) for part in read.manifest.ramp)
+        return cls(str(folder), read.program, manifest=read.manifest, ramp=ramp)
 
     @classmethod
     def read_csv(cls, path: str | Path) -> Plan:
@@ -85,6 +87,8 @@ class Plan:
         if self.sheet is not None:
             check_sheet(self.sheet)
         check_all(self.complete)
+        for start in self.ramp:
+            start.check()
 
     @property
     def complete(self) -> Program:

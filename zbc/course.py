@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from zbc.learning_rate import Schedule, rate_after
 from zbc.plan import Manifest
 
 
@@ -69,6 +70,12 @@ class Course:
     def most(self) -> int:
         """Samples of the largest step."""
         return max(leg.samples for leg in self.legs)
+
+    def rate(self, lr: float, schedule: Schedule, steps: int, step: int) -> float:
+        """The learning rate of a step of a training of `steps`, by steps or by samples as `schedule` has it."""
+        if schedule.by == "steps":
+            return rate_after(lr, schedule, steps, step + 1)
+        return rate_after(lr, schedule, self.full(steps), self.full(step + 1))
 
     def full(self, step: int) -> float:
         """How many steps of the last leg's size the samples before `step` make."""

@@ -184,6 +184,15 @@ A torch CSV file fixes the number of ranks (its rows) and of microbatches. Both
 have to be those of the job: parallel.pp and schedule.microbatches.
 """,
     ),
+    "E123": _entry(
+        "a ramp changes where stages are",
+        """
+schedule.ramp begins a training with fewer microbatches per step. Weights stay
+where they are when the number grows, so all plans of a training need the same
+stages on the same ranks. Schedules of zbc have them; a plugin that places
+stages by the number of microbatches cannot be used with a ramp.
+""",
+    ),
     "E130": _entry(
         "fewer layers than stages",
         """

@@ -25,6 +25,9 @@ class Schedule(Section):
     """`[optimizer.schedule]`."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    by: Literal["steps", "samples"] = Field(
+        default="steps", description="samples: a step of half the microbatches counts as half a step"
+    )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the way up to lr")
     decay_steps: Count | None = Field(
         default=None, description="steps of the way down; default all after the warm-up, wsd a tenth of train.steps"
@@ -32,7 +35,7 @@ class Schedule(Section):
     min_lr: NotNegative = Field(default=0.0, description="where the way down ends")
 
 
-def decay_steps(schedule: Schedule, steps: int) -> int:
+def decay_steps(schedule: Schedule, steps: float) -> float:
     """How many steps the way down has, in a training of `steps`."""
     if schedule.kind == "constant":
         return 0
@@ -43,7 +46,12 @@ def decay_steps(schedule: Schedule, steps: int) -> int:
 
 def rate(lr: float, schedule: Schedule, steps: int, step: int) -> float:
     """The learning rate of step `step` (from 0) of a training of `steps`; behind its end the last one."""
-    done, down = step + 1, decay_steps(schedule, steps)
+    return rate_after(lr, schedule, steps, step + 1)
+
+
+def rate_after(lr: float, schedule: Schedule, steps: float, done: float) -> float:
+    """The learning rate of the step behind which `done` of `steps` are done; both may be fractions."""
+    down = decay_steps(schedule, steps)
     if done < schedule.warmup_steps:
         return lr * done / schedule.warmup_steps
     start = steps - down if schedule.kind == "wsd" else schedule.warmup_steps
@@ -53,7 +61,7 @@ def rate(lr: float, schedule: Schedule, steps: int, step: int) -> float:
     return lr + (schedule.min_lr - lr) * part
 
 
-def problems(lr: float, schedule: Schedule, steps: int, document: Document) -> Iterator[ZbcError]:
+def problems(lr: float, schedule: Schedule, steps: float, document: Document) -> Iterator[ZbcError]:
     """What does not go together: E110."""
 
     def found(key: str, text: str, hint: str) -> ZbcError:
@@ -62,12 +70,18 @@ def problems(lr: float, schedule: Schedule, steps: int, document: Document) -> I
 
     warmup, down = schedule.warmup_steps, schedule.decay_steps
     if warmup > steps:
-        yield found("warmup_steps", f"warmup_steps = {warmup} is more than train.steps = {steps}", "shorten it")
+        yield found("warmup_steps", f"warmup_steps = {warmup} is more than {_of(schedule, steps)}", "shorten it")
     elif down is not None and warmup + down > steps:
-        text = f"decay_steps = {down} and warmup_steps = {warmup} are more than train.steps = {steps}"
-        yield found("decay_steps", text, f"use {max(1, steps - warmup)} or fewer")
+        text = f"decay_steps = {down} and warmup_steps = {warmup} are more than {_of(schedule, steps)}"
+        yield found("decay_steps", text, f"use {max(1, int(steps) - warmup)} or fewer")
     if schedule.min_lr > lr:
         yield found("min_lr", f"min_lr = {schedule.min_lr:g} is above optimizer.lr = {lr:g}", "lower it")
     if schedule.kind == "constant" and (down is not None or schedule.min_lr):
         key = "min_lr" if down is None else "decay_steps"
         yield found(key, f'{key} does nothing with kind = "constant"', 'drop it, or use "cosine", "linear" or "wsd"')
+
+
+def _of(schedule: Schedule, steps: float) -> str:
+    if schedule.by == "steps":
+        return f"train.steps = {int(steps)}"
+    return f"the {steps:g} full steps that the samples of train.steps make"

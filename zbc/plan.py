@@ -117,10 +117,11 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole plan directory in memory."""
+    """A whole plan directory in memory; `ramp` are the plans that a training begins with."""
 
     manifest: Manifest
     program: Program
+    ramp: tuple[Plan, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
@@ -128,7 +129,8 @@ class Plan:
         manifest = read_manifest(folder)
         ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
         check_counts(manifest, ranks)
-        return cls(manifest, program_of(manifest, ranks))
+        ramp = tuple(cls.read(below) for below, _ in read_ramp(folder, manifest))
+        return cls(manifest, program_of(manifest, ranks), ramp)
 
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
@@ -175,12 +177,13 @@ def assemble(
     predicted: Mapping[str, Any],
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
+    ramp: Sequence[Part] = (),
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
     seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
     identity = hashlib.sha256(seed.encode())
-    for text in lines:
+    for text in [*lines, *(part.sha256 for part in ramp)]:
         identity.update(_sha(text.encode()).encode())
     plan_id = identity.hexdigest()[:16]
     files = {rank_file(rank): _rank_text(program, rank, plan_id, text) for rank, text in enumerate(lines)}
@@ -208,6 +211,7 @@ def assemble(
         planning=dict(planning),
         training=dict(training),
         files={name: _sha(text.encode()) for name, text in files.items()},
+        ramp=list(ramp),
     )
     return manifest, files
 
@@ -247,6 +251,7 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
         fresh = work / "new"
         fresh.mkdir()
         for name, text in {**files, MANIFEST: manifest.dumps()}.items():
+            (fresh / name).parent.mkdir(exist_ok=True)
             (fresh / name).write_text(text, encoding="utf-8")
         if folder.exists():
             os.rename(folder, work / "old")
@@ -264,8 +269,13 @@ def _replaceable(folder: Path) -> bool:
     """Whether `folder` is empty or holds nothing but a plan."""
     if not folder.is_dir() or folder.is_symlink():
         return False
-    names = {entry.name for entry in folder.iterdir()}
-    return not names or (MANIFEST in names and all(n == MANIFEST or n.startswith("rank-") for n in names))
+    entries = list(folder.iterdir())
+    plain = [entry.name for entry in entries if not entry.is_dir()]
+    below = [entry for entry in entries if entry.is_dir()]
+    if not entries:
+        return True
+    fine = MANIFEST in plain and all(name == MANIFEST or name.startswith("rank-") for name in plain)
+    return fine and all(is_plan(entry) and _replaceable(entry) for entry in below)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -321,6 +331,18 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
     for fine, text in problems:
         if not fine:
             raise ZbcError("E404", f"plan: {path}: {text}", hint=_REPLAN)
+
+
+def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
+    """The plans that a training begins with: their folders and manifests. Raises E401 to E406."""
+    found = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
+    for part, (below, its) in zip(manifest.ramp, found, strict=True):
+        if its.sha256 != part.sha256:
+            raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=_REPLAN)
+        for key in ("placement", "layers", "boundaries", "microbatch_size", "copies", "tied", "sharded"):
+            if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
+                raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=_REPLAN)
+    return found
 
 
 def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = True) -> RankPlan:

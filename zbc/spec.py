@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, get_args
 import tomli
 from pydantic import Field, ValidationError
 
-from zbc import learning_rate, model_section, toml
+from zbc import learning_rate, model_section, ramp, toml
 from zbc import profile as profiles
 from zbc.errors import ZbcError, raise_all
 from zbc.model_section import Model as Model
 from zbc.profile import Profile
+from zbc.ramp import Phase
 from zbc.section import FACTORY, Count, NotNegative, Positive
 from zbc.section import Section as Section
 from zbc.wording import convert, did_you_mean, unknown
@@ -42,6 +43,7 @@ class Schedule(Section):
     kind: str | None = Field(None, description="a name from `zbc schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
+    ramp: list[Phase] = Field([], description="what a training begins with: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
     group: Count | None = Field(
         None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
@@ -547,9 +549,29 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
-    optimizer, train = draft.sections.get("optimizer"), draft.sections.get("train")
-    if optimizer is not None and train is not None:
-        yield from learning_rate.problems(optimizer.lr, optimizer.schedule, train.steps, draft.document)
+    optimizer, train, planned = (draft.sections.get(name) for name in ("optimizer", "train", "schedule"))
+    if optimizer is None or train is None:
+        return
+    steps = float(train.steps)
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if planned is not None and planned.ramp and parallel is not None and optimizer.schedule.by == "samples":
+        per = planned.microbatch_size * parallel.dp
+        steps = ramp.full_steps(planned.ramp, planned.microbatches, per, train.steps)
+    yield from learning_rate.problems(optimizer.lr, optimizer.schedule, steps, draft.document)
+
+
+def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
+    planned: Schedule | None = draft.sections.get("schedule")
+    parallel: Parallel | None = draft.sections.get("parallel")
+    train: Train | None = draft.sections.get("train")
+    if planned is None or not planned.ramp:
+        return
+    if planned.file is not None:
+        text = "config: schedule.file is an order for one number of microbatches, and schedule.ramp has others"
+        yield ZbcError("E110", text, where=draft.document.where(("schedule", "ramp")), hint="drop one of them")
+    if parallel is not None and train is not None:
+        per = planned.microbatch_size * parallel.dp
+        yield from ramp.problems(planned.ramp, planned.microbatches, per, train.steps, draft.document)
 
 
 def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -591,6 +613,7 @@ RULES = (
     _activation_rules,
     _copies_rule,
     _rate_rules,
+    _ramp_rules,
     _evaluation_rules,
     _unsupported,
 )

@@ -38,7 +38,8 @@ class Document:
     def has(self, path: KeyPath) -> bool:
         node: Any = self.values
         for part in path:
-            if not isinstance(node, Mapping) or part not in node:
+            inside = part in node if isinstance(node, Mapping) else isinstance(node, list) and part in range(len(node))
+            if not inside:
                 return False
             node = node[part]
         return True

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.jobs import toml_value
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.ir import Op
 from zbc.runtime import launch
@@ -31,7 +32,7 @@ def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
         inner = {key: value for key, value in table.items() if isinstance(value, dict)}
         plain = {key: value for key, value in table.items() if key not in inner}
         for header, values in [(name, plain), *((f"{name}.{key}", values) for key, values in inner.items())]:
-            lines += [f"[{header}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+            lines += [f"[{header}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
     path = folder / "job.toml"
     path.write_text("\n".join(lines))
     return compile_job(load_job(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
@@ -149,3 +150,21 @@ def test_a_rank_that_dies_is_named_with_its_copy(tmp_path):
 
     error = fails(plan, 4, tmp_path / "out", each=kill)
     assert (error.code, error.message) == ("E702", "run: rank 3 [dp 1, pp 1] was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+def test_a_batch_grows_while_four_processes_train(tmp_path, sync):
+    """Positions, rates and losses of one process; the last weights too."""
+    ramp = [{"microbatches": 1, "steps": 1}, {"microbatches": 2, "samples": 9}]
+    schedule = {"kind": "zb-h1", "microbatches": 3, "ramp": ramp}
+    optimizer = {"sync": sync, "lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "by": "samples"}}
+    folder = write_plan(tmp_path, parallel=TWO, schedule=schedule, optimizer=optimizer, train={"steps": 5})
+    lines = run_here(folder, 4, tmp_path / "run")
+    assert "1, then 2, then 3 microbatches of 2" in lines[0]
+    expected, found = reference(Plan.read(folder), 5), metrics(tmp_path / "run")
+    assert [row["samples"] for row in found] == [4, 12, 20, 32, 44]
+    assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)
+    assert [row["grad_norm"] for row in found] == pytest.approx(expected.norms, rel=1e-5)
+    assert [row["lr"] for row in found] == [
+        pytest.approx(5e-3 * (1 + math.cos(math.pi * row["samples"] / 44))) for row in found
+    ]

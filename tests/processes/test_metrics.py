@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.processes.plans import compiled, metrics, run_here, write_plan
+from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
 from zbc.runtime import launch
@@ -38,7 +39,9 @@ def result(step=0, **changes):
 def open_log(tmp_path):
     def open_log(steps=12, out=tmp_path / "run", **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
-        return RunLog(read_manifest(plan), RunSettings(plan, steps, "cpu", ["here:1"] * 4), out)
+        return RunLog(
+            read_manifest(plan), RunSettings(plan, steps, "cpu", ["here:1"] * 4, Course.of(read_manifest(plan))), out
+        )
 
     return open_log
 
@@ -79,7 +82,7 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
     planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
-    with RunLog(manifest, RunSettings(tmp_path, 1, "cpu", []), tmp_path / "run") as log:
+    with RunLog(manifest, RunSettings(tmp_path, 1, "cpu", [], Course.of(manifest)), tmp_path / "run") as log:
         line = log.record(result())
     assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
     assert "80 samples/s" in line

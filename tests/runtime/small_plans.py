@@ -14,9 +14,9 @@ from zbc import spec
 from zbc.compiler.check import check_all
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
+from zbc.course import Course
 from zbc.ir import Op, Placement, Program
-from zbc.learning_rate import rate
-from zbc.plan import Boundary, Plan, RankPlan, assemble
+from zbc.plan import Boundary, Part, Plan, RankPlan, assemble
 from zbc.runtime import model
 from zbc.runtime.data import Batches, build_samples
 from zbc.runtime.hub import Hub
@@ -80,6 +80,15 @@ def make_plan(
     return Plan(manifest, program)
 
 
+def ramped(plan: Plan, *starts: tuple[Plan, int]) -> Plan:
+    """`plan` of a training that begins with others, each for so many steps."""
+    parts = [
+        Part(folder=f"m{one.manifest.microbatches}", microbatches=one.manifest.microbatches, steps=steps, sha256="")
+        for one, steps in starts
+    ]
+    return Plan(plan.manifest.model_copy(update={"ramp": parts}), plan.program, tuple(one for one, _ in starts))
+
+
 def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) -> Plan:
     """A plan from op texts, one string per rank with commas between ops."""
     ops = tuple(tuple(Op.parse(text.strip()) for text in rank.split(",")) for rank in ranks)
@@ -88,7 +97,8 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 def make_worker(plan: Plan, rank: int = 0, hub: Hub | None = None) -> Worker:
     hub = hub or Hub(plan.manifest.world)
-    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU)
+    ramp = [RankPlan(rank, one.program.ranks[rank], one.manifest) for one in plan.ramp]
+    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU, ramp)
 
 
 @dataclass
@@ -104,9 +114,9 @@ class Reference:
 def reference(plan: Plan, steps: int = 1) -> Reference:
     """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
-    m, seed = manifest.microbatches * manifest.copies, settings.train.seed
-    samples = build_samples(settings.data, settings.model, seed)
-    batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
+    most, size, seed = manifest.microbatches * manifest.copies, manifest.microbatch_size, settings.train.seed
+    samples, course = build_samples(settings.data, settings.model, seed), Course.of(manifest)
+    batches = Batches(samples, seed=seed, microbatches=most, size=size, course=course)
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
     if settings.model.tie_embeddings:
         layers[-1][1].logits.weight = layers[0][1].tokens.weight
@@ -120,7 +130,7 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
     low = settings.model.dtype == "bfloat16"
     result = Reference([], [], {}, {})
     for step in range(steps):
-        losses = []
+        losses, m = [], course.samples(step) // size
         for mb in range(m):
             x, target = batches.inputs(step, mb), batches.targets(step, mb)
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
@@ -136,7 +146,7 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
         for group in [] if optimizer is None else optimizer.param_groups:
-            group["lr"] = rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
+            group["lr"] = course.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
         _step(
             optimizer, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)]
         )

@@ -126,7 +126,10 @@ def check_plan(target: Path) -> Checked:
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
     survives = survives_blocking_sends(program)
-    return Checked(program, survives, _report(manifest, survives), files=1 + manifest.ranks)
+    below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
+    files = 1 + manifest.ranks + sum(one.files for one in below)
+    survives = survives and all(one.survives_blocking_sends for one in below)
+    return Checked(program, survives, _report(manifest, survives), files=files)
 
 
 def evaluates(manifest: Manifest) -> bool:

@@ -57,7 +57,9 @@ def plan(
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
     if json:
-        show_json({**compiled.report.as_json(), "plan": str(output), "plan_id": manifest.id})
+        starts = [{"steps": start.steps, **start.compiled.report.as_json()} for start in compiled.ramp]
+        ramp = {"ramp": starts} if starts else {}
+        show_json({**compiled.report.as_json(), **ramp, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
         show(*summary.of_plan(compiled, verbose=verbose))

@@ -40,6 +40,8 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     yield indented(_ranks(report, verbose=verbose))
     yield labelled("stages", "layers, and ms per microbatch")
     yield indented(_stages(compiled, verbose=verbose))
+    if compiled.ramp:
+        yield labelled("ramp", *_ramp(compiled))
 
 
 def _step(report: Report, *, barrier: bool) -> list[str]:
@@ -78,6 +80,21 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     over = f" over {program.copies} copies" if program.copies > 1 else ""
     yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
+
+
+def _ramp(compiled: Compiled) -> Iterator[str]:
+    """What a training runs before this plan, with what each step takes."""
+    first, per = 1, compiled.job.schedule.microbatch_size * compiled.job.parallel.dp
+    counts = [start.compiled.program.microbatches for start in compiled.ramp]
+    times = aligned([start.compiled.report.makespan_ms for start in compiled.ramp])
+    bubbles = [percent(start.compiled.report.bubble_rate_makespan) for start in compiled.ramp]
+    for start, count, time, bubble in zip(compiled.ramp, counts, times, bubbles, strict=True):
+        steps = f"steps {first} to {first + start.steps - 1}" if start.steps > 1 else f"step {first}"
+        work = f"{count} microbatch{'es' if count > 1 else ''} ({count * per} samples)"
+        yield f"{steps}: {work}, makespan {time} ms, bubble {bubble} of it"
+        first += start.steps
+    count = compiled.program.microbatches
+    yield f"from step {first}: {count} microbatches ({count * per} samples), as above"
 
 
 def _gap(ms: float, bound: float) -> str:

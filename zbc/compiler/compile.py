@@ -29,6 +29,13 @@ from zbc.spec import Draft, Job
 from zbc.text import short, size, wrap
 
 
+class Start(NamedTuple):
+    """A plan with fewer microbatches, and how many steps a training runs it before the next."""
+
+    compiled: Compiled
+    steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """Everything known of one planned job."""
@@ -42,6 +49,7 @@ class Compiled:
     timeline: Timeline
     memory: list[RankMemory]
     report: report.Report
+    ramp: tuple[Start, ...] = ()
 
     @property
     def step_ms(self) -> float:
@@ -57,9 +65,14 @@ class Compiled:
         return self.report.barrier_ms if ahead is None else ahead
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
-        """The manifest and the text of every rank file."""
-        boundary = _boundary(self.job)
-        return plans.assemble(
+        """The manifest and the text of every other file; names of files may have a folder."""
+        boundary, parts, below = _boundary(self.job), [], dict[str, str]()
+        for start in self.ramp:
+            its, files = start.compiled.assemble()
+            name = f"m{its.microbatches}"
+            parts.append(plans.Part(folder=name, microbatches=its.microbatches, steps=start.steps, sha256=its.digest()))
+            below |= {f"{name}/{file}": text for file, text in {plans.MANIFEST: its.dumps(), **files}.items()}
+        manifest, files = plans.assemble(
             self.program,
             parameters={"chunks": self.program.placement.stages // self.program.placement.ranks},
             layers=self.layers,
@@ -68,7 +81,9 @@ class Compiled:
             predicted=self.report.predicted(),
             planning=self.job.planning(),
             training=self.job.training(),
+            ramp=parts,
         )
+        return manifest, {**files, **below}
 
     def write(self, folder: Path) -> plans.Manifest:
         """Write the plan directory; it appears complete or not at all."""
@@ -111,7 +126,7 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
 
 
 def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) -> Compiled:
-    """Plan a job: schedule, complete, prove, predict.
+    """Plan a job: schedule, complete, prove, predict; and what its training begins with, on the same stages.
 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
@@ -123,7 +138,25 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
         if suggest:
             raise _with_alternatives(error, compiled) from None
         raise
-    return compiled
+    return replace(compiled, ramp=tuple(_starts(compiled, budget)))
+
+
+def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
+    """The plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
+    job = compiled.job
+    chosen = {"ramp": [], "chunks": compiled.program.placement.stages // compiled.program.placement.ranks}
+    if job.schedule.plugin is None:
+        chosen["kind"] = compiled.schedule
+    blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
+    partition = job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None})
+    for phase in job.schedule.ramp:
+        changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
+        found = compile_job(replace(job, schedule=changed, partition=partition), suggest=False, budget=budget)
+        if found.program.placement != compiled.program.placement or found.layers != compiled.layers:
+            text = f"schedule: with {phase.microbatches} microbatches stages are on other ranks or have other layers"
+            hint = "a ramp needs a schedule whose stages do not depend on the number of microbatches"
+            raise ZbcError("E123", text, where=job.where("schedule", "ramp"), hint=hint)
+        yield Start(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
 
 
 def lowering(compiled: Compiled) -> Iterator[tuple[str, Program]]:

@@ -38,7 +38,7 @@ def tentative(worker: Worker, op: Op) -> None:
     """
     worker.finish_sums()
     masters = masters_of(worker, op)
-    set_rate(masters, worker.rate(worker.step))
+    set_rate(masters, worker.rate(worker.course, worker.step))
     masters.tentative()
 
 

@@ -200,7 +200,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     if not verdict.skipped:
-        set_rate(optimizer, worker.rate(worker.step))
+        set_rate(optimizer, worker.rate(worker.course, worker.step))
         optimizer.step(verdict.clip(worker.clip))
     optimizer.drop()
 

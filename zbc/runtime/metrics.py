@@ -22,9 +22,9 @@ from typing import Any, TextIO
 import torch
 
 import zbc
+from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.flops import training_flops
-from zbc.learning_rate import rate
 from zbc.plan import Manifest
 from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.runtime.sinks import open_sinks
@@ -42,6 +42,7 @@ class RunSettings:
     steps: int
     device: str
     processes: list[str]  # per rank, host:pid
+    course: Course  # of the training
 
 
 class RunLog:
@@ -56,10 +57,11 @@ class RunLog:
         self._log = manifest.training["log"]
         optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
         planned = manifest.training["train"]["steps"]
-        self._rate = functools.partial(rate, optimizer.lr, optimizer.schedule, planned)
+        self._course = settings.course
+        self._rate = functools.partial(settings.course.rate, optimizer.lr, optimizer.schedule, planned)
         seq_len = manifest.planning["model"].get("seq_len")
         self._unit = "samples" if seq_len is None else "tokens"
-        self._per_step = manifest.copies * manifest.microbatches * manifest.microbatch_size * (seq_len or 1)
+        self._per_sample = seq_len or 1
         try:
             self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
             (self.folder / RUN).write_text(json.dumps(self._about(), indent=1) + "\n", encoding="utf-8")
@@ -84,7 +86,8 @@ class RunLog:
         m = self._manifest
         ranks = _count(m.world, f"{self._settings.device} rank")
         ranks += f" ({m.ranks} pp x {m.copies} dp)" if m.copies > 1 else ""
-        work = f"{_count(m.microbatches, 'microbatch', 'microbatches')} of {m.microbatch_size}"
+        counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
+        work = f"{', then '.join(counts)} of {m.microbatch_size}"
         return f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
 
     def record(self, result: StepResult) -> str | None:
@@ -118,7 +121,8 @@ class RunLog:
             sink.write(numbers["step"], numbers)
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
-        rate = self._per_step / result.seconds if result.seconds > 0 else math.nan
+        samples = self._course.samples(result.step)
+        rate = samples * self._per_sample / result.seconds if result.seconds > 0 else math.nan
         busy = max(result.busy_seconds)
         return {
             "step": result.step + 1,
@@ -127,23 +131,23 @@ class RunLog:
             "skipped": result.skipped,
             "redone": result.redone,
             "lr": self._rate(result.step),
+            "samples": self._course.position(result.step + 1),
             f"{self._unit}_per_s": rate,
-            "mfu": self._mfu(result.seconds),
+            "mfu": self._mfu(samples, result.seconds),
             "step_ms": 1e3 * result.seconds,
             "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
             "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
             "peak_bytes": list(result.peak_bytes),
         }
 
-    def _mfu(self, seconds: float) -> float | None:
+    def _mfu(self, samples: int, seconds: float) -> float | None:
         """Operations of the model per second and rank over hardware.tflops; None where either is not known."""
         planning, m = self._manifest.planning, self._manifest
         flops = training_flops(Model.model_validate(planning["model"], strict=False))
         peak = planning.get("hardware", {}).get("tflops")
         if flops is None or not peak or seconds <= 0:
             return None
-        sequences = m.copies * m.microbatches * m.microbatch_size
-        return flops * sequences / (seconds * m.world * float(peak) * 1e12)
+        return flops * samples / (seconds * m.world * float(peak) * 1e12)
 
     def live(self, result: StepResult) -> str:
         """How far the run is, in one line."""

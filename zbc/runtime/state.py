@@ -105,7 +105,7 @@ class Worker:
     loss: Loss
     optimizers: dict[int, StageOptimizer]
     clip: float | None
-    rate: Callable[[int], float]  # step -> learning rate
+    rate: Callable[[Course, int], float]  # the learning rate of a step
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
     tied: str | None = None  # the name of the weight that the first and the last stage share
 

@@ -44,7 +44,9 @@ def run_threads(
     workers = []
     for rank in range(manifest.world):
         part = rank % manifest.ranks
-        worker = build_worker(RankPlan(part, plan.program.ranks[part], manifest), hub.end(rank), device)
+        own = RankPlan(part, plan.program.ranks[part], manifest)
+        ramp = [RankPlan(part, start.program.ranks[part], start.manifest) for start in plan.ramp]
+        worker = build_worker(own, hub.end(rank), device, ramp)
         if setup is not None:
             setup(worker)
         workers.append(worker)

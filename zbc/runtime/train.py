@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import EXIT_BUG, ZbcError
-from zbc.plan import Manifest, read_manifest, read_rank
+from zbc.plan import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.evaluate import due, evaluate
@@ -112,16 +112,17 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     board.agree(identity(manifest, steps, options.trace), limit, manifest.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
     plan = read_rank(folder, seat.rank % manifest.ranks, manifest)
+    ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if seat.device.type == "cuda" else "gloo"
     store = prefixed("groups", seat.connect())
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
     network = Network(manifest, seat.device, limit)
     watchdog.phase("building its stages")
-    worker = build_worker(plan, network, seat.device)
+    worker = build_worker(plan, network, seat.device, ramp)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
-    settings = RunSettings(folder, steps, seat.device.type, processes)
+    settings = RunSettings(folder, steps, seat.device.type, processes, worker.course)
     with RunLog(manifest, settings, options.out) if seat.rank == 0 else nullcontext() as log:
         tracer = None
         if options.trace:

@@ -14,7 +14,6 @@ from zbc import spec
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import SUM, TRANSFER, Kind, Op
-from zbc.learning_rate import rate
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
@@ -101,7 +100,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device, ram
         loss=model.loss(settings.model.loss),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
-        rate=functools.partial(rate, settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps),
+        rate=functools.partial(_rate, settings),
         tied=_tied(manifest),
     )
     worker.sums |= _sums(worker)
@@ -109,6 +108,11 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device, ram
     for act in worker.acts:
         act.ahead = _ahead(worker, act)
     return worker
+
+
+def _rate(settings: Settings, course: Course, step: int) -> float:
+    optimizer = settings.optimizer
+    return course.rate(optimizer.lr, optimizer.schedule, settings.train.steps, step)
 
 
 def _act(plan: RankPlan, shapes: Shapes) -> Act:

@@ -1,0 +1,119 @@
+"""`schedule.ramp`: a plan directory with a plan for every number of microbatches, all proven, none exchangeable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import zbc.plan as plans
+from tests.jobs import job as made
+from zbc.api import load
+from zbc.compiler.compile import compile_job
+from zbc.compiler.recall import timeline_of
+from zbc.errors import ZbcError
+
+RAMP = [{"microbatches": 1, "steps": 2}, {"microbatches": 3, "samples": 13}]
+TRAIN = {"steps": 9}
+
+
+@pytest.fixture
+def ramped(job, zbc):
+    """A plan with 1, 3, then 8 microbatches of 2 in two copies; `zbc plan` said that."""
+    job(schedule={"ramp": RAMP}, parallel={"dp": 2}, train=TRAIN, pp=2)
+    return zbc("plan", "zbc.toml")
+
+
+def test_the_plan_says_what_each_batch_costs(ramped, zbc, folder):
+    assert ramped.code == 0
+    lines = [line.split("ramp", 1)[-1].strip() for line in ramped.out.splitlines() if "samples), " in line]
+    assert lines[0].startswith("steps 1 to 2: 1 microbatch (4 samples), makespan ")
+    assert lines[1].startswith("steps 3 to 4: 3 microbatches (12 samples), makespan ")
+    assert lines[2] == "from step 5: 8 microbatches (32 samples), as above"
+    report = zbc("plan", "zbc.toml", "-o", "again", "--json").json()
+    assert [(one["steps"], one["microbatches"]) for one in report["ramp"]] == [(2, 1), (2, 3)]
+    assert report["ramp"][0]["makespan_ms"] < report["ramp"][1]["makespan_ms"] < report["makespan_ms"]
+
+
+def test_every_plan_in_it_is_a_plan_and_is_checked(ramped, zbc, folder):
+    assert sorted(path.name for path in (folder / "plan").iterdir() if path.is_dir()) == ["m1", "m3"]
+    assert "all 9 of plan are as they were written" in zbc("check", "plan").out
+    assert zbc("check", "plan/m3").code == 0 and "3 microbatches" in zbc("visualize", "plan/m3").out
+    whole = plans.Plan.read(folder / "plan")
+    assert [start.manifest.microbatches for start in whole.ramp] == [1, 3]
+    for start in whole.ramp:
+        assert timeline_of(start)[0].makespan == pytest.approx(start.manifest.predicted["makespan_ms"])
+    load(folder / "plan").check()
+
+
+def test_a_plan_in_it_that_is_missing_edited_or_another_is_refused(ramped, zbc, folder):
+    rank = folder / "plan" / "m3" / "rank-0001.json"
+    before = rank.read_text()
+    rank.write_text(before.replace("F s1 m0", "F s1 m1", 1))
+    assert zbc("check", "plan").code == 4
+    rank.unlink()
+    found = zbc("run", "plan", "--local", 4)
+    assert found.code == 4 and "error[E401]" in found.err and "m3/rank-0001.json" in found.err
+    rank.write_text(before)
+    assert zbc("plan", "zbc.toml", "-o", "other", "--set", "schedule.kind=gpipe").code == 0
+    (folder / "plan" / "m1").rename(folder / "aside")
+    (folder / "other" / "m1").rename(folder / "plan" / "m1")
+    found = zbc("check", "plan")
+    assert found.code == 4 and "error[E402] plan: plan/m1 is not the plan that plan was made with" in found.err
+
+
+def test_a_plan_with_a_ramp_replaces_one_and_nothing_else(ramped, zbc, folder):
+    assert zbc("plan", "zbc.toml").code == 0 and (folder / "plan" / "m1").is_dir()
+    assert zbc("plan", "zbc.toml", "--set", "schedule.ramp=[]").code == 0 and not (folder / "plan" / "m1").exists()
+    zbc("plan", "zbc.toml")
+    (folder / "plan" / "m1" / "notes.txt").write_text("mine")
+    assert "error[E405]" in zbc("plan", "zbc.toml").err
+
+
+def test_the_manifest_cannot_name_folders_elsewhere(ramped, folder):
+    path = folder / "plan" / "plan.json"
+    data = json.loads(path.read_text())
+    data["ramp"][0]["folder"] = "../plan/m1"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ZbcError) as caught:
+        plans.read_manifest(folder / "plan")
+    assert caught.value.code == "E404"
+
+
+@pytest.mark.parametrize("kind", ["auto", "zb-auto", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"])
+def test_stages_stay_where_they_are(kind):
+    compiled = compile_job(made(kind=kind, pp=2, schedule={"ramp": RAMP}, train=TRAIN), budget=0.0)
+    assert [start.compiled.program.microbatches for start in compiled.ramp] == [1, 3]
+    for start in compiled.ramp:
+        assert start.compiled.program.placement == compiled.program.placement
+        assert start.compiled.layers == compiled.layers and start.compiled.schedule == compiled.schedule
+
+
+@pytest.mark.parametrize(
+    ("ramp", "text"),
+    [
+        ([{"microbatches": 1}], "entry 0 of schedule.ramp has neither of steps and samples"),
+        ([{"microbatches": 1, "steps": 1, "samples": 2}], "has both of steps and samples"),
+        ([{"microbatches": 8, "steps": 1}], "has 8 microbatches, after 0 and before 8"),
+        ([{"microbatches": 2, "steps": 1}, {"microbatches": 2, "steps": 1}], "entry 1 of schedule.ramp has 2"),
+        ([{"microbatches": 1, "samples": 36}], "ends behind step 9, train.steps is 9"),
+        ([{"microbatches": 0, "steps": 1}], "schedule.ramp.0.microbatches: must be at least 1, found 0"),
+        ([{"microbatch": 1, "steps": 1}], "microbatch"),
+        ([{"steps": 1}], "schedule.ramp.0.microbatches is missing"),
+    ],
+)
+def test_a_ramp_that_makes_no_sense_is_refused_with_its_place(ramp, text):
+    with pytest.raises(ZbcError) as caught:
+        made(pp=2, parallel={"dp": 2}, schedule={"ramp": ramp}, train=TRAIN)
+    assert text in caught.value.render() and "zbc.toml:" in caught.value.render()
+
+
+def test_a_warm_up_by_samples_is_held_against_the_samples_of_the_training():
+    changes = {"pp": 2, "schedule": {"ramp": [{"microbatches": 4, "steps": 8}]}, "train": {"steps": 9}}
+    optimizer = {"schedule": {"kind": "linear", "by": "samples", "warmup_steps": 5}}
+    made(**changes, optimizer=optimizer)
+    optimizer["schedule"]["warmup_steps"] = 6
+    with pytest.raises(ZbcError, match="more than the 5 full steps that the samples of train"):
+        made(**changes, optimizer=optimizer)
+    optimizer["schedule"]["by"] = "steps"
+    made(**changes, optimizer=optimizer)

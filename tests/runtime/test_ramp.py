@@ -1,0 +1,140 @@
+"""A training whose batch grows runs another plan from a step on, and is what one process with these batches does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, ramped, reference
+from tests.runtime.test_gradients import VECTORS, user
+from zbc.compiler.schedules import SCHEDULES
+from zbc.course import Course, Leg
+from zbc.learning_rate import Schedule
+from zbc.runtime.data import Batches, Noise
+from zbc.runtime.execute import run_step
+from zbc.runtime.threads import run_threads
+
+FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
+PHASES = ((1, 2), (3, 1))  # microbatches, steps; then FULL
+FULL = 4
+STEPS = 5
+
+
+def growing(schedule, p=2, *, optimizer=FAST, copies=1, tied=False, **how):
+    """A plan with 1, 3, then 4 microbatches per step."""
+    sync, sharded = optimizer.get("sync", "before-step"), optimizer.get("zero1", False)
+
+    def plan(m):
+        program = make_program(schedule, p, m, sync=sync, copies=copies, sharded=sharded, tied=tied)
+        model = {**GPT, "tie_embeddings": tied}
+        return make_plan(program, **{"model": model, "optimizer": optimizer, "steps": STEPS, **how})
+
+    return ramped(plan(FULL), *((plan(m), steps) for m, steps in PHASES))
+
+
+def numbers(workers):
+    assert all([(r.step, r.loss) for r in w.results] == [(r.step, r.loss) for r in workers[0].results] for w in workers)
+    return [(r.loss, r.grad_norm) for r in workers[0].results]
+
+
+@pytest.mark.parametrize("schedule", [name for name, one in SCHEDULES.items() if not one.searched or name == "zb-v"])
+def test_a_growing_batch_trains_as_one_process_does(schedule):
+    plan = growing(schedule)
+    workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)
+    exact = len(plan.manifest.placement[0]) == 1  # the pipes of others add their gradients in another order
+    for (loss, norm), one, two in zip(numbers(workers), expected.losses, expected.norms, strict=True):
+        assert (loss == one) if exact else loss == pytest.approx(one, abs=1e-6)
+        assert norm == pytest.approx(two, rel=1e-6)
+    for name, weight in parameters(workers).items():
+        torch.testing.assert_close(weight.data, expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("copies", "zero1", "tied"), [(2, False, False), (2, True, True), (1, False, True)])
+def test_copies_shards_and_tied_weights_go_through_a_ramp(copies, zero1, tied):
+    plan = growing("zb-h1", optimizer={**FAST, "zero1": zero1}, copies=copies, tied=tied)
+    workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)
+    found = numbers(workers)
+    assert [loss for loss, _ in found] == pytest.approx(expected.losses, abs=1e-6)
+    assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e6])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_without_a_barrier_a_ramp_has_the_same_bits(schedule, largest):
+    """Clipped in every step and never; the step before a larger batch is final before that begins."""
+    plain, ahead = (
+        run_threads(growing(schedule, optimizer={**FAST, "clip_grad_norm": largest, "sync": sync}), STEPS)
+        for sync in ("before-step", "post-validate")
+    )
+    assert numbers(plain) == numbers(ahead) and len(numbers(ahead)) == STEPS
+    before, after = parameters(plain), parameters(ahead)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_dropout_is_that_of_one_process():
+    plan = growing("zb-h1", model=user("residual", dropout=0.3), **VECTORS)
+    assert [loss for loss, _ in numbers(run_threads(plan, STEPS))] == reference(plan, STEPS).losses
+
+
+def test_evaluation_has_its_own_number_of_microbatches():
+    data = {"kind": "synthetic", "validation": 2e-5}
+    workers, plain = (run_threads(growing("1f1b", train={"eval_every": every}, data=data), STEPS) for every in (1, 0))
+    assert numbers(workers) == numbers(plain)
+    found = workers[0].evaluation.results
+    assert [r.samples for r in found] == [16] * STEPS
+    assert len({r.loss for r in found}) == STEPS - 1, "the rate of the last step is 0"
+
+
+def test_no_sample_is_read_twice_and_none_is_left_out():
+    """Over copies and steps, through the end of an epoch that no batch ends with."""
+    plan, seen = growing("1f1b", copies=2), []
+
+    class Few(Noise):
+        def targets(self, indices):
+            seen.extend(indices)
+            return super().targets(indices)
+
+    def few(worker):
+        if worker.batches is not None:
+            samples = Few(61, 16, seed=7, count=21)
+            worker.batches = Batches(samples, seed=7, microbatches=8, size=2, course=worker.course)
+
+    run_threads(plan, STEPS, setup=few)
+    assert len(seen) == 2 * 2 * (1 + 1 + 3 + 4 + 4)
+    counts = [seen.count(index) for index in range(21)]
+    assert sum(counts) == 52 and set(counts) == {2, 3}, "two epochs of 21, and 10 more"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), st.integers(0, 40))
+def test_a_course_is_the_sum_of_its_steps(parts, step):
+    course = Course.made(parts)
+    assert course.position(step) == sum(course.samples(before) for before in range(step))
+    assert course.position(step + 1) - course.position(step) == course.samples(step)
+    later = course.resumed(step, 1000)
+    taken = course.samples(step) + course.samples(step + 1)
+    assert later.position(step) == 1000 and later.position(step + 2) == 1000 + taken
+    assert later.resumed(step, course.position(step)) == course
+
+
+def test_a_rate_by_samples_counts_what_was_read():
+    course = Course((Leg(0, 0, 2), Leg(4, 8, 4)))
+    falling = Schedule(kind="linear", by="samples", warmup_steps=1)
+    rates = [course.rate(8.0, falling, 8, step) for step in range(8)]
+    assert rates == pytest.approx([4.0, 8.0, 7.2, 6.4, 4.8, 3.2, 1.6, 0.0])
+    assert [course.full(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
+
+
+def test_a_worker_goes_on_in_the_middle_of_a_ramp():
+    """Weights and optimizers of the steps before are there; what is read and run follows from step and position."""
+    plan = growing("zb-h1", p=1)
+    whole, parts = make_worker(plan), make_worker(plan)
+    expected = [run_step(whole, step).loss for step in range(STEPS)]
+    found = [run_step(parts, step).loss for step in range(3)]
+    again = make_worker(plan)
+    again.stages, again.optimizers = parts.stages, parts.optimizers
+    again.prepare(op for act in again.acts for op in act.plan.ops)
+    again.resume(3, parts.course.position(3))
+    found += [run_step(again, step).loss for step in range(3, STEPS)]
+    assert found == expected
