@@ -744,6 +744,48 @@ Some features need a package that zbc itself does not:
     pip install 'zbc[wandb]'          log.wandb
 """,
     ),
+    "E611": _entry(
+        "a checkpoint cannot be written",
+        """
+The disk is full, the folder cannot be written, or a tensor is of a type that
+safetensors files cannot hold. The run ends, since going on unsaved is no better
+later; the newest complete checkpoint stays as it is, and
+
+    zbc run plan --resume auto ...
+
+goes on from there once there is room. checkpoint.dir names another place,
+checkpoint.keep says how many stay, checkpoint.every = 0 turns them off.
+""",
+    ),
+    "E612": _entry(
+        "a checkpoint cannot be read",
+        """
+Only a checkpoint with the file .complete in it is read, and every byte of it is
+compared with what was written before training goes on: length and sha256 of
+each file. A file that was cut off, changed or lost is named. zbc does not fall
+back to an older checkpoint on its own, since that would repeat steps without a
+word; the message names the one before it, to be given with --resume PATH.
+""",
+    ),
+    "E613": _entry(
+        "the checkpoint is of another training",
+        """
+Schedule, ranks, copies, ZeRO-1, recompute and the like may change between a
+checkpoint and the run that goes on from it. What may not: the parameters, their
+shapes and types ([model]), the kind of optimizer, and train.seed, on which the
+order of the data and dropout depend. To begin another training with these
+weights, write them with --save-hf and set model.pretrained.
+""",
+    ),
+    "E614": _entry(
+        "checkpoints of another run are in the way",
+        """
+A run that begins anew, or from an older checkpoint, would write among later
+checkpoints of another run, and --resume auto could not tell them apart. Go on
+from the newest with --resume auto, choose another --out or checkpoint.dir, or
+remove the old ones.
+""",
+    ),
     "E701": _entry(
         "no progress",
         """
@@ -780,6 +822,16 @@ or train.skip_total in all were skipped; with "stop" it ends at the first. The
 message says whether the losses were finite, and in which stage backward first
 met such a gradient. A lower learning rate, a longer warm-up or clipping help
 against steps that are too large; data that are broken are the same each time.
+""",
+    ),
+    "E705": _entry(
+        "copies that must be equal differ",
+        """
+Copies of a stage (parallel.dp, the two pipes of bidirectional schedules) and of
+a tied weight are bit for bit equal after every step. Before a checkpoint is
+complete their hashes are compared; the message names the tensors and the ranks.
+Something else than the optimizer wrote to a weight, or a device computes
+wrongly. The checkpoint before is untouched.
 """,
     ),
 }

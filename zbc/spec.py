@@ -197,8 +197,11 @@ class Data(Section):
 class Checkpoint(Section):
     """`[checkpoint]`."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    keep: Count = 3
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
+    keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
+    dir: str | None = Field(None, description="their folder, which all ranks see; default: in the run directory")
+    asynchronous: bool = Field(True, description="write beside the steps that follow; false: steps wait for the disk")
+    at_end: bool = Field(True, description="also after the last step")
 
 
 class Log(Section):
@@ -594,7 +597,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
         ("model", "compile", lambda s: s.compile, "set it to false, or compile layers in a factory of your own"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
-        ("checkpoint", "every", lambda s: s.every > 0, "set it to 0"),
     ]
     for name, key, is_set, hint in later:
         section = get(name)

@@ -130,7 +130,7 @@ def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
 
 def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
     (folder / "zbc.toml").write_text(
-        edit(layers="8", kind="zvb", costs={"f": 1.0}, checkpoint={"every": 5}, hardware={"devise": "cpu"})
+        edit(layers="8", kind="zvb", costs={"f": 1.0}, memory={"activations": "offload"}, hardware={"devise": "cpu"})
     )
     ran = zbc("plan", "zbc.toml")
     assert ran.code == 3
@@ -221,7 +221,7 @@ def test_a_limit_named_in_a_hint_is_enough(zbc, job):
     ("arguments", "text"),
     [
         (["plan"], "Missing argument"),
-        (["run", "plan", "--resume", "auto"], "No such option"),
+        (["run", "plan", "--again"], "No such option"),
         (["run", "plan", "--trace", "3-"], "cannot read '3-'"),
         (["run", "plan", "--trace", "0-2"], "names nothing from 1 on"),
         (["visualize", "zbc.toml", "--as", "gif"], "'gif' is not"),

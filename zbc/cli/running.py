@@ -26,6 +26,13 @@ def run(
     trace: Annotated[
         str | None, typer.Option(metavar="10-19", help="Record these steps, for `zbc report` and `zbc visualize`.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH|none",
+            help="Go on from the newest checkpoint, or from one; default: only when torchrun restarts the run.",
+        ),
+    ] = None,
 ) -> None:
     """Train with a plan: under torchrun, or with --local on this machine.
 
@@ -45,7 +52,7 @@ def run(
         Plan.read(folder)
     from zbc.runtime import launch
 
-    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf, trace=traced)
+    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf, trace=traced, resume=resume)
 
 
 def doctor(

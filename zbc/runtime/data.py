@@ -148,6 +148,11 @@ class Batches:
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
 
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return self._count
+
     def follow(self, course: Course) -> None:
         """Have the steps begin where `course` says."""
         self.course = course

@@ -41,12 +41,14 @@ def run(
     local: int | None = None,
     out: Path | None = None,
     save_hf: Path | None = None,
+    resume: str | None = None,
     trace: frozenset[int] = frozenset(),
     emit: Callable[[str], None] = to_stdout,
 ) -> None:
     """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
 
-    `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0.
+    `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
+    `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -77,7 +79,16 @@ def run(
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
     terminal = sys.stderr.isatty()
-    options = RunOptions(steps, out, None if save_hf is None else save_hf.absolute(), live=terminal, trace=trace)
+    options = RunOptions(
+        steps,
+        out,
+        None if save_hf is None else save_hf.absolute(),
+        resume,
+        launch=os.environ.get("TORCHELASTIC_RUN_ID", "") if started else "",
+        restarted=started and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+        live=terminal,
+        trace=trace,
+    )
     live = LiveLine(sys.stderr)
     _flight_recorder(manifest)
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -43,14 +44,20 @@ class RunSettings:
     device: str
     processes: list[str]  # per rank, host:pid
     course: Course  # of the training
+    launch: str = ""  # what torchrun calls this launch
+    first: int = 0  # steps trained before, by the run that this one goes on with
+    resumed: str | None = None  # the checkpoint they are in
 
 
 class RunLog:
     """The run directory while the run lasts, as a context manager."""
 
-    def __init__(self, manifest: Manifest, settings: RunSettings, out: Path | None) -> None:
-        """Make the directory: `out`, or the first free `<log.dir>/<plan name>-<n>`.
+    def __init__(
+        self, manifest: Manifest, settings: RunSettings, out: Path | None, *, go_on: Path | None = None
+    ) -> None:
+        """Make the directory: `out`, or the first free `<log.dir>/<plan name>-<n>`; or go on in `go_on`.
 
+        There the numbers of steps after the first `settings.first` are dropped: they come again.
         Raises E606 if it cannot be written, E607 if `out` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
@@ -63,10 +70,16 @@ class RunLog:
         self._unit = "samples" if seq_len is None else "tokens"
         self._per_sample = seq_len or 1
         try:
-            self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
-            (self.folder / RUN).write_text(json.dumps(self._about(), indent=1) + "\n", encoding="utf-8")
-            self._file: TextIO = (self.folder / METRICS).open("x", encoding="utf-8")
-            self._sinks = open_sinks(self._log, self.folder, self._about())
+            about = self._about()
+            if go_on is not None:
+                self.folder = go_on
+                about["before"] = _before(go_on)
+                _drop_after(go_on / METRICS, settings.first)
+            else:
+                self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
+            (self.folder / RUN).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            self._file: TextIO = (self.folder / METRICS).open("x" if go_on is None else "a", encoding="utf-8")
+            self._sinks = open_sinks(self._log, self.folder, about, settings.first)
         except OSError as error:
             place = error.filename or out or self._log["dir"]
             text = f"run: cannot write the run directory {place}: {error.strerror}"
@@ -88,7 +101,10 @@ class RunLog:
         ranks += f" ({m.ranks} pp x {m.copies} dp)" if m.copies > 1 else ""
         counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
-        return f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
+        line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
+        if self._settings.resumed is None:
+            return line
+        return f"{line}\ngoing on from {self._settings.resumed}, behind step {self._settings.first}"
 
     def record(self, result: StepResult) -> str | None:
         """Write a step down; its line for the console, if it is a step to show."""
@@ -192,6 +208,9 @@ class RunLog:
             "processes": self._settings.processes,
             "zbc_version": zbc.__version__,
             "torch_version": torch.__version__,
+            "launch": self._settings.launch,
+            "first_step": self._settings.first + 1,
+            "resumed": self._settings.resumed,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": m.training,
             "predicted": m.predicted,
@@ -215,8 +234,35 @@ def _use(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if (out / METRICS).exists():
         text = f"run: {out} holds the metrics of another run"
-        raise ZbcError("E607", text, hint="choose another directory with --out, or remove this one")
+        hint = "go on with it by --resume auto, choose another directory with --out, or remove this one"
+        raise ZbcError("E607", text, hint=hint)
     return out
+
+
+def _before(run: Path) -> list[dict[str, Any]]:
+    """What `run.json` of a run that goes on says of its earlier parts: plan, first step, when they started."""
+    try:
+        about = json.loads((run / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [*about.get("before", []), {key: about.get(key) for key in ("plan", "schedule", "first_step", "started")}]
+
+
+def _drop_after(metrics: Path, step: int) -> None:
+    """Keep the lines of the first `step` steps; one that was cut off in the middle goes too."""
+    if not metrics.exists():
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    part = metrics.with_name(f".{metrics.name}.part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, metrics)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -7,7 +7,7 @@ a low-precision copy of it, or a part of it that other ranks complete is the bus
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,20 @@ from zbc.runtime.split import SplitLinear
 from zbc.runtime.validate import squares_of
 
 _BATCH = 2**22  # elements that a tentative step copies at a time
+
+
+class Held(NamedTuple):
+    """What a checkpoint keeps of a parameter: its elements from `start` on, in memory order, and the optimizer's state.
+
+    `shape` is that of the whole parameter. `tensor` is what the optimizer steps, a master or the parameter itself, and
+    what its state is kept for; of a parameter that does not train it is the parameter.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    tensor: nn.Parameter
+    shared: bool = True  # other ranks with a copy of the stage hold the same
 
 
 class StageOptimizer(Protocol):
@@ -41,6 +55,15 @@ class StageOptimizer(Protocol):
 
     def drop(self) -> None:
         """End the step: drop the gradients, and the casts of weights that may have changed."""
+
+    def held(self) -> list[Held]:
+        """What this rank would write down. Together the ranks with a copy of the stage hold all of it."""
+
+    def incomplete(self) -> Mapping[str, nn.Parameter]:
+        """Working weights of which other ranks hold parts."""
+
+    def loaded(self) -> None:
+        """What is held, and all of what is incomplete, has been overwritten from outside."""
 
 
 class InPlace:
@@ -66,6 +89,15 @@ class InPlace:
             parameter.grad = None
         for cast in self._casts:
             cast.forget()
+
+    def held(self) -> list[Held]:
+        return [Held(name, 0, tuple(p.shape), p) for name, p in self.parameters.items()]
+
+    def incomplete(self) -> Mapping[str, nn.Parameter]:
+        return {}
+
+    def loaded(self) -> None:
+        self.drop()
 
 
 class Masters:
@@ -102,6 +134,16 @@ class Masters:
     def drop(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def held(self) -> list[Held]:
+        return [Held(name, 0, tuple(p.shape), self.masters.get(name, p)) for name, p in self.parameters.items()]
+
+    def incomplete(self) -> Mapping[str, nn.Parameter]:
+        return {}
+
+    def loaded(self) -> None:
+        self.publish()
+        self.drop()
 
     def commit(self, scale: float | None) -> None:
         """The step of the masters and the optimizer's state; the working weights stay as they are."""

@@ -11,5 +11,8 @@ class RunOptions:
     steps: int | None = None  # instead of the plan's
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
+    resume: str | None = None  # "auto", "none", or a path: where to begin
+    launch: str = ""  # what torchrun calls this launch, restarts included
+    restarted: bool = False  # torchrun has started these ranks before
     live: bool = False  # rank 0 says after every step how far the run is
     trace: frozenset[int] = frozenset()  # the steps to record, from 0

@@ -33,6 +33,10 @@ class Prefetched:
         self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-data")
 
+    @property
+    def count(self) -> int:
+        return self._batches.count
+
     def inputs(self, step: int, mb: int) -> Tensor:
         return self._take("inputs", step, mb)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime.bucket import gradient_type
-from zbc.runtime.optimizer import build_optimizer
+from zbc.runtime.optimizer import Held, build_optimizer
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.transport import Pending, Transport
@@ -127,6 +127,26 @@ class Sharded:
         self._inner.drop()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def held(self) -> list[Held]:
+        pieces = {str(piece): piece for piece in self._own}
+        found = []
+        for inner in self._inner.held():
+            piece = pieces.get(inner.name)
+            if piece is None:
+                found.append(inner)
+            else:
+                shape = tuple(self._trained[piece.name].shape)
+                found.append(Held(piece.name, piece.start, shape, inner.tensor, shared=False))
+        rest = self.parameters.keys() - self._trained.keys() - self._whole.keys()
+        return found + [Held(name, 0, tuple(self.parameters[name].shape), self.parameters[name]) for name in rest]
+
+    def incomplete(self) -> Mapping[str, nn.Parameter]:
+        return self._trained
+
+    def loaded(self) -> None:
+        self._inner.loaded()
+        self.drop()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

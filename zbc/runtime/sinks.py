@@ -27,11 +27,14 @@ def check(log: Mapping[str, Any]) -> None:
             raise ZbcError("E610", f"run: {package} is not installed", hint=hint)
 
 
-def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> list[Sink]:
-    """What `[log]` asks for, writing below the run directory `folder`; `about` is what ran."""
+def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int = 0) -> list[Sink]:
+    """What `[log]` asks for, writing below the run directory `folder`; `about` is what ran.
+
+    `first` steps have been written before; what was written of later ones is to be forgotten.
+    """
     sinks: list[Sink] = []
     if log.get("tensorboard"):
-        sinks.append(TensorBoard(folder))
+        sinks.append(TensorBoard(folder, first))
     if log.get("wandb"):
         sinks.append(WeightsAndBiases(str(log["wandb"]), folder, about))
     return sinks
@@ -40,10 +43,10 @@ def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -
 class TensorBoard:
     """Event files in `tensorboard/` of the run directory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         for name, value in scalars(numbers):

@@ -9,17 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from zbc.plan import Plan, RankPlan
+from zbc.runtime.board import Board
+from zbc.runtime.checkpoint.loading import load
+from zbc.runtime.checkpoint.saving import Checkpoints
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import Step, finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.nonfinite import Skips
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
-from zbc.runtime.worker import build_worker
+from zbc.runtime.worker import Settings, build_worker
 
 CPU = torch.device("cpu")
 
@@ -33,8 +39,14 @@ def run_threads(
     hub: Hub | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     step: Callable[[Worker], Step] = lambda worker: run_step,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Worker]:
-    """Train `steps` steps; the workers, by rank of the run, have their `StepResult`s in `results`.
+    """Train up to step `steps`; the workers, by rank of the run, have their `StepResult`s in `results`.
+
+    `folder` is where checkpoints go, as the plan's `[checkpoint]` has it, and `resume` the one to begin with; `tell`
+    takes what is said of them.
 
     `setup` may change each worker before training; each rank's thread runs inside `around()`, and its steps are run by
     `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
@@ -51,11 +63,15 @@ def run_threads(
             setup(worker)
         workers.append(worker)
     failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    trainings = [
+        _Training(worker, Board(store, worker.rank, manifest.world), steps, folder, resume, tell) for worker in workers
+    ]
     threads = [
         threading.Thread(
-            target=_run, args=(worker, steps, hub, failures, around, step(worker)), name=f"rank {worker.rank}"
+            target=_run, args=(one, hub, failures, around, step(one.worker)), name=f"rank {one.worker.rank}"
         )
-        for worker in workers
+        for one in trainings
     ]
     for thread in threads:
         thread.start()
@@ -70,9 +86,28 @@ def run_threads(
     return workers
 
 
+@dataclass(frozen=True)
+class _Training:
+    """What one rank is to do."""
+
+    worker: Worker
+    board: Board
+    steps: int
+    folder: Path | None
+    resume: Path | None
+    tell: Callable[[str], None]
+
+    def checkpoints(self) -> Checkpoints:
+        worker, options = self.worker, Settings.of(self.worker.plan.manifest).checkpoint
+        first = 0 if self.resume is None else load(worker, self.board, self.resume).steps
+        folder = self.folder
+        if folder is None:
+            options, folder = options.model_copy(update={"every": 0}), Path()
+        return Checkpoints(worker, self.board, options, folder, tell=self.tell, last=first)
+
+
 def _run(
-    worker: Worker,
-    steps: int,
+    training: _Training,
     hub: Hub,
     failures: list[BaseException],
     around: Callable[[], AbstractContextManager[object]],
@@ -81,9 +116,10 @@ def _run(
     # A new thread has OpenMP's own idea of its number of threads until torch first uses it; oneDNN asks earlier, and
     # convolutions then sum in another order.
     torch.set_num_threads(torch.get_num_threads())
+    worker = training.worker
     try:
         with around():
-            _train(worker, steps, step)
+            _train(worker, training.steps, training.checkpoints(), step)
     except BaseException as error:
         failures.append(error)
         hub.poison(worker.rank, f"{type(error).__name__}: {error}")
@@ -91,19 +127,26 @@ def _run(
         worker.close()
 
 
-def _train(worker: Worker, steps: int, run: Step) -> None:
+def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> None:
     skips = Skips(worker.plan.manifest)
 
     def keep(result: StepResult | None) -> None:
         worker.results += [] if result is None else [result]
         skips.look(result)
 
-    for step in range(steps):
+    for step in range(checkpoints.last, steps):
         result = run(worker, step)
         keep(result)
         if result is not None and result.stop:
             break
-        if due(worker, step, last=step + 1 == steps):
+        last = step + 1 == steps
+        evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last)
+        if evaluating or saving:
             keep(finish(worker))
+        if evaluating:
             evaluate(worker, step)
+        if saving:
+            checkpoints.save(step)
+        checkpoints.check()
     keep(finish(worker))
+    checkpoints.wait()

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from zbc.errors import EXIT_BUG, ZbcError
 from zbc.plan import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
+from zbc.runtime.checkpoint import resume
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
 from zbc.runtime.identity import identity
@@ -31,6 +32,9 @@ from zbc.runtime.state import Worker
 from zbc.runtime.tracing import Tracer, open_tracer
 from zbc.runtime.watchdog import Watchdog, in_time
 from zbc.runtime.worker import Settings, build_worker
+
+if TYPE_CHECKING:
+    from zbc.runtime.checkpoint.saving import Checkpoints
 
 
 class RankFailed(Exception):
@@ -122,15 +126,21 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     worker = build_worker(plan, network, seat.device, ramp)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
-    settings = RunSettings(folder, steps, seat.device.type, processes, worker.course)
-    with RunLog(manifest, settings, options.out) if seat.rank == 0 else nullcontext() as log:
+    start = resume.agree(board, options, manifest, folder)
+    first = _load(worker, board, seat, start, watchdog)
+    resumed = None if start.checkpoint is None else str(start.checkpoint)
+    settings = RunSettings(folder, steps, seat.device.type, processes, worker.course, options.launch, first, resumed)
+    with RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
         tracer = None
         if options.trace:
             watchdog.phase("opening its trace", waiting=True)
             run = None if log is None else log.folder
             tracer = open_tracer(worker, board, options.trace, steps, limit, run, folder)
+        checkpoints = _checkpoints(worker, board, seat, log, limit)
+        if checkpoints is not None:
+            checkpoints.last = first
         watchdog.watch(worker.progress)
-        stopped = _train(worker, board, seat, steps, log, tracer)
+        stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints)
         if tracer is not None:
             tracer.end()
     if options.save_hf is not None:
@@ -143,11 +153,44 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     return stopped
 
 
+def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdog: Watchdog) -> int:
+    """Load the checkpoint to go on from, if there is one: the steps it has."""
+    if start.checkpoint is None:
+        return 0
+    from zbc.runtime.checkpoint.loading import load  # takes a second to import
+
+    watchdog.phase("loading the checkpoint")
+    loaded = load(worker, board, start.checkpoint)
+    for note in loaded.notes if seat.rank == 0 else ():
+        seat.emit(note)
+    return loaded.steps
+
+
+def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, limit: timedelta) -> Checkpoints | None:
+    """This rank's part in the checkpoints of the run; None if the job wants none."""
+    manifest = worker.plan.manifest
+    options = Settings.of(manifest).checkpoint
+    if not options.every:
+        return None
+    run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
+    from zbc.runtime.checkpoint.saving import Checkpoints
+
+    return Checkpoints(worker, seat.board(), options, resume.save_folder(manifest, run), str(run), seat.emit)
+
+
 def _train(
-    worker: Worker, board: Board, seat: Seat, steps: int, log: RunLog | None, tracer: Tracer | None
+    worker: Worker,
+    board: Board,
+    seat: Seat,
+    steps: range,
+    log: RunLog | None,
+    tracer: Tracer | None,
+    checkpoints: Checkpoints | None,
 ) -> str | None:
     if log is not None:
         seat.emit(log.headline())
+        if not steps:
+            seat.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step
     told, skips = False, Skips(worker.plan.manifest)
 
@@ -155,25 +198,37 @@ def _train(
         _show(result, seat, log)
         skips.look(result)
 
-    for step in range(steps):
+    for step in steps:
         reason = seat.stop.reason
         if reason is not None and not told:
             board.ask_stop(reason)
             told = True
         result = run(worker, step, stop=told)
         show(result)
-        if due(worker, step, last=step + 1 == steps):
+        last = step + 1 == steps.stop
+        stopping = result is not None and result.stop and not last
+        saving = checkpoints is not None and checkpoints.due(step, last=last, stopping=stopping)
+        evaluating = due(worker, step, last=last)
+        if evaluating or saving or stopping:
             show(finish(worker))
+        if evaluating:
             found = evaluate(worker, step)
             if log is not None:
                 seat.emit(log.record_evaluation(found))
-        if result is not None and result.stop and step + 1 < steps:
-            show(finish(worker))
+        if checkpoints is not None and saving:
+            checkpoints.save(step)
+        if stopping:
             reason = board.stop_reason() or "another rank"
+            if checkpoints is not None:
+                checkpoints.wait()
             if log is not None:
                 seat.emit(f"stopped after step {step + 1} (asked by {reason})")
             return reason
+        if checkpoints is not None:
+            checkpoints.check()
     show(finish(worker))
+    if checkpoints is not None:
+        checkpoints.wait()
     return None
 
 

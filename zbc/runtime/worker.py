@@ -45,6 +45,7 @@ class Settings:
     train: spec.Train
     optimizer: spec.Optimizer
     memory: spec.Memory
+    checkpoint: spec.Checkpoint
     pretrained: str | None = None
 
     @classmethod
@@ -56,6 +57,7 @@ class Settings:
             _section(spec.Train, training["train"]),
             _section(spec.Optimizer, training["optimizer"]),
             _section(spec.Memory, planning.get("memory", {})),
+            _section(spec.Checkpoint, training.get("checkpoint", {})),
             training.get("pretrained"),
         )
 

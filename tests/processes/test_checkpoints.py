@@ -1,0 +1,197 @@
+"""`zbc run --resume`: where a run begins, what it goes on with, and what its directory holds afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.processes.plans import metrics, run_here, write_plan
+from zbc.errors import ZbcError
+from zbc.plan import read_manifest
+from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.resume import Start, choose
+from zbc.runtime.options import RunOptions
+
+
+def plan_of(tmp_path, name="plan", **changes):
+    tables = {"parallel": {"pp": 2}, "checkpoint": {"every": 2}, "log": {"dir": str(tmp_path / "runs")}}
+    merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in {**tables, **changes}}
+    return write_plan(tmp_path, name, **merged)
+
+
+def weights(checkpoint):
+    """All tensors of a checkpoint, by name."""
+    return {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a, b):
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+
+
+def losses(run):
+    return [(line["step"], line["loss"]) for line in metrics(run)]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_path):
+    plan = plan_of(tmp_path, train={"steps": 6})
+    whole = run_here(plan, 2, tmp_path / "whole")
+    out = tmp_path / "parts"
+    run_here(plan, 2, out, steps=3)
+    with (out / "metrics.jsonl").open("a") as file:  # steps that came after the checkpoint, the last cut off
+        file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "los')
+    disk_before = disk.newest(out / "checkpoints")
+    lines = run_here(plan, 2, out, resume="auto")
+    assert f"going on from {disk_before}, behind step 3" in lines[0]
+    assert losses(out) == losses(tmp_path / "whole")
+    assert same(out / "checkpoints/step-00000006", tmp_path / "whole/checkpoints/step-00000006")
+    assert sum("wrote" in line for line in whole) == 3
+    about = json.loads((out / "run.json").read_text())
+    assert (about["first_step"], [part["first_step"] for part in about["before"]]) == (4, [1])
+
+
+def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(tmp_path):
+    plan = plan_of(tmp_path)
+    out = tmp_path / "run"
+    run_here(plan, 2, out, resume="auto")
+    assert [step for step, _ in losses(out)] == [1, 2, 3]
+    lines = run_here(plan, 2, out, resume="auto")
+    assert lines[-1] == "nothing is left to train: the checkpoint has 3 steps, the run 3"
+    assert [step for step, _ in losses(out)] == [1, 2, 3]
+
+
+def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
+    run_here(plan_of(tmp_path), 2, tmp_path / "first")
+    other = plan_of(tmp_path, "other", parallel={"pp": 4}, schedule={"kind": "zb-h1"}, train={"steps": 5})
+    run_here(other, 4, tmp_path / "second", resume=str(tmp_path / "first"))
+    assert [step for step, _ in losses(tmp_path / "second")] == [4, 5]
+    whole = plan_of(tmp_path, "whole", train={"steps": 5})
+    run_here(whole, 2, tmp_path / "third")
+    assert same(tmp_path / "second/checkpoints/step-00000005", tmp_path / "third/checkpoints/step-00000005")
+
+
+def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_before_is_intact(tmp_path):
+    plan = plan_of(tmp_path, train={"steps": 6}, checkpoint={"asynchronous": False})
+    out, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+
+    def block(line):
+        if line.startswith("wrote"):
+            (folder / "step-00000004").write_text("in the way")  # root may write anywhere, but not over this
+
+    with pytest.raises(ZbcError) as caught:
+        run_here(plan, 2, out, each=block)
+    assert caught.value.code == "E611"
+    assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in caught.value.details
+    disk.read_index(folder / "step-00000002")
+    (folder / "step-00000004").unlink()
+    run_here(plan, 2, out, resume="auto")
+    assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
+
+
+# ---- where a run begins --------------------------------------------------------------------------------------
+
+
+def checkpoint(parent, step, *, complete=True, run=""):
+    folder = disk.folder_of(parent, step)
+    folder.mkdir(parents=True)
+    disk.write_index(folder, {"files": {}, "tensors": {}, "run": str(run)})
+    if not complete:
+        (folder / ".complete").unlink()
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A plan, and two runs of it; the second has a newer checkpoint that is not complete."""
+    plan = plan_of(tmp_path)
+    for number in (1, 2):
+        run = tmp_path / "runs" / f"plan-{number}"
+        checkpoint(run / "checkpoints", 10 * number)
+        (run / "run.json").write_text(json.dumps({"launch": f"launch {number}"}))
+    checkpoint(tmp_path / "runs/plan-2/checkpoints", 30, complete=False)
+    (tmp_path / "runs/plan-3").mkdir()
+    return plan
+
+
+def start(plan, resume=None, **options):
+    return choose(replace(RunOptions(resume=resume), **options), read_manifest(plan), plan)
+
+
+def test_a_run_begins_anew_unless_told_otherwise(place):
+    assert start(place) == start(place, "none") == Start()
+
+
+def test_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_path):
+    run = tmp_path / "runs/plan-2"
+    assert start(place, "auto") == Start(run / "checkpoints/step-00000020", run)
+    assert start(place, "auto", out=tmp_path / "new") == Start(None, tmp_path / "new")
+
+
+def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
+    run = tmp_path / "runs/plan-1"
+    own = {"restarted": True, "launch": "launch 1"}
+    assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
+    assert start(place, str(tmp_path / "runs/plan-2"), **own).checkpoint == run / "checkpoints/step-00000010"
+    assert start(place, "none", **own) == Start()
+    assert start(place, restarted=True, launch="launch 3") == Start()
+
+
+def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_path):
+    run = tmp_path / "runs/plan-3"
+    (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))
+    own = {"restarted": True, "launch": "launch 3"}
+    assert start(place, **own) == Start(None, run)
+    given = tmp_path / "runs/plan-2/checkpoints/step-00000020"
+    assert start(place, str(given), **own) == Start(given, None)
+
+
+def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path):
+    run = tmp_path / "runs/plan-2"
+    wanted = Start(run / "checkpoints/step-00000020", None)
+    assert [start(place, str(path)) for path in (run, run / "checkpoints", wanted.checkpoint)] == [wanted] * 3
+    assert start(place, str(run), out=run) == Start(wanted.checkpoint, run)
+
+
+@pytest.mark.parametrize("path", ["runs/plan-3", "runs/plan-2/checkpoints/step-00000030", "nowhere"])
+def test_a_path_without_a_complete_checkpoint_is_refused(place, tmp_path, path):
+    with pytest.raises(ZbcError, match="complete checkpoint") as caught:
+        start(place, str(tmp_path / path))
+    assert caught.value.code == "E612"
+
+
+def test_a_run_does_not_write_among_later_checkpoints_of_another(place, tmp_path):
+    run = tmp_path / "runs/plan-2"
+    checkpoint(run / "checkpoints", 15)
+    for resume in (None, "none", str(run / "checkpoints/step-00000015")):
+        with pytest.raises(ZbcError) as caught:
+            start(place, resume, out=run)
+        assert caught.value.code == "E614"
+
+
+def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
+    own = tmp_path / "own"
+    plan = plan_of(tmp_path, checkpoint={"dir": str(own)})
+    assert start(plan, "auto") == Start()
+    run = tmp_path / "runs/plan-1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    found = checkpoint(own, 4, run=run)
+    assert start(plan, "auto") == Start(found, run)
+    with pytest.raises(ZbcError) as caught:
+        start(plan)
+    assert caught.value.code == "E614"
+
+
+def test_old_checkpoints_go_when_newer_ones_are_complete(tmp_path):
+    for step in (1, 2, 3, 5):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 4, complete=False)
+    checkpoint(tmp_path, 6, complete=False)
+    (tmp_path / "notes").mkdir()
+    disk.prune(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000003", "step-00000005", "step-00000006"]
+    assert disk.newest(tmp_path).name == "step-00000005"

@@ -1,0 +1,156 @@
+"""Checkpoints on disk: which there are, which one is complete, which may go.
+
+    <dir>/step-00000100/
+      rank-0000.safetensors   the tensors that rank 0 answers for; one file per rank that has any
+      index.json              which part of which tensor is where, and what training this is; the sha256 of each file
+      .complete               written last, in one rename: the sha256 of index.json
+
+A folder without `.complete` is what a run left that ended while it was writing, and is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+
+COMPLETE, INDEX = ".complete", "index.json"
+FORMAT, VERSION = "zbc-checkpoint", 1
+FOLDER = "checkpoints"  # in a run directory
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(parent: Path, step: int) -> Path:
+    """Where the checkpoint behind `step` steps is kept."""
+    return parent / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """How many steps are in a checkpoint, by its name; None if that is not a checkpoint's."""
+    match = _STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE).is_file()
+
+
+def complete(parent: Path) -> dict[int, Path]:
+    """The complete checkpoints in `parent` by step, the oldest first."""
+    found = _all(parent)
+    return {step: found[step] for step in sorted(found) if is_complete(found[step])}
+
+
+def newest(parent: Path) -> Path | None:
+    """The complete checkpoint with the most steps in `parent`."""
+    found = complete(parent)
+    return found[max(found)] if found else None
+
+
+def _all(parent: Path) -> dict[int, Path]:
+    if not parent.is_dir():
+        return {}
+    return {step: entry for entry in parent.iterdir() if (step := step_of(entry)) is not None and entry.is_dir()}
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Complete a checkpoint whose files are all there; whatever else is in its folder is of an attempt that failed."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **index}, indent=1) + "\n"
+    for entry in folder.iterdir():
+        if entry.name not in index["files"]:
+            entry.unlink()
+    _replace(folder / INDEX, text)
+    _replace(folder / COMPLETE, json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a small file in place in one rename that survives the machine."""
+    part = path.with_name(f".{path.name.lstrip('.')}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(parent: Path, keep: int) -> None:
+    """Delete all but the `keep` newest complete checkpoints, and incomplete ones that are older than the newest.
+
+    A checkpoint loses its `.complete` first, so that one half deleted is never taken for a whole one.
+    """
+    whole = list(complete(parent))
+    if not whole:
+        return
+    kept = set(whole[-keep:])
+    for step, folder in _all(parent).items():
+        if step not in kept and step < whole[-1]:
+            (folder / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What a complete checkpoint says of itself. Raises E612 if it is not complete, damaged, or of another version."""
+    if not is_complete(folder):
+        text = f"run: {folder} is not a complete checkpoint"
+        hint = "name one with the file .complete in it, or the run directory to have the newest of those"
+        raise ZbcError("E612", text, hint=hint)
+    try:
+        marker = json.loads((folder / COMPLETE).read_bytes())
+        raw = (folder / INDEX).read_bytes()
+    except (OSError, ValueError) as error:
+        raise damaged(folder / INDEX, getattr(error, "strerror", None) or str(error)) from None
+    if not isinstance(marker, dict) or hashlib.sha256(raw).hexdigest() != marker.get("index"):
+        raise damaged(folder / INDEX, "it is not what was written (sha256 differs)")
+    index = json.loads(raw)
+    if index.get("format") != FORMAT or index.get("version") != VERSION:
+        text = f"run: {folder} has checkpoint version {index.get('version')!r}, this zbc reads {VERSION}"
+        raise ZbcError("E612", text, hint="resume with the zbc that wrote it")
+    return dict(index)
+
+
+def check_file(folder: Path, name: str, told: dict[str, Any]) -> None:
+    """Raise E612 unless a file has the length and the bytes that were written."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != told["bytes"]:
+            raise damaged(path, f"it has {size} bytes, {told['bytes']} were written")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise damaged(path, error.strerror or str(error)) from None
+    if found != told["sha256"]:
+        raise damaged(path, "its bytes are not those that were written (sha256 differs)")
+
+
+def damaged(path: Path, why: str) -> ZbcError:
+    """E612, with the checkpoint before this one as the way out."""
+    folder, step = path.parent, step_of(path.parent)
+    before = [one for number, one in complete(folder.parent).items() if step is not None and number < step]
+    hint = f"go on from the one before: --resume {before[-1]}" if before else "there is no complete one before it"
+    return ZbcError("E612", f"run: the checkpoint file {path} is damaged: {why}", hint=hint)

@@ -1,0 +1,152 @@
+"""Where a run begins: at step 0, or behind the steps of a checkpoint that this run or another one has written.
+
+Rank 0 chooses and tells the others; no torch is needed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.plan import Manifest
+from zbc.runtime.board import Board
+from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.together import together
+from zbc.runtime.options import RunOptions
+
+RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """`checkpoint`: what to load, None to begin anew. `run`: the run directory to go on in, None for a new one."""
+
+    checkpoint: Path | None = None
+    run: Path | None = None
+
+
+def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    """What rank 0 chooses, on every rank. Raises as `choose`."""
+
+    def choice() -> dict[str, Any]:
+        if board.rank != 0:
+            return {}
+        start = choose(options, manifest, plan)
+        return {"checkpoint": _text(start.checkpoint), "run": _text(start.run)}
+
+    told = together(board, "where to begin", choice)[0]
+    return Start(*(None if told[key] is None else Path(told[key]) for key in ("checkpoint", "run")))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    """What `--resume` means here.
+
+        none   begin anew
+        auto   the newest complete checkpoint: of checkpoint.dir, of --out, or of this plan's runs in log.dir; without
+               one begin anew
+        PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
+
+    Without --resume a run begins anew, except that a restart by torchrun goes on with the run it is a restart of. So
+    does a restart of a run that was given a PATH, once it has a checkpoint of its own.
+
+    Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.
+    """
+    asked = options.resume
+    if options.restarted and asked != "none":
+        start = _restart(options, manifest, plan)
+        if start.checkpoint is not None or asked in (None, "auto"):
+            return start
+    if asked == "auto":
+        return _newest(options, manifest, plan)
+    if asked in (None, "none"):
+        _refuse(_place(manifest, options.out), 0)
+        return Start()
+    return _named(Path(asked or ""), options, manifest)
+
+
+def save_folder(manifest: Manifest, run: Path) -> Path:
+    """Where the checkpoints of a run go."""
+    return _chosen(manifest) or run / disk.FOLDER
+
+
+def _chosen(manifest: Manifest) -> Path | None:
+    chosen = manifest.training.get("checkpoint", {}).get("dir")
+    return None if chosen is None else Path(chosen)
+
+
+def _place(manifest: Manifest, run: Path | None) -> Path | None:
+    """The same; None if that is in a run directory that is not there yet."""
+    return _chosen(manifest) if run is None else save_folder(manifest, run)
+
+
+def runs(manifest: Manifest, plan: Path) -> list[Path]:
+    """The run directories of a plan, the newest first."""
+    parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
+    name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
+    entries = parent.iterdir() if parent.is_dir() else ()
+    found = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
+    return [found[number] for number in sorted(found, reverse=True)]
+
+
+def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    folder = _place(manifest, options.out)
+    if folder is not None:
+        found = disk.newest(folder)
+        return Start(found, options.out or _run_of(found))
+    for run in runs(manifest, plan):
+        found = disk.newest(run / disk.FOLDER)
+        if found is not None:
+            return Start(found, run)
+    return Start()
+
+
+def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    """The run that this launch began with, which may have written nothing yet."""
+    found = [options.out] if options.out is not None else runs(manifest, plan)
+    run = next((one for one in found if _about(one).get("launch") == options.launch), None)
+    folder = _place(manifest, run)
+    return Start(None if folder is None else disk.newest(folder), run)
+
+
+def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
+    found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
+    if found is None:
+        if disk.step_of(path) is not None and path.is_dir():
+            disk.read_index(path)  # which says that it is not complete
+        text = f"run: there is no complete checkpoint in {path}"
+        raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
+    own = _place(manifest, options.out)
+    _refuse(own, disk.step_of(found) or 0)
+    goes_on = options.out is not None and own is not None and own.resolve() == found.parent.resolve()
+    return Start(found, options.out if goes_on else None)
+
+
+def _refuse(folder: Path | None, step: int) -> None:
+    """Raise E614 if a run that begins behind `step` would write among later checkpoints of another one."""
+    later = [] if folder is None else [found for number, found in disk.complete(folder).items() if number > step]
+    if later:
+        text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
+        hint = "go on from there with --resume auto, or give this run another --out or checkpoint.dir, or remove them"
+        raise ZbcError("E614", text, hint=hint)
+
+
+def _run_of(checkpoint: Path | None) -> Path | None:
+    """The run directory that a checkpoint was written from, if it is still there."""
+    named = None if checkpoint is None else disk.read_index(checkpoint).get("run")
+    return Path(named) if named and (Path(named) / RUN).is_file() else None
+
+
+def _about(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

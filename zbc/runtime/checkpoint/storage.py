@@ -1,0 +1,271 @@
+"""Storage for torch.distributed.checkpoint that holds numbers and JSON only, so that reading executes nothing.
+
+torch's planners say which rank writes and reads which part of which tensor; its own file storage would keep that plan
+in a pickle. Here parts are in safetensors files and the plan is in index.json. Everything is flat: a part is elements
+`start` to `start + n` of a tensor in memory order, so a whole parameter, a piece of ZeRO-1 and a scalar are alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from zbc.errors import ZbcError
+from zbc.runtime.checkpoint import folder as disk
+
+_BLOCK = 2**22  # bytes written and hashed in one go
+_TYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+
+
+class Place(NamedTuple):
+    """Where a part is kept."""
+
+    file: str
+    key: str  # of the tensor in it
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one rank's parts into one file; `alive` is called now and then while it does.
+
+    `finish` is for the rank that completes the checkpoint: it takes the metadata and results of all.
+    """
+
+    def __init__(self, folder: Path, rank: int, alive: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._name, self._alive = folder, f"rank-{rank:04d}.safetensors", alive
+        self.files: dict[str, dict[str, Any]] = {}  # what was written: name -> bytes, sha256
+        self.about: dict[str, Any] = {}  # what else the index is to say
+        self.shapes: dict[str, list[int]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.files.clear()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        if not plan.items:
+            done.set_result([])
+            return done
+        parts = {_key(item): _on_cpu(planner.resolve_data(item)) for item in plan.items}
+        shapes = {_key(item): self._shape(item) for item in plan.items}
+        path, part = self._folder / self._name, self._folder / f".{self._name}.part"
+        size, sha = _write(part, parts, shapes, self._alive)
+        os.replace(part, path)
+        disk.sync_folder(self._folder)
+        self.files[self._name] = {"bytes": size, "sha256": sha}
+        results = []
+        for item in plan.items:
+            tensor = parts[_key(item)]
+            place = Place(self._name, _key(item))
+            results.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), place))
+        done.set_result(results)
+        return done
+
+    def _shape(self, item: WriteItem) -> list[int]:
+        """The shape of a part in its file: its tensor's own where it is all of it."""
+        count, total = _extent(item)
+        return self.shapes[item.index.fqn] if count == total else [count]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for found in results for result in found}
+        tensors: dict[str, Any] = {}
+        for name, about in metadata.state_dict_metadata.items():
+            if not isinstance(about, TensorStorageMetadata):
+                raise ZbcError("E703", f"run: {name} in a checkpoint is not a tensor")
+            parts = []
+            for chunk in about.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                parts.append([chunk.offsets[0], chunk.sizes[0], place.file, place.key])
+            dtype = str(about.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": self.shapes[name], "parts": parts}
+        disk.write_index(self._folder, {**self.about, "files": self.files, "tensors": tensors})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SafetensorsReader(StorageReader):
+    """Reads a complete checkpoint. Raises E612 where it is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = disk.read_index(folder)
+        self._places: dict[MetadataIndex, Place] = {}
+        self._metadata: Metadata | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Name -> dtype (a string), shape, parts."""
+        found: Mapping[str, Any] = self.index["tensors"]
+        return found
+
+    def check_files(self, numbers: Iterable[int] | None = None) -> None:
+        """Compare files with what was written; `numbers` chooses some by their place in the sorted list."""
+        names = sorted(self.index["files"])
+        for number in range(len(names)) if numbers is None else numbers:
+            if number < len(names):
+                disk.check_file(self.folder, names[number], self.index["files"][names[number]])
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._places = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
+        found: dict[str, TensorStorageMetadata] = {}
+        places: dict[MetadataIndex, Place] = {}
+        for name, about in self.tensors.items():
+            chunks = []
+            for start, count, file, key in about["parts"]:
+                chunks.append(ChunkStorageMetadata(torch.Size([start]), torch.Size([count])))
+                places[MetadataIndex(name, torch.Size([start]))] = Place(file, key)
+            properties = TensorProperties(dtype=_NAMES[about["dtype"]])
+            found[name] = TensorStorageMetadata(properties, torch.Size([math.prod(about["shape"])]), chunks)
+        return Metadata(found, storage_data=places)  # type: ignore[arg-type]  # a dict is invariant in its values
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[str, list[tuple[str, Any]]] = {}
+        for item in plan.items:
+            place = self._places[item.storage_index]
+            by_file.setdefault(place.file, []).append((place.key, item))
+        for name, items in by_file.items():
+            try:
+                with safe_open(str(self.folder / name), framework="pt") as file:
+                    for key, item in items:
+                        start, count = item.storage_offsets[0], item.lengths[0]
+                        target = planner.resolve_tensor(item)
+                        target.copy_(file.get_tensor(key).reshape(-1)[start : start + count])
+                        planner.commit_tensor(item, target)
+            except (OSError, SafetensorError) as error:
+                raise disk.damaged(self.folder / name, str(error)) from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _key(item: WriteItem) -> str:
+    """What a part is called in its file: its tensor's own name where it is all of it."""
+    count, total = _extent(item)
+    start = item.index.offset[0] if item.index.offset else 0
+    return item.index.fqn if count == total else f"{item.index.fqn}[{start}:{start + count}]"
+
+
+def _extent(item: WriteItem) -> tuple[int, int]:
+    """Elements of a part, and of its tensor."""
+    if item.tensor_data is None:
+        raise ZbcError("E703", f"run: {item.index.fqn} in a checkpoint is not a tensor")
+    return item.tensor_data.chunk.sizes[0], item.tensor_data.size[0]
+
+
+def _on_cpu(found: Any) -> Tensor:
+    tensor: Tensor = found
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _write(
+    path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], alive: Callable[[], None]
+) -> tuple[int, str]:
+    """Write a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
+
+    Written here because the file's sha256 is made on the way, and in blocks, which leave other threads their time.
+    Returns its length and that sha256.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _TYPES[tensor.dtype], "shape": shapes[key], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for view in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
+            for start in range(0, len(view), _BLOCK):
+                block = view[start : start + _BLOCK]
+                sha.update(block)
+                _write_all(file, block)
+                alive()
+        size = file.tell()
+        os.fsync(file.fileno())
+    return size, sha.hexdigest()
+
+
+def _write_all(file: Any, block: memoryview) -> None:
+    done = 0
+    while done < len(block):
+        done += file.write(block[done:])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    count = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
+
+
+def digest(tensor: Tensor) -> str:
+    """What two tensors have in common if, and for all practical purposes only if, their bits are equal."""
+    return hashlib.sha256(_bytes(_on_cpu(tensor))).hexdigest()[:16]
+
+
+def check_type(name: str, tensor: Tensor) -> None:
+    """Raise E611 if a tensor is of a type that the files cannot hold."""
+    if tensor.dtype not in _TYPES:
+        text = f"run: {name} is {str(tensor.dtype).removeprefix('torch.')}, which checkpoints cannot hold"
+        raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
