@@ -77,8 +77,9 @@ class Hardware(Section):
 
     device: Literal["cuda", "cpu"] = "cpu"
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
-    tflops: Positive | None = Field(None, description="sustained per rank; default 312 on cuda, 0.1 on cpu")
-    memory_gbps: Positive | None = Field(None, description="GB/s to memory; default 2000 on cuda, 20 on cpu")
+    tflops: Positive | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
+    memory_gbps: Positive | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
+    kernel_us: NotNegative | None = Field(None, description="what every kernel takes at least; default 3, 5 on cpu")
     link_gbps: Positive | None = Field(
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )

@@ -78,10 +78,10 @@ def test_estimates_follow_from_flops_when_arithmetic_is_the_limit():
     big = job(
         model={"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 50000},
         schedule={"microbatch_size": 4},
-        hardware={"device": "cuda", "tflops": 100.0, "memory_gbps": 1e9},
+        hardware={"device": "cuda", "tflops": 100.0, "memory_gbps": 1e9, "kernel_us": 0.0},
     )
     table = estimate.layers(big)
-    h, keys, tokens = 1024, (512 + 128) / 2, 4 * 512
+    h, keys, tokens = 1024, (512 + 128) / 2 / 0.7, 4 * 512  # attention at 0.7 of the rate of products
     per_ms = 100e12 / 1e3
     block, head = table[1], table[-1]
     assert block.f == pytest.approx((24 * h * h + 4 * keys * h) * tokens / per_ms, rel=1e-4)
@@ -143,14 +143,23 @@ def test_sums_over_copies_take_the_slowest_link_of_their_ring():
 def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
     """A norm that waits for memory is not hidden by a product that does not: halving arithmetic leaves it there."""
     sizes = {"model": {"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}}
+    exact = {"device": "cuda", "kernel_us": 0.0}
     slow, fast, free = (
-        estimate.layers(job(**sizes, hardware={"device": "cuda", "tflops": tflops, "memory_gbps": memory}))[1]
+        estimate.layers(job(**sizes, hardware={**exact, "tflops": tflops, "memory_gbps": memory}))[1]
         for tflops, memory in ((100.0, 1000.0), (1e6, 1000.0), (100.0, 1e9))
     )
     tokens = 2 * 512
     touched = 18 * 1024 * 4 * tokens / 1e9  # 10 h of norms and residual sums and 2 f of GELU, in four bytes
-    assert fast.f > touched
-    assert free.f + touched < slow.f < free.f + fast.f
+    assert slow.f == pytest.approx(free.f + touched, rel=1e-5)
+    assert touched < fast.f < slow.f < free.f + fast.f  # products wait for memory, too, where arithmetic is free
+
+
+def test_every_kernel_takes_its_time_to_get_going():
+    slow, fast = (
+        estimate.layers(job(hardware={"tflops": 1e6, "memory_gbps": 1e9, "kernel_us": us}))[1] for us in (7.0, 3.5)
+    )
+    assert slow.f == pytest.approx(2 * fast.f) and slow.w == pytest.approx(2 * fast.w)
+    assert slow.f == pytest.approx(0.07, rel=0.01)  # 4 products, attention, 2 norms, 2 sums and GELU
 
 
 def test_causal_attention_leaves_out_whole_tiles_of_keys_only():
@@ -184,7 +193,7 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
     """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9 (arXiv 2401.04088)."""
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
     model = {"family": "llama", "seq_len": 4096, **sizes, "dtype": "bfloat16"}
-    exact = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e9}
+    exact = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e9, "kernel_us": 0.0}
     mixtral = job(model={**model, "experts": 8, "top_k": 2}, hardware=exact)
     table = estimate.layers(mixtral)
     assert sum(layer.params for layer in table) == pytest.approx(46.7e9, rel=0.001)

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import job
 from tests.runtime.small_plans import LLAMA
@@ -64,12 +66,37 @@ def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 
     for changes in FAMILIES:
-        described = job(model={**SIZES, **changes}, hardware={"tflops": 1e-3, "memory_gbps": 1e9})
+        described = job(model={**SIZES, **changes}, hardware={"tflops": 1e-3, "memory_gbps": 1e9, "kernel_us": 0.0})
         block, x = layers(described)[1].on_meta(), torch.zeros(2, 32, 64, device="meta")
         with FlopCounterMode(display=False) as counter:
             block(x)
         # A sequence of 32 is less than a tile of keys, so the kernel computes the whole square, as torch counts it.
         assert 1e6 * estimate.layers(described)[1].f == pytest.approx(counter.get_total_flops(), rel=1e-5)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what computes; views cost nothing to speak of."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        outputs = made if isinstance(made, list | tuple) else [made]
+        old = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        self.count += any(isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in old for t in outputs)
+        return made
+
+
+@pytest.mark.parametrize("changes", FAMILIES)
+def test_a_forward_starts_about_as_many_kernels_as_are_counted(changes):
+    described = job(model={**SIZES, **changes}, hardware={"tflops": 1e6, "memory_gbps": 1e9, "kernel_us": 1.0})
+    for index, x in ((1, torch.randn(2, 32, 64)), (-1, torch.randn(2, 32, 64))):
+        layer = layers(described)[index].build(0)
+        with Kernels() as seen:
+            y = layer(x)
+            if index == -1:
+                functional.cross_entropy(y.flatten(0, 1), torch.zeros(64, dtype=torch.long))
+        assert 1e3 * estimate.layers(described)[index].f == pytest.approx(seen.count, abs=2 + 0.1 * seen.count)
 
 
 def test_a_model_with_experts_is_planned_and_not_run(tmp_path):

@@ -35,6 +35,8 @@ class StageBytes:
     more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # what the optimizer needs while it steps
+    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
+    behind: float = 0.0  # the tensor between it and the next stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ def _with_optimizer(
         moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
         machine = Machine.of(job)
         counts = [sum(table[i].params for i in part) for part in stages]
-        step, tentative = (tuple(machine.ms([Kernel(0, each * count)]) for count in counts) for each in moved)
+        step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
     if job.optimizer.zero1:
         shares = [job.parallel.dp * len(set(placement.holders(s))) for s in range(placement.stages)]
         step, tentative = (tuple(map(truediv, each, shares)) for each in (step, tentative))
@@ -364,6 +366,8 @@ def _bytes(
                 more=more(sizes, recompute=job.memory.of(s) == "recompute", first=s == 0),
                 largest=largest,
                 step=temporaries * largest,
+                logits=0.0 if job.memory.of(s) == "recompute" else sum(z.logits for z in sizes),
+                behind=behind[s],
             )
         )
     return tuple(result)

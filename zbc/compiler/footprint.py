@@ -45,6 +45,7 @@ class Footprint:
     more_bw: float = 0.0
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants beside the parameters
+    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
     largest: float = 0.0
     loose: float = 0.0  # of its input, what only the first layer of a stage keeps
     tail: float = 0.0  # its output, where its backward needs that
@@ -176,6 +177,7 @@ def head(z: Sizes) -> Footprint:
         more_w=weight,
         more_bw=max(8 * vocab * t, h * n * t + weight + gone),
         casts=h * vocab * n if z.cast else 0,
+        logits=4 * vocab * t,
         largest=h * vocab,
     )
 

@@ -1,9 +1,10 @@
 """`[hardware]` with its defaults filled in: how long arithmetic, memory traffic and messages take.
 
-A kernel takes the larger of its arithmetic at `tflops` and its memory traffic at `memory_gbps` (the roofline of
-Williams et al., 2009), and kernels run one after another, so their times add up: a matrix product does not hide the
-norm before it. A message takes a latency and its bytes over the bandwidth of its link. Rank r of copy d of the pipeline
-is rank d * pp + r of the run; `ranks_per_node` of those share a node, and links between nodes have their own speed.
+A kernel takes `kernel_us` to get going, then the larger of its arithmetic at `tflops` and its memory traffic at
+`memory_gbps` (the roofline of Williams et al., 2009). Kernels run one after another, so their times add up: a matrix
+product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link. Rank r
+of copy d of the pipeline is rank d * pp + r of the run; `ranks_per_node` of those share a node, and links between nodes
+have their own speed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import NamedTuple
 
 from zbc.spec import Hardware, Job
 
-_DEFAULTS = {  # (tflops, memory GB/s, link Gbit/s, link us)
-    "cuda": (312.0, 2000.0, 200.0, 10.0),
-    "cpu": (0.1, 20.0, 20.0, 700.0),
+_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
+    "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
+    "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
 }
 
 
 class Kernel(NamedTuple):
-    """One kernel, or several alike in a row: floating-point operations, and bytes read and written."""
+    """One kernel, or `starts` of the same kind in a row: their floating-point operations, bytes read and written."""
 
     flops: float
     moved: float
+    starts: int = 1
 
 
 class Link(NamedTuple):
@@ -44,6 +46,7 @@ class Machine:
 
     flops_per_ms: float
     bytes_per_ms: float
+    kernel_ms: float
     near: Link  # within a node
     far: Link  # between nodes
     node: int  # ranks of the run on a node
@@ -54,7 +57,7 @@ class Machine:
     def of(cls, job: Job) -> Machine:
         """Where `[hardware]` says nothing of links, a profile may have measured them."""
         given: Hardware = job.hardware
-        tflops, memory, link, latency = _DEFAULTS[given.device]
+        tflops, memory, kernel, link, latency = _DEFAULTS[given.device]
         if job.profile is not None and job.profile.link is not None:
             link, latency = 8 * job.profile.link.gbps, job.profile.link.latency_us
         near = Link((latency if given.link_us is None else given.link_us) / 1e3, (given.link_gbps or link) * 1e6 / 8)
@@ -65,6 +68,7 @@ class Machine:
         return cls(
             (given.tflops or tflops) * 1e9,
             (given.memory_gbps or memory) * 1e6,
+            (kernel if given.kernel_us is None else given.kernel_us) / 1e3,
             near,
             far,
             given.ranks_per_node,
@@ -74,7 +78,10 @@ class Machine:
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
         """ms of kernels that run one after another."""
-        return sum(max(one.flops / self.flops_per_ms, one.moved / self.bytes_per_ms) for one in kernels)
+        return sum(
+            one.starts * self.kernel_ms + max(one.flops / self.flops_per_ms, one.moved / self.bytes_per_ms)
+            for one in kernels
+        )
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, in whichever copy of it they are farthest apart."""

@@ -30,6 +30,7 @@ class RankMemory:
     optimizer: float
     activations: float
     buffers: float  # tensors on their way (see transit.py), and what the running op needs beyond what is held
+    logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
 
     @property
     def bytes(self) -> float:
@@ -49,7 +50,7 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
 
 def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemory:
-    units = peak = held = most = 0.0
+    units = peak = held = most = logits = logits_then = 0.0
     flight = at_peak = 0
     where: Op | None = None
     change: dict[tuple[Kind, int], tuple[float, float]] = {}
@@ -66,8 +67,10 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemo
         flight += (kind is Kind.F) - (kind is Kind.B or kind is Kind.BW)
         if units > peak + 1e-9:
             peak, where, at_peak = units, op, flight
+        if costs.bytes is not None and kind is not Kind.W:
+            logits += costs.bytes[op[1]].logits * (1 if kind is Kind.F else -1)
         if held > most:
-            most = held
+            most, logits_then = held, logits
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
     return RankMemory(
         units=peak,
@@ -79,6 +82,7 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemo
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
         buffers=buffers,
+        logits=logits_then,
     )
 
 

@@ -10,7 +10,7 @@ from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
-from zbc.ir import SUM, Kind, Op, Program
+from zbc.ir import SUM, Kind, Op, Program, message_of
 
 FORMAT = "zbc-report"
 VERSION = 1
@@ -37,6 +37,8 @@ class RankReport:
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
+    logit_bytes: int  # of activation_bytes, what there is for every word of the vocabulary
+    sent_bytes: int  # of boundary tensors it sends to neighbours in a step
     summed_bytes: int  # it sends to add up gradients over the copies of its stages
 
     @property
@@ -169,8 +171,17 @@ def _rank(
         optimizer_bytes=round(memory.optimizer),
         activation_bytes=round(memory.activations),
         buffer_bytes=round(memory.buffers),
+        logit_bytes=round(memory.logits),
+        sent_bytes=round(sum(_message(program, costs, op) for op in program.ranks[rank] if op.kind.is_send)),
         summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind in SUM)),
     )
+
+
+def _message(program: Program, costs: Costs, op: Op) -> float:
+    """Bytes of what a SEND sends, which are those of the boundary it crosses."""
+    if costs.bytes is None:
+        return 0.0
+    return costs.bytes[min(op.stage, message_of(op).stage)].behind
 
 
 def _sent(program: Program, costs: Costs, op: Op) -> float:

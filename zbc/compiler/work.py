@@ -10,12 +10,12 @@ f, and P weights that the token meets in linear layers:
 P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. With experts a token
 meets `top_k` MLPs of its own and the router, h E; all experts have weights to read and gradients to write. The head
 does 2 h V in each of F, B and W, and moves the V logits of a token several times to make a loss of them. What norms,
-residual sums, rotary positions, activations and the loss do counts by its bytes alone.
+residual sums, rotary positions, activations and the loss do counts by its bytes alone. Numbers of kernels are those
+that torch starts for such a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zbc.compiler.footprint import GRAD_BYTES, Sizes
@@ -23,6 +23,9 @@ from zbc.compiler.machine import Kernel
 
 # Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
 TILE = {"cpu": 512, "cuda": 128}
+# Of the rate of products: FlashAttention 2 reaches 50 to 73% of an A100's peak where products reach 80 to 90% (arXiv
+# 2307.08691); torch's CPU kernel is as fast as its products in float32.
+ATTENTION = {"cpu": 1.0, "cuda": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +67,84 @@ def block(z: Sizes) -> Work:
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
     linear += [(h, z.experts, 1, 1)] if z.experts else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
-    seen = keys_seen(z.seq_len, TILE["cuda" if z.cuda else "cpu"])
+    device = "cuda" if z.cuda else "cpu"
+    square = z.queries * keys_seen(z.seq_len, TILE[device]) * z.tokens / ATTENTION[device]
     heads = z.width * (z.queries + z.keys) * z.tokens
-    attention = Kernel(4 * z.queries * seen * z.tokens, 2 * heads)
-    backward = Kernel(10 * z.queries * seen * z.tokens, 4 * heads)
-    others = Kernel(0, _elementwise(z))
-    back = Kernel(0, 2 * others.moved)  # reads what forward read and the gradient, writes a gradient
-    grads = (*products, *_accumulate(z, z.matrices + z.vectors))
-    return Work((*products, attention, others), (*products, backward, back), grads)
+    turns = 14 if z.rotary else 0
+    plain = Kernel(0, _plain_forward(z) * z.tokens, 2 * _norm_count(z) + (4 if z.gated else 3) + turns)
+    back = Kernel(0, _plain_backward(z) * z.tokens, 2 * _norm_count(z) + (6 if z.gated else 8) + turns)
+    forward = (*products, Kernel(4 * square, 2 * heads), plain)
+    backward = (*products, Kernel(10 * square, 4 * heads), back)
+    return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
 
 
-def _elementwise(z: Sizes) -> float:
-    """Bytes that two norms, two residual sums, rotary positions, the MLP's activation and the routing move."""
-    n, r, each = z.width, z.stream, z.top_k or 1
-    norms, sums = 2 * (r + n) * z.hidden, 2 * (2 * r + n) * z.hidden
-    turned = 2 * n * (z.queries + z.keys) + 2 * n * z.queries if z.rotary else 0
+def _plain_forward(z: Sizes) -> float:
+    """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
+    n, each = z.width, z.top_k or 1
+    sums = 2 * (2 * z.stream + n) * z.hidden
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (5 if z.gated else 2) * n * z.mlp * each
     # A token's row is copied to each of its experts; what they return is read, weighted and added up.
-    routed = (n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts) if z.experts else 0
-    return (norms + sums + turned + activation + routed) * z.tokens
+    routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
+    return 2 * _norm_forward(z) + sums + turned + activation + routed
+
+
+def _plain_backward(z: Sizes) -> float:
+    """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
+    n, r, each = z.width, z.stream, z.top_k or 1
+    sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
+    activation = (8 if z.gated else 3) * n * z.mlp * each
+    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
+    biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
+    joined = 2 * n * (z.queries + 2 * z.keys)
+    return 2 * _norm_backward(z) + sums + turned + activation + routed + biases + joined
+
+
+def _norm_width(z: Sizes) -> int:
+    """Bytes per number inside a norm: autocast on a GPU computes it in float32, on a CPU in the type that comes in."""
+    return 4 if z.cuda and z.width < 4 else z.stream
+
+
+def _norm_count(z: Sizes) -> int:
+    """Kernels of a norm, casts included."""
+    inside = _norm_width(z)
+    return (6 if z.gated and not z.cuda else 1) + (inside != z.stream) + (inside != z.width)
+
+
+def _norm_forward(z: Sizes) -> float:
+    """Bytes per token: a cast where types differ, a read and a write, a cast for the product behind it.
+
+    RMSNorm on a CPU is made of single operations: a square, its mean, two products.
+    """
+    inside = _norm_width(z)
+    passes = 8 if z.gated and not z.cuda else 2
+    return z.hidden * (_cast(z.stream, inside) + passes * inside + _cast(inside, z.width))
+
+
+def _norm_backward(z: Sizes) -> float:
+    """The same backward: gradient and input are read for the input's gradient, and again for those of the weights."""
+    inside = _norm_width(z)
+    passes = 16 if z.gated and not z.cuda else 5
+    return z.hidden * (_cast(z.width, inside) + passes * inside + _cast(inside, z.stream))
+
+
+def _cast(source: int, target: int) -> int:
+    return source + target if source != target else 0
 
 
 def head(z: Sizes) -> Work:
-    h, n, r, vocab = z.hidden, z.width, z.stream, z.vocab
+    h, n, vocab = z.hidden, z.width, z.vocab
     logits = product(z.tokens, h, vocab, n)
-    cast = (n + 4) * vocab * z.tokens if n < 4 else 0  # the loss is computed in float32
-    norm = (r + n) * h * z.tokens
-    # log_softmax reads twice and writes; backward fills a gradient with zeros, reads it and the output, and writes one.
-    forward = (logits, Kernel(0, norm), Kernel(0, cast + 3 * 4 * vocab * z.tokens))
-    backward = (logits, Kernel(0, 2 * norm), Kernel(0, cast + 4 * 4 * vocab * z.tokens))
-    return Work(forward, backward, (logits, *_accumulate(z, h * vocab)))
+    cast = _cast(n, 4)  # the loss is computed in float32
+    # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
+    # log_softmax reads it twice and the output once, and writes.
+    loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
+    forward = (logits, Kernel(0, _norm_forward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[0], 3))
+    backward = (logits, Kernel(0, _norm_backward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[1], 3))
+    return Work(forward, backward, (logits, _accumulate(z, h * vocab, 1)))
 
 
-def _accumulate(z: Sizes, params: int) -> Iterator[Kernel]:
-    """A weight gradient is added to the sum: two reads and a write in float32, after a cast where it is narrower."""
-    cast = z.width + GRAD_BYTES if z.width < GRAD_BYTES else 0
-    yield Kernel(0, (3 * GRAD_BYTES + cast) * params)
+def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:
+    """Weight gradients are added to their sums: two reads and a write in float32, after a cast if they are narrow."""
+    return Kernel(0, (3 * GRAD_BYTES + _cast(z.width, GRAD_BYTES)) * params, tensors)
