@@ -8,10 +8,11 @@ import pytest
 
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, chunk_counts, make, timed, units
 from zbc.compiler.bounds import bounds
+from zbc.compiler.check import check_complete
 from zbc.compiler.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Kind, Op, Placement, Program
 
 every = pytest.mark.parametrize("name", FIXED)
 with_p = pytest.mark.parametrize("p", RANKS)
@@ -117,6 +118,53 @@ def test_interleaved_rounds_can_be_longer_than_the_pipeline(p):
                 assert timeline.makespan >= 3 * m + 3 * (p - 1) / v - 1e-9
                 if group == p and m % p == 0:
                     assert timeline.makespan == pytest.approx(3 * m + 3 * (p - 1) / v)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
+def test_interleaved_rounds_can_be_shorter_than_the_pipeline(p):
+    """No deadlock for any count; memory by the formula; a longer round is never slower."""
+    make_one = SCHEDULES["interleaved-1f1b"].make
+    for v in (1, 2, 3):
+        for m in (*range(1, p + 3), 2 * p + 1, 24):
+            for group in range(1, p):
+                program = make_one(Request(p, m, v, group=group))
+                check_complete(program)
+                assert max(units(program)) <= m + 1e-9 and timed(program).makespan >= 3 * m + 3 * (p - 1) / v - 1e-9
+    for v in (2, 3):
+        found = [make_one(Request(p, 24, v, group=g)) for g in (1, 2, 3, 4, 6, 8) if g <= p and 24 % g == 0]
+        steps = [timed(program).makespan for program in found]
+        assert steps == sorted(steps, reverse=True)
+        for program, group in zip(found, (1, 2, 3, 4, 6, 8), strict=False):
+            if group < p:
+                assert max(units(program)) == pytest.approx(group * (v + 1) / v)
+
+
+@pytest.mark.parametrize(("p", "v", "m", "group"), [(4, 2, 8, 1), (4, 2, 16, 2), (6, 3, 12, 3), (8, 2, 16, 4)])
+def test_no_other_warm_up_of_a_short_round_is_faster(p, v, m, group):
+    """Tried one by one: what d(0) could be instead of 2g - 1; up to 2g nothing is a deadlock."""
+    best = timed(SCHEDULES["interleaved-1f1b"].make(Request(p, m, v, group=group))).makespan
+    for reach in range(2 * p - 1):
+        warmups = [(v - 1) * group + min(2 * (p - 1 - r), reach) for r in range(p)]
+        program = _with_warmups(p, v, m, group, warmups)
+        try:
+            assert timed(program).makespan >= best - 1e-9
+        except ZbcError:
+            assert reach > 2 * group
+
+
+def _with_warmups(p, v, m, group, warmups):
+    def walk(kind, rank):
+        chunks = range(v) if kind is Kind.F else reversed(range(v))
+        starts = range(0, m, group)
+        order = list(chunks)
+        return [Op(kind, c * p + rank, i) for start in starts for c in order for i in range(start, start + group)]
+
+    ranks = []
+    for rank, warmup in enumerate(warmups):
+        forwards, backwards = walk(Kind.F, rank), walk(Kind.BW, rank)
+        pairs = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
+        ranks.append((*forwards[:warmup], *pairs, *backwards[len(forwards) - warmup :]))
+    return Program(Placement.looped(p, v), m, tuple(ranks))
 
 
 @with_p

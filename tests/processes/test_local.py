@@ -301,3 +301,12 @@ def test_a_run_does_not_write_over_the_metrics_of_another(tmp_path, out):
     before = metrics(out)
     assert fails(plan, 1, out, steps=2).code == "E607"
     assert metrics(out) == before
+
+
+def test_no_rank_outlives_a_console_that_nobody_reads(tmp_path, out):
+    def leave(line):
+        if line.startswith("step"):
+            raise SystemExit(141)
+
+    with pytest.raises(SystemExit):
+        run_here(write_plan(tmp_path, train=QUICK), 4, out, each=leave)

@@ -8,24 +8,43 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from zbc.cli.app import app
-from zbc.cli.console import EXIT_PIPE, show_error, tell
+from zbc.cli.console import show_error, tell
+from zbc.closed_pipe import EXIT_PIPE, silence_stdout
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed."""
+    """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed.
+
+    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe.
+    """
+    code = _code(argv)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = EXIT_PIPE
+    if code == EXIT_PIPE:
+        silence_stdout()
+    sys.exit(code)
+
+
+def _code(argv: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         app(arguments, prog_name="zbc")
     except ZbcError as error:
         show_error(error, as_json="--json" in arguments)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.exit(EXIT_PIPE)
+        return EXIT_PIPE
+    except SystemExit as left:  # typer's own way out; of a closed pipe it makes a 1
+        if isinstance(left.__context__, BrokenPipeError):
+            return EXIT_PIPE
+        return left.code if isinstance(left.code, int) else 0
     except Exception:
         traceback.print_exc()
         tell("this is a bug in zbc: please report it with the lines above and the job file that led to it")
-        sys.exit(EXIT_BUG)
-    sys.exit(0)
+        return EXIT_BUG
+    return 0

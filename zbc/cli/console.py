@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from zbc.closed_pipe import EXIT_PIPE, silence_stdout
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-EXIT_PIPE = 141  # what a shell reports of a program that a closed pipe ended
 _UNBOUND = 10_000  # columns: a line that is too long is for the terminal to wrap, never to be cut
 
 
@@ -32,7 +32,7 @@ def stdout() -> Console:
 
     class Answers(Console):
         def on_broken_pipe(self) -> NoReturn:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence_stdout()
             raise SystemExit(EXIT_PIPE)
 
     return Answers(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbc.closed_pipe import EXIT_PIPE, silence_stdout
 from zbc.errors import ZbcError
 from zbc.model_section import Model, check_runnable
 from zbc.plan import Manifest, read_manifest
@@ -30,8 +31,13 @@ _MOMENT_S = 3.0  # for the rank that shows an error which all ranks have
 
 
 def to_stdout(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """A line for whoever reads this command. Without a reader the run ends, as any command does."""
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+        raise SystemExit(EXIT_PIPE) from None
 
 
 def run(

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from zbc.closed_pipe import EXIT_PIPE
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, open_store
@@ -108,7 +109,16 @@ def _run(
         in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
         leave(failure.exit_code)
 
-    seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, emit, report, leave, stop)
+    def show(line: str) -> None:
+        try:
+            emit(line)
+        except SystemExit:  # nobody reads what this run says: end all ranks, in silence
+            board = Board(connect(), place.rank, place.ranks)
+            if in_time(board.claim, 5.0):
+                in_time(lambda: board.report(EXIT_PIPE), 5.0)
+            leave(EXIT_PIPE)
+
+    seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, show, report, leave, stop)
     if options.live:
         seat = replace(seat, live=live)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):

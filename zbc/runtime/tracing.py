@@ -98,7 +98,8 @@ def open_tracer(
         trace.start(run, plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
     process = f"{socket.gethostname()}:{os.getpid()}"
-    head = Head(worker.plan.manifest.id, worker.rank, worker.device.type, process, len(worker.script))
+    act = worker.acts[-1]
+    head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script))
     turns = itertools.count()
 
     def compare() -> Compared:

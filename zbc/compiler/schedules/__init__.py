@@ -68,7 +68,7 @@ _ALL = (
         span="3m + 3(p-1)/v",
         memory="p + (p-1)/v",
         aliases=("ScheduleInterleaved1F1B", "1f1b-i", "interleaved"),
-        needs="closed forms hold when p divides m; any m runs",
+        needs="closed forms hold when p divides m; any m runs; a group below p: less memory, more bubble",
         options=("group",),
     ),
     Schedule(

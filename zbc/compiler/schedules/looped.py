@@ -8,9 +8,15 @@ rounds of p and alternates F and BW after a warm-up:
     interleaved-1f1b   p       2(p-1-r) + (v-1)p               p + (p-1)/v           arXiv 2104.04473
     breadth-first      m       all                             m                     arXiv 2211.05953
 
-Interleaved rounds may be longer, `group` microbatches instead of p. They are as even as they can be when the group does
-not divide m: floor(m/group) rounds of at least `group` microbatches each, so that a round always covers the pipeline,
-and the warm-up counts the longest round.
+Interleaved rounds may be longer or shorter, g = `group` microbatches instead of p. They are as even as they can be
+when the group does not divide m: floor(m/g) rounds of at least g microbatches each, and the warm-up counts the longest.
+
+A round of g < p does not cover the pipeline: rank 0 has to wait for its own output of chunk 0 before chunk 1 begins, so
+the bubble grows, and memory shrinks with g. Warm-ups w(r) = (v-1)g + d(r) are free of deadlock as long as d falls along
+the ranks and d(0) - d(p-1) <= 2g. For BW k of the last rank needs, through rank 0, forward w(0) + k - 2g of the last
+rank, which has to stand among its first w(p-1) + k. So d(r) = min(2(p-1-r), 2g-1): at 2g itself ranks would wait more.
+
+    g < p: warm-up (v-1)g + min(2(p-1-r), 2g-1)      activations held g (v+1)/v, from 2(p-1) >= 2g-1 on
 """
 
 from __future__ import annotations
@@ -29,11 +35,13 @@ def breadth_first(request: Request) -> Program:
 def interleaved_1f1b(request: Request) -> Program:
     """1F1B over v chunks per rank: the bubble shrinks by v, the number of transfers grows by v."""
     p, m, v = request.p, request.m, request.v
-    sizes = round_sizes(max(p, request.group or p), m)
+    group = request.group or p
+    sizes = round_sizes(group, m)
+    reach = 2 * (p - 1) if group >= p else 2 * min(sizes) - 1
     ranks = []
     for r in range(p):
         forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.BW, r, p, v, sizes)
-        warmup = min(2 * (p - 1 - r) + (v - 1) * max(sizes), len(forwards))
+        warmup = min(min(2 * (p - 1 - r), reach) + (v - 1) * max(sizes), len(forwards))
         ops = forwards[:warmup]
         for step, forward in enumerate(forwards[warmup:]):
             ops += [forward, backwards[step]]

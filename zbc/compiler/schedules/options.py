@@ -38,12 +38,9 @@ def _not_for(draft: Draft, schedule: Schedule, known: list[Schedule]) -> Iterato
 
 
 def _group(draft: Draft, schedule: Schedule, group: int, p: int) -> Iterator[ZbcError]:
-    """A round has to cover the pipeline; a unit has to give every pipe as many microbatches."""
+    """A unit has to give every pipe as many microbatches."""
     where = draft.document.where(("schedule", "group"))
     pipes = len(schedule.placement(p, schedule.default_chunks).pipes)
-    if schedule.name == "interleaved-1f1b" and group < p:
-        text = f"schedule: schedule.group = {group} does not cover the {p} ranks of the pipeline"
-        yield ZbcError("E120", text, where=where, hint=f"set it to {p} or more, or leave it out")
     if group % pipes:
         text = f"schedule: schedule.group = {group} cannot be dealt evenly to the {pipes} pipes of {schedule.name}"
         near = [str(n) for n in (group - group % pipes, group + -group % pipes) if n > 0]
