@@ -53,6 +53,7 @@ def make_plan(
     steps: int = 100,
     train: dict[str, Any] | None = None,
     activations: str | dict[str, str] = "keep",
+    checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
 ) -> Plan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly."""
@@ -75,6 +76,7 @@ def make_plan(
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
             "train": {"seed": seed, "steps": steps, **(train or {})},
             "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
+            **({} if checkpoint is None else {"checkpoint": checkpoint}),
         },
     )
     return Plan(manifest, program)

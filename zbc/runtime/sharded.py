@@ -138,8 +138,8 @@ class Sharded:
             else:
                 shape = tuple(self._trained[piece.name].shape)
                 found.append(Held(piece.name, piece.start, shape, inner.tensor, shared=False))
-        rest = self.parameters.keys() - self._trained.keys() - self._whole.keys()
-        return found + [Held(name, 0, tuple(self.parameters[name].shape), self.parameters[name]) for name in rest]
+        rest = {name: p for name, p in self.parameters.items() if name not in self._trained and name not in self._whole}
+        return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
     def incomplete(self) -> Mapping[str, nn.Parameter]:
         return self._trained

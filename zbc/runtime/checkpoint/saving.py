@@ -9,9 +9,10 @@ Until `.complete` is in place the checkpoint before is the newest, and it stays 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ class Checkpoints:
 
     _count: int = 0
     _aside: dict[str, Tensor] = field(default_factory=dict)
-    _thread: ThreadPoolExecutor | None = None
     _running: Future[str] | None = None
     _beats: int = 0
 
@@ -78,8 +78,8 @@ class Checkpoints:
             self._said(self._save(found, step + 1, self._count))
             return
         staged = self._stage(found)
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="zbc-checkpoint")
-        self._running = self._thread.submit(self._save, staged, step + 1, self._count)
+        number = self._count
+        self._running = _beside(lambda: self._save(staged, step + 1, number))
 
     def wait(self) -> None:
         """Wait until what is being written is complete. Raises what went wrong with it."""
@@ -100,11 +100,6 @@ class Checkpoints:
         """Raise what has gone wrong in the background; does not wait."""
         if self._running is not None and self._running.done():
             self.wait()
-
-    def close(self) -> None:
-        """End the thread, whatever it is doing."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _said(self, line: str) -> None:
         if line:
@@ -136,7 +131,7 @@ class Checkpoints:
         told = together(self.board, f"checkpoint {number} written", lambda: self._write(writer, found), folder)
         together(self.board, f"checkpoint {number} complete", lambda: self._complete(writer, told, step), folder)
         size = sum(one["bytes"] for one in writer.files.values())
-        return f"wrote {folder}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
+        return f"wrote {_shown(folder)}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
 
     def _write(self, writer: SafetensorsWriter, found: Sequence[Entry]) -> dict[str, Any]:
         mine = [entry.part(entry.tensor) for entry in found if entry.writer == self.worker.rank]
@@ -182,6 +177,25 @@ class Checkpoints:
         self._beats += 1
         if self._running is None:
             self.worker.progress.since = time.monotonic()
+
+
+def _shown(path: Path) -> Path:
+    """A path as it is called from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _beside(work: Callable[[], str]) -> Future[str]:
+    """Do it in a thread of its own, which does not keep a process alive that is to end."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="zbc-checkpoint", daemon=True).start()
+    return future
 
 
 def _done(running: Future[str]) -> bool:

@@ -22,6 +22,7 @@ from zbc.plan import meeting
 from zbc.runtime.checkpoint.planning import Part, read_parts
 from zbc.runtime.checkpoint.storage import SafetensorsReader, check_type
 from zbc.runtime.optimizer import Held, StageOptimizer
+from zbc.runtime.sharded import Piece, deal
 from zbc.runtime.stage import Layer
 from zbc.runtime.state import Worker
 
@@ -57,12 +58,13 @@ def _weights(worker: Worker, stage: int) -> Iterator[Entry]:
     optimizer, manifest = worker.optimizers[stage], worker.plan.manifest
     usual = meeting(manifest, Op(Kind.REDUCE, stage))
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
-    for number, held in enumerate(sorted(optimizer.held(), key=lambda held: (held.name, held.start))):
+    shares = _shares(optimizer, usual)
+    for held in optimizer.held():
         tied = held.name == worker.tied
         holders = meeting(manifest, Op(Kind.TIE, 0)) if tied else usual
         if not held.shared:
             holders = (worker.rank,)
-        writer = holders[0 if tied else number % len(holders)]
+        writer = holders[0] if tied or not held.shared else shares[held.name]
         yield Entry(MODEL + held.name, held.shape, held.start, held.tensor.data, holders, writer)
         for key, value in state.get(held.tensor, {}).items():
             if value is None:
@@ -75,6 +77,13 @@ def _weights(worker: Worker, stage: int) -> Iterator[Entry]:
                 yield Entry(name, held.shape, held.start, value, holders, writer)
             elif held.start == 0:  # one number for all pieces of a parameter
                 yield Entry(name, tuple(value.shape), 0, value, holders, writer)
+
+
+def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, int]:
+    """Which of the ranks that hold the same parameters writes which; they all find the same."""
+    whole = [Piece(name, 0, parameter.numel()) for name, parameter in sorted(optimizer.parameters.items())]
+    dealt = zip(holders, deal(whole, len(holders)), strict=True)
+    return {piece.name: rank for rank, share in dealt for piece in share}
 
 
 def _buffers(worker: Worker, stage: int) -> Iterator[Entry]:

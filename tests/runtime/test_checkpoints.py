@@ -1,0 +1,404 @@
+"""A run that goes on from a checkpoint, under whatever plan, is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from zbc.errors import ZbcError
+from zbc.runtime import sharded, validate
+from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint import saving, storage
+from zbc.runtime.checkpoint.saving import check_copies
+from zbc.runtime.threads import run_threads
+
+SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
+ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}}
+TWO = {"every": 2, "asynchronous": False}
+
+
+def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimizer=ADAMW, seed=7, **how):
+    """`m` microbatches over all copies; `zero1`, `ahead` and `tied` as their keys in a job say."""
+    optimizer = {**optimizer, **({"zero1": True} if how.get("zero1") else {})}
+    sync = "post-validate" if how.get("ahead") else "before-step"
+    tied = bool(model.get("tie_embeddings")) and (p > 1)
+    program = make_program(schedule, p, m // dp, sync=sync, copies=dp, tied=tied, sharded=bool(how.get("zero1")))
+    optimizer = {**optimizer, "sync": sync}
+    data = how.get("data", {"kind": "synthetic"})
+    return make_plan(program, model=model, data=data, optimizer=optimizer, size=1, checkpoint=checkpoint, seed=seed)
+
+
+def train(plan, steps, folder=None, resume=None, **options):
+    """Losses of its steps, and the checkpoint it ends with as tensors by name."""
+    workers = run_threads(plan, steps, folder=folder, resume=resume, **options)
+    return [result.loss for result in workers[0].results]
+
+
+def tensors(checkpoint):
+    """Whole tensors of a checkpoint by name, put together by its index with nothing of ours."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    files = {name: load_file(checkpoint / name) for name in index["files"]}
+    found = {}
+    for name, about in index["tensors"].items():
+        flat = torch.full((math.prod(about["shape"]),), -1, dtype=getattr(torch, about["dtype"]))
+        for start, count, file, key in about["parts"]:
+            flat[start : start + count] = files[file][key].reshape(-1)
+        found[name] = flat.view(about["shape"])
+    return found
+
+
+def same(a, b, tolerance=None):
+    first, second = tensors(a), tensors(b)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.shape == second[name].shape, name
+        if tolerance is None:
+            assert value.equal(second[name]), name
+        else:
+            assert (value - second[name]).abs().max() <= tolerance * max(1.0, value.abs().max().item()), name
+
+
+def at(folder, step):
+    return disk.folder_of(folder, step)
+
+
+def test_a_chain_of_plans_is_one_run(tmp_path):
+    """pp 2 -> 4 -> 1, 1f1b -> zb-v -> zb-h1: the same bits; two copies at the end: to 1e-6."""
+    slow = {"optimizer": {**ADAMW, "lr": 1e-3}}
+    whole = train(plan(checkpoint={"every": 2, "keep": 9}, **slow), 8, tmp_path / "whole")
+    legs = [
+        (plan(**slow), None),
+        (plan("zb-v", 4, **slow), at(tmp_path / "0", 2)),
+        (plan("zb-h1", 1, **slow), at(tmp_path / "1", 4)),
+        (plan("1f1b", 2, dp=2, **slow), at(tmp_path / "2", 6)),
+    ]
+    losses = []
+    for number, (one, resume) in enumerate(legs):
+        losses += train(one, 2 * number + 2, tmp_path / str(number), resume)
+        step = 2 * number + 2
+        same(at(tmp_path / str(number), step), at(tmp_path / "whole", step), tolerance=1e-6 if number == 3 else None)
+    assert losses[:6] == whole[:6]
+    assert losses[6:] == pytest.approx(whole[6:], rel=1e-6)
+
+
+BFLOAT16 = {**SMALL, "dtype": "bfloat16", "parameters": "bfloat16"}
+TIED = {**SMALL, "tie_embeddings": True}
+PAIRS = {
+    "two pipes to one": (("chimera", 2), ("1f1b", 4), {}),
+    "one pipe to two of another kind": (("1f1b", 2), ("dualpipe-v", 2), {}),
+    "two pipes to two": (("bitpipe", 4), ("chimera", 4), {}),
+    "no barrier to a barrier": (("zb-h1", 2, {"ahead": True}), ("1f1b", 4), {}),
+    "a barrier to none": (("1f1b", 4), ("zb-v", 2, {"ahead": True}), {}),
+    "bfloat16 with masters": (("1f1b", 2), ("zb-h1", 4), {"model": BFLOAT16}),
+    "a weight that two stages share": (("1f1b", 4), ("zb-v", 2), {"model": TIED}),
+    "momentum": (("1f1b", 2), ("1f1b", 1), {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
+    "nothing kept by the optimizer": (("1f1b", 2), ("1f1b", 4), {"optimizer": {"kind": "sgd", "lr": 0.1}}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_path):
+    """Plans whose sums are in another order differ in the last bits; resuming adds nothing to that."""
+    first, second, changes = PAIRS[name]
+    before, after = (plan(*one[:2], **changes, **(one[2] if len(one) > 2 else {})) for one in (first, second))
+    train(before, 2, tmp_path / "before")
+    found = train(after, 4, tmp_path / "after", at(tmp_path / "before", 2))
+    again = train(before, 4, tmp_path / "again", at(tmp_path / "before", 2))
+    whole = train(before, 4, tmp_path / "whole")
+    assert again == whole[2:]
+    same(at(tmp_path / "again", 4), at(tmp_path / "whole", 4))
+    low = "model" in changes and changes["model"] is BFLOAT16
+    assert found == pytest.approx(whole[2:], rel=1e-3 if low else 1e-6)
+    if not low:
+        same(at(tmp_path / "after", 4), at(tmp_path / "whole", 4), tolerance=1e-5)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Parameters of more than 100 elements are cut."""
+    monkeypatch.setattr(sharded, "CHUNK", 100)
+    monkeypatch.setattr(validate, "CHUNK", 100)
+
+
+@pytest.mark.parametrize(
+    "model", [SMALL, {**TIED, "dtype": "bfloat16", "parameters": "bfloat16"}], ids=["fp32", "bf16"]
+)
+def test_zero1_pieces_fit_together_for_any_number_of_copies(model, small_pieces, tmp_path):
+    """2 copies -> 4 -> one rank that has all of it -> 2 copies without ZeRO-1 -> 2 with."""
+    ways = [{"dp": 2, "zero1": True}, {"dp": 4, "zero1": True, "p": 1}, {"p": 1}, {"dp": 2}, {"dp": 2, "zero1": True}]
+    whole = train(plan(dp=2, model=model, checkpoint={"every": 2, "keep": 9}), 10, tmp_path / "whole")
+    losses, resume = [], None
+    for number, way in enumerate(ways):
+        folder = tmp_path / str(number)
+        losses += train(plan(**{"model": model, **way}), 2 * number + 2, folder, resume)
+        resume = at(folder, 2 * number + 2)
+    low = model is not SMALL
+    assert losses == pytest.approx(whole, rel=1e-3 if low else 1e-6)
+    same(resume, at(tmp_path / "whole", 10), tolerance=5e-2 if low else 1e-5)
+    parts = json.loads((at(tmp_path / "1", 4) / "index.json").read_text())["tensors"]
+    cut = [about for about in parts.values() if len(about["parts"]) > 1]
+    writers = {file for about in cut for _, _, file, _ in about["parts"]}
+    assert writers == {f"rank-000{rank}.safetensors" for rank in range(4)}
+
+
+def test_zero1_and_copies_without_it_write_the_same_state(small_pieces, tmp_path):
+    train(plan(dp=2), 2, tmp_path / "plain")
+    train(plan(dp=2, zero1=True), 2, tmp_path / "sharded")
+    same(at(tmp_path / "plain", 2), at(tmp_path / "sharded", 2))
+
+
+def test_copies_share_out_the_writing_and_write_everything_once(tmp_path):
+    train(plan(dp=2), 2, tmp_path)
+    index = json.loads((at(tmp_path, 2) / "index.json").read_text())
+    sizes = [about["bytes"] for about in index["files"].values()]
+    assert len(sizes) == 4 and max(sizes) < 1.3 * min(sizes)
+    for name, about in index["tensors"].items():
+        assert sum(count for _, count, _, _ in about["parts"]) == math.prod(about["shape"]), name
+
+
+NORMS = {"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}
+
+
+def test_buffers_that_forwards_change_go_on_too(tmp_path):
+    vectors = {"kind": "tests.runtime.user_models:Vectors"}
+    one = plan(model=NORMS, data=vectors)
+    whole = train(one, 4, tmp_path / "whole")
+    train(one, 2, tmp_path / "part")
+    assert train(one, 4, tmp_path / "part", at(tmp_path / "part", 2)) == whole[2:]
+    same(at(tmp_path / "part", 4), at(tmp_path / "whole", 4))
+    assert any(name.startswith("buffer.") for name in tensors(at(tmp_path / "whole", 4)))
+
+
+def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):
+    """Two steps of 4 samples, then steps of 8: the third begins at sample 8."""
+    train(plan(m=4), 2, tmp_path / "a")
+    seen = []
+
+    def watch(worker):
+        batches = worker.batches
+        if batches is not None and worker.rank == 0:
+            original = batches.inputs
+            batches.inputs = lambda step, mb: seen.append(batches._batches.indices(step, mb)) or original(step, mb)
+
+    run_threads(plan(m=8), 3, folder=tmp_path / "b", resume=at(tmp_path / "a", 2), setup=watch)
+    fresh = []
+    run_threads(plan(m=4), 4, setup=lambda w: fresh.append(w) if w.rank == 0 else None)
+    expected = [fresh[0].batches._batches.indices(step, mb) for step in (2, 3) for mb in range(4)]
+    assert sorted(seen) == sorted(expected)
+
+
+# ---- beside the steps ----------------------------------------------------------------------------------------
+
+
+def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
+    train(plan(checkpoint={"every": 1, "keep": 9}), 5, tmp_path / "beside")
+    train(plan(checkpoint={"every": 1, "keep": 9, "asynchronous": False}), 5, tmp_path / "between")
+    for step in range(1, 6):
+        same(at(tmp_path / "beside", step), at(tmp_path / "between", step))
+        beside, between = ((at(tmp_path / way, step) / "rank-0000.safetensors") for way in ("beside", "between"))
+        assert beside.read_bytes() == between.read_bytes()
+
+
+def test_so_many_stay_and_the_last_step_is_saved(tmp_path):
+    train(plan(checkpoint={"every": 2, "keep": 2}), 7, tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
+    train(plan(checkpoint={"every": 2, "keep": 2, "at_end": False}), 3, tmp_path / "other")
+    assert list(disk.complete(tmp_path / "other")) == [2]
+
+
+@pytest.fixture
+def refusing_disk(monkeypatch):
+    """A disk that is full from the `n`-th file on."""
+
+    def full_after(count):
+        numbers, original = itertools.count(), storage._write_all
+
+        def write(file, block):
+            if next(numbers) >= count:
+                raise OSError(errno.ENOSPC, "No space left on device", file.name)
+            original(file, block)
+
+        monkeypatch.setattr(storage, "_write_all", write)
+
+    return full_after
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(beside, refusing_disk, tmp_path):
+    train(plan(), 2, tmp_path)
+    before = tensors(at(tmp_path, 2))
+    refusing_disk(30)
+    with pytest.raises(ZbcError, match="No space left on device") as caught:
+        train(plan(checkpoint={"every": 2, "asynchronous": beside}), 6, tmp_path, at(tmp_path, 2))
+    error = caught.value
+    assert error.code == "E611" and "step-00000004" in error.message
+    assert error.details[0] == f"the newest complete checkpoint is {at(tmp_path, 2)}"
+    assert list(disk.complete(tmp_path)) == [2]
+    after = tensors(at(tmp_path, 2))
+    assert all(after[name].equal(value) for name, value in before.items())
+
+
+def test_what_a_broken_attempt_left_is_replaced(refusing_disk, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "complete", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken", "index")))
+        with pytest.raises(ZbcError, match="broken"):
+            train(plan(p=4), 2, tmp_path)
+    assert (at(tmp_path, 2) / "rank-0003.safetensors").exists() and not disk.complete(tmp_path)
+    train(plan(p=2), 2, tmp_path)
+    assert sorted(entry.name for entry in at(tmp_path, 2).iterdir()) == [
+        ".complete",
+        "index.json",
+        "rank-0000.safetensors",
+        "rank-0001.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("where", ["weight", "exp_avg"])
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_copies_that_differ_are_no_checkpoint(name, where, tmp_path):
+    one = plan(name, 2, dp=2 if name == "1f1b" else 1, checkpoint={"every": 3, "asynchronous": False})
+
+    def spoil(worker):
+        step, original = worker.script[-1], worker.script[-1][0]
+
+        def run(worker, op):
+            original(worker, op)
+            if worker.step == 2 and worker.rank == worker.plan.manifest.world - 1:
+                optimizer = list(worker.optimizers.values())[-1]
+                parameter = next(p for name, p in optimizer.parameters.items() if name.startswith("layers."))
+                touched = optimizer.optimizer.state[parameter]["exp_avg"] if where == "exp_avg" else parameter
+                with torch.no_grad():
+                    touched.view(-1)[0] += 1e-3
+
+        worker.script[-1] = (run, *step[1:])
+
+    with pytest.raises(ZbcError) as caught:
+        train(one, 3, tmp_path, setup=spoil)
+    assert caught.value.code == "E705"
+    assert "layers." in caught.value.message and "alike" in caught.value.details[0]
+    assert not disk.complete(tmp_path)
+
+
+def test_the_message_names_the_ranks_of_each_copy():
+    with pytest.raises(ZbcError) as caught:
+        check_copies([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}], lambda rank: f"rank {rank}")
+    assert caught.value.details == ("a: rank 0, rank 1 alike, but rank 2 alike",)
+
+
+# ---- what is not loaded --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    train(plan(checkpoint={"every": 1, "asynchronous": False}), 2, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    """Two checkpoints, to be damaged."""
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def one_bit(file):
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 4
+    file.write_bytes(raw)
+
+
+def other_header(file):
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"', 1))
+
+
+def gone(file):
+    file.unlink()
+
+
+SHARD, INDEX = "rank-0001.safetensors", "index.json"
+DAMAGE = [(way, name) for way in (cut_off, one_bit, gone) for name in (SHARD, INDEX)] + [(other_header, SHARD)]
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGE)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_too(damage, name, copy):
+    damage(at(copy, 2) / name)
+    with pytest.raises(ZbcError) as caught:
+        train(plan(), 4, resume=at(copy, 2))
+    assert caught.value.code == "E612" and str(at(copy, 2) / name) in caught.value.message
+    assert caught.value.hint == f"go on from the one before: --resume {at(copy, 1)}"
+    assert len(train(plan(), 3, resume=at(copy, 1))) == 2
+
+
+class Trap:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('unpickled')",))
+
+
+def test_nothing_is_unpickled(copy, monkeypatch):
+    """Pickles where torch's own storage keeps some, in place of a file, and with unpickling forbidden altogether."""
+    trap = pickle.dumps(Trap())
+    for name in (".metadata", "__0_0.distcp", "rank-0000.pt"):
+        (at(copy, 2) / name).write_bytes(trap)
+    with monkeypatch.context() as patch:
+        for name in ("load", "loads", "Unpickler"):
+            patch.setattr(pickle, name, lambda *args, **options: pytest.fail("unpickled"))
+        patch.setattr(torch, "load", lambda *args, **options: pytest.fail("torch.load"))
+        assert len(train(plan(), 3, resume=at(copy, 2))) == 1
+    file = at(copy, 2) / "rank-0000.safetensors"
+    index = json.loads((at(copy, 2) / "index.json").read_text())
+    file.write_bytes(trap)
+    index["files"][file.name] = {"bytes": len(trap), "sha256": storage.hashlib.sha256(trap).hexdigest()}
+    disk.write_index(at(copy, 2), {key: value for key, value in index.items() if key not in ("format", "version")})
+    with pytest.raises(ZbcError) as caught:
+        train(plan(), 3, resume=at(copy, 2))
+    assert caught.value.code == "E612" and str(file) in caught.value.message
+
+
+def test_a_checkpoint_without_its_marker_is_not_read(copy):
+    (at(copy, 2) / ".complete").unlink()
+    assert disk.newest(copy) == at(copy, 1)
+    with pytest.raises(ZbcError, match="not a complete checkpoint"):
+        train(plan(), 4, resume=at(copy, 2))
+
+
+OTHERS = {
+    "deeper": ({"model": {**SMALL, "layers": 7}}, "layers.6.down.bias: only in this job"),
+    "wider": ({"model": {**SMALL, "hidden": 32}}, "float32 [31, 16] in the checkpoint, float32 [31, 32] in this job"),
+    "tied": ({"model": TIED}, "head.logits.weight: only in the checkpoint"),
+    "another optimizer": ({"optimizer": {"kind": "sgd"}}, "optimizer.kind = adamw, this job has sgd"),
+    "another seed": ({"seed": 8}, "train.seed = 7, this job has 8"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_checkpoint_of_another_training_is_refused_in_words(what, written):
+    changes, said = OTHERS[what]
+    with pytest.raises(ZbcError) as caught:
+        train(plan(**changes), 4, resume=at(written, 2))
+    error = caught.value
+    assert error.code == "E613"
+    assert said in "\n".join([error.message, *error.details])
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(copy):
+    index = json.loads((at(copy, 2) / "index.json").read_text())
+    monkey = {**index, "version": 2}
+    text = json.dumps(monkey)
+    (at(copy, 2) / "index.json").write_text(text)
+    digest = storage.hashlib.sha256(text.encode()).hexdigest()
+    (at(copy, 2) / ".complete").write_text(json.dumps({"index": digest}))
+    with pytest.raises(ZbcError, match="checkpoint version 2, this zbc reads 1"):
+        train(plan(), 4, resume=at(copy, 2))
