@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 
 EXIT_BUG = 1
 EXIT_USAGE = 2
+RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
 _LINE = 90  # characters of a place and a hint that still share a line
 # family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
-_EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": 7}
+_EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": RUN_FAILED}
 
 
 class ZbcError(Exception):

@@ -11,6 +11,8 @@ from datetime import timedelta
 
 import pytest
 
+from tests.processes.leftovers import alive, forked, ports
+from tests.processes.plans import processes
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
 
@@ -31,6 +33,18 @@ def limit():
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The run directory; nothing of the run in it may be left when the test is over: no rank, and no open port."""
+    before, listening = forked(), ports()
+    folder = tmp_path / "run"
+    yield folder
+    if (folder / "run.json").exists():
+        assert not [pid for pid in processes(folder) if alive(pid)]
+    assert forked() <= before
+    assert ports() <= listening
 
 
 class Pool:

@@ -146,7 +146,19 @@ def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_p
     own = {"restarted": True, "launch": "launch 3"}
     assert start(place, **own) == Start(None, run)
     given = tmp_path / "runs/plan-2/checkpoints/step-00000020"
-    assert start(place, str(given), **own) == Start(given, None)
+    assert start(place, str(given), **own) == Start(given, run)
+
+
+def test_a_restart_of_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
+    own = {"restarted": True, "launch": "launch 4"}
+    run = tmp_path / "runs/plan-2"
+    assert start(place, **own) == Start()
+    assert start(place, "auto", **own) == Start(run / "checkpoints/step-00000020", run)
+    shared = plan_of(tmp_path, "shared", checkpoint={"dir": str(tmp_path / "shared-checkpoints")})
+    checkpoint(tmp_path / "shared-checkpoints", 10)
+    with pytest.raises(ZbcError) as refused:
+        start(shared, **own)  # they are another run's
+    assert refused.value.code == "E614"
 
 
 def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path):

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes.leftovers import alive
 from tests.processes.plans import (
     metrics,
     processes,
@@ -34,22 +34,6 @@ from zbc.runtime.forking import fork_server
 QUICK = {"watchdog_s": 2.0, "steps": 10**6}
 
 
-@pytest.fixture
-def out(tmp_path):
-    """The run directory; no rank of the run in it may be left when the test is over."""
-    folder = tmp_path / "run"
-    yield folder
-    if (folder / "run.json").exists():
-        assert not [pid for pid in processes(folder) if alive(pid)]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @contextmanager
 def threads(count):
     before = torch.get_num_threads()
@@ -61,7 +45,7 @@ def threads(count):
 def fails(*args, **options):
     with pytest.raises(ZbcError) as raised:
         run_here(*args, **options)
-    return raised.value
+    return raised.value.with_traceback(None)
 
 
 def at_step(step, action):

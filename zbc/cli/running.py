@@ -30,9 +30,13 @@ def run(
         str | None,
         typer.Option(
             metavar="auto|PATH|none",
-            help="Go on from the newest checkpoint, or from one; default: only when torchrun restarts the run.",
+            help="Go on from the newest checkpoint, or from one; default: only when the run is restarted.",
         ),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="With --local: start the ranks anew when one fails, N times at most."),
+    ] = 0,
 ) -> None:
     """Train with a plan: under torchrun, or with --local on this machine.
 
@@ -52,7 +56,16 @@ def run(
         Plan.read(folder)
     from zbc.runtime import launch
 
-    launch.run(folder, steps=steps, local=local, out=out, save_hf=save_hf, trace=traced, resume=resume)
+    launch.run(
+        folder,
+        steps=steps,
+        local=local,
+        out=out,
+        save_hf=save_hf,
+        trace=traced,
+        resume=resume,
+        max_restarts=max_restarts,
+    )
 
 
 def doctor(

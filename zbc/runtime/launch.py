@@ -48,13 +48,15 @@ def run(
     out: Path | None = None,
     save_hf: Path | None = None,
     resume: str | None = None,
+    max_restarts: int = 0,
     trace: frozenset[int] = frozenset(),
     emit: Callable[[str], None] = to_stdout,
 ) -> None:
     """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
 
     `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
-    `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`.
+    `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`; `max_restarts`: how often
+    the ranks of a `local` run that fails are started anew.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -65,6 +67,9 @@ def run(
     if started and local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
+    if max_restarts and local is None:
+        text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
+        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {folder}")
     try:
         _check_torch()
         manifest = read_manifest(folder)
@@ -94,6 +99,7 @@ def run(
         restarted=started and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         live=terminal,
         trace=trace,
+        max_restarts=max_restarts,
     )
     live = LiveLine(sys.stderr)
     _flight_recorder(manifest)

@@ -2,7 +2,8 @@
 
 This process hosts the store, starts the ranks from a fork server that has torch loaded (0.2 s for four ranks instead of
 8 s), shows what rank 0 says and watches. A rank that dies or fails ends the others at once: they are killed, stopped
-ones too, and a rank whose parent is gone ends itself.
+ones too, and a rank whose parent is gone ends itself. With `--max-restarts` all of them are then started anew, with
+another store, and go on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import os
 import signal
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zbc.errors import ZbcError
+from zbc.errors import RUN_FAILED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, plain_name, prefixed
 from zbc.runtime.forking import fork_server
@@ -66,7 +68,7 @@ class Parent:
     """The supervisor's state; `wake` is written to when a signal came."""
 
     emit: Callable[[str], None]
-    board: Board
+    board: Board | None = None
     children: dict[int, Child] = field(default_factory=dict)
     name: Callable[[int], str] = plain_name  # of a rank, for messages
     asked: str | None = None
@@ -87,9 +89,7 @@ def run_local(
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
     KeyboardInterrupt when SIGINT or SIGTERM ended the run.
     """
-    store, port = _host_store()
-    board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.world)
-    parent = Parent(emit, board, name=manifest.name, live=live)
+    parent = Parent(emit, name=manifest.name, live=live)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -100,18 +100,53 @@ def run_local(
         parent.insisted = True
         os.write(write, b"i")
 
-    threads = max(1, cores() // manifest.world)
+    def once(options: RunOptions) -> None:
+        _run_once(parent, folder, manifest, options, read)
+
     try:
-        with Signals(asked, insisted), _ended(parent):
-            for rank in range(manifest.world):
-                order = Order(rank, manifest.world, port, threads, folder.absolute(), options)
-                parent.children[rank] = _start(order)
-            _supervise(parent, read)
+        with Signals(asked, insisted):
+            _run_again(parent, replace(options, launch=uuid.uuid4().hex), once)
     finally:
         os.close(read)
         os.close(write)
     if parent.stopped:
         raise KeyboardInterrupt
+
+
+def _run_again(parent: Parent, options: RunOptions, once: Callable[[RunOptions], None]) -> None:
+    """Run until the training ends, or fails once more than the options let it."""
+    for restart in range(1, options.max_restarts + 1):
+        try:
+            return once(options)
+        except (ZbcError, RankFailed) as failure:
+            if parent.asked is not None or not worth_a_restart(failure):
+                raise
+            told = failure.message if isinstance(failure, ZbcError) else str(failure).rstrip().rpartition("\n")[2]
+            parent.emit(f"restart {restart} of {options.max_restarts}, since {told.removeprefix('run: ')}")
+            options = replace(options, restarted=True)
+    return once(options)
+
+
+def worth_a_restart(failure: Failure) -> bool:
+    """Whether the same may go well another time: not if the job, the data, the environment or the gradients fail."""
+    return isinstance(failure, RankFailed) or (failure.exit_code == RUN_FAILED and failure.code != "E704")
+
+
+def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOptions, wake: int) -> None:
+    """Start all ranks and see them to their end, with a store of their own."""
+    store, port = _host_store()
+    parent.board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.world)
+    parent.children = {}
+    threads = max(1, cores() // manifest.world)
+    try:
+        with _ended(parent):
+            for rank in range(manifest.world):
+                order = Order(rank, manifest.world, port, threads, folder.absolute(), options)
+                parent.children[rank] = _start(order)
+            _supervise(parent, wake)
+    finally:  # an exception may keep this frame, and with it the port, for long
+        parent.board = None
+        del store
 
 
 def cores() -> int:
@@ -214,7 +249,8 @@ def _bury(parent: Parent, rank: int) -> None:
 
 
 def _last_seen(parent: Parent, rank: int) -> list[str]:
-    beat = (in_time(parent.board.beats, 2.0) or {}).get(rank)
+    beats = None if parent.board is None else in_time(parent.board.beats, 2.0)
+    beat = (beats or {}).get(rank)
     if beat is None:
         return ["it had not started yet"]
     if not beat.total:

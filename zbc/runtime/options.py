@@ -12,7 +12,8 @@ class RunOptions:
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
     resume: str | None = None  # "auto", "none", or a path: where to begin
-    launch: str = ""  # what torchrun calls this launch, restarts included
-    restarted: bool = False  # torchrun has started these ranks before
+    launch: str = ""  # what tells one launch from another, restarts included
+    restarted: bool = False  # ranks of this launch were started before
     live: bool = False  # rank 0 says after every step how far the run is
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
+    max_restarts: int = 0  # of --local: how often the ranks are started anew

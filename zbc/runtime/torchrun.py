@@ -76,6 +76,7 @@ def run_place(
     store = connector(place.host, place.port, place.run)()
     with joined(store, place.rank, place.ranks, patience) as number:
         connect = connector(place.host, place.port, f"{place.run}/{number}")
+        options = replace(options, restarted=options.restarted or number > 1)
         stopped = _run(folder, manifest, place, options, connect, emit, live)
     _linger(place)
     del hosted
@@ -97,6 +98,8 @@ def _run(
 
     def asked(name: str) -> None:
         stop.reason = name
+        if not stop.training:  # nothing is lost, and the ranks it waits for may never come
+            end(EXIT_INTERRUPTED)
 
     def leave(code: int) -> NoReturn:
         _linger(place)

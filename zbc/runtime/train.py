@@ -58,9 +58,10 @@ def end(code: int) -> NoReturn:
 
 @dataclass
 class StopFlag:
-    """Why this process was asked to stop; the rank looks at it between steps."""
+    """Why this process was asked to stop; the rank looks at it between steps, once it is `training`."""
 
     reason: str | None = None
+    training: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     worker = build_worker(plan, network, seat.device, ramp)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
+    seat.stop.training = True
     start = resume.agree(board, options, manifest, folder)
     first = _load(worker, board, seat, start, watchdog)
     resumed = None if start.checkpoint is None else str(start.checkpoint)
@@ -196,7 +198,12 @@ def _train(
 
     def show(result: StepResult | None) -> None:
         _show(result, seat, log)
-        skips.look(result)
+        try:
+            skips.look(result)
+        except ZbcError:
+            if checkpoints is not None:
+                checkpoints.wait()  # all ranks end here, so what is being written may become whole
+            raise
 
     for step in steps:
         reason = seat.stop.reason

@@ -54,22 +54,23 @@ def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
                one begin anew
         PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
 
-    Without --resume a run begins anew, except that a restart by torchrun goes on with the run it is a restart of. So
+    Without --resume a run begins anew, except that a restart goes on with the run it is a restart of. So
     does a restart of a run that was given a PATH, once it has a checkpoint of its own.
 
     Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.
     """
     asked = options.resume
-    if options.restarted and asked != "none":
-        start = _restart(options, manifest, plan)
-        if start.checkpoint is not None or asked in (None, "auto"):
-            return start
+    own = _restart(options, manifest, plan) if options.restarted and asked != "none" else Start()
+    if own.checkpoint is not None or (own.run is not None and asked in (None, "auto")):
+        return own
     if asked == "auto":
         return _newest(options, manifest, plan)
     if asked in (None, "none"):
         _refuse(_place(manifest, options.out), 0)
         return Start()
-    return _named(Path(asked or ""), options, manifest)
+    if own.run is not None:
+        return Start(_complete_in(Path(asked)), own.run)
+    return _named(Path(asked), options, manifest)
 
 
 def save_folder(manifest: Manifest, run: Path) -> Path:
@@ -112,21 +113,26 @@ def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     """The run that this launch began with, which may have written nothing yet."""
     found = [options.out] if options.out is not None else runs(manifest, plan)
     run = next((one for one in found if _about(one).get("launch") == options.launch), None)
-    folder = _place(manifest, run)
-    return Start(None if folder is None else disk.newest(folder), run)
+    return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
 
 
 def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
+    found = _complete_in(path)
+    own = _place(manifest, options.out)
+    _refuse(own, disk.step_of(found) or 0)
+    goes_on = options.out is not None and own is not None and own.resolve() == found.parent.resolve()
+    return Start(found, options.out if goes_on else None)
+
+
+def _complete_in(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest in it. Raises E612 if there is none."""
     found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
     if found is None:
         if disk.step_of(path) is not None and path.is_dir():
             disk.read_index(path)  # which says that it is not complete
         text = f"run: there is no complete checkpoint in {path}"
         raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
-    own = _place(manifest, options.out)
-    _refuse(own, disk.step_of(found) or 0)
-    goes_on = options.out is not None and own is not None and own.resolve() == found.parent.resolve()
-    return Start(found, options.out if goes_on else None)
+    return found
 
 
 def _refuse(folder: Path | None, step: int) -> None:

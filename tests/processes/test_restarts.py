@@ -1,0 +1,156 @@
+"""`zbc run --local N --max-restarts K`: ranks that are killed come back, and the run ends as if nobody had died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.processes.plans import metrics, processes, run_here, write_plan, write_troubled_plan
+from zbc.errors import ZbcError
+from zbc.runtime import launch, local
+from zbc.runtime.options import RunOptions
+from zbc.runtime.train import RankFailed
+
+STEPS = 12
+
+
+def plan_of(tmp_path, **changes):
+    tables = {
+        "schedule": {"kind": "zb-h1"},
+        "optimizer": {"lr": 0.01, "clip_grad_norm": 1.0},
+        "train": {"steps": STEPS},
+        "checkpoint": {"every": 2},
+    }
+    return write_plan(tmp_path, **{**tables, **changes})
+
+
+def result(out):
+    """The losses of all steps, and what the files of the last checkpoint hash to."""
+    index = json.loads((out / f"checkpoints/step-{STEPS:08d}/index.json").read_text())
+    return [(row["step"], row["loss"]) for row in metrics(out)], {n: f["sha256"] for n, f in index["files"].items()}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(plan_of(folder), 4, folder / "run")
+    return result(folder / "run")
+
+
+def restarts(lines):
+    return [line for line in lines if line.startswith("restart ")]
+
+
+def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, out, expected):
+    victims = {3: 2, 6: 0, 9: 3}  # step -> rank
+
+    def kill(line):
+        words = line.split()
+        step = int(words[1].partition("/")[0]) if words[0] == "step" else 0
+        if step in victims:
+            os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
+
+    lines = run_here(plan_of(tmp_path), 4, out, each=kill, max_restarts=3)
+    assert result(out) == expected
+    assert [line.partition(", since ")[0] for line in restarts(lines)] == [f"restart {i} of 3" for i in (1, 2, 3)]
+    assert restarts(lines)[0].endswith("since rank 2 was killed by SIGKILL")
+    assert len([line for line in lines if "going on from" in line]) == 3
+
+
+def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_path, out, expected):
+    folder, over = out / "checkpoints", threading.Event()
+    killed = []
+
+    def watch():
+        seen = set()
+        while not over.is_set() and len(killed) < 2:
+            names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+            for name in names - seen - {"step-00000002"}:
+                seen.add(name)
+                if not (folder / name / ".complete").exists():
+                    killed.append(name)
+                    os.kill(processes(out)[len(killed)], signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    lines = run_here(plan_of(tmp_path), 4, out, max_restarts=4)
+    over.set()
+    thread.join()
+    assert killed and len(restarts(lines)) <= len(killed)
+    assert result(out) == expected
+
+
+def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
+    def kill(line):
+        if line.startswith("step  3/") and not os.path.exists(tmp_path / "once"):
+            (tmp_path / "once").touch()
+            os.kill(processes(out)[1], signal.SIGKILL)
+
+    run_here(plan_of(tmp_path, checkpoint={}), 4, out, each=kill, max_restarts=1)
+    assert [(row["step"], row["loss"]) for row in metrics(out)] == expected[0]
+
+
+def test_what_fails_every_time_is_tried_as_often_as_asked(tmp_path, out):
+    lines = []
+    with pytest.raises(ZbcError) as raised:
+        run_here(write_troubled_plan(tmp_path, "exit", good=6), 4, out, each=lines.append, max_restarts=1)
+    assert raised.value.with_traceback(None).message == "run: rank 2 ended with exit code 3"
+    assert restarts(lines) == ["restart 1 of 1, since rank 2 ended with exit code 3"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "again"),
+    [
+        (ZbcError("E701", "run: no progress"), True),
+        (ZbcError("E703", "run: rank 1 failed"), True),
+        (RankFailed("Traceback\nRuntimeError: connection reset"), True),
+        (ZbcError("E704", "run: step 3 has gradients that are not finite"), False),
+        (ZbcError("E531", "data: damaged"), False),
+        (ZbcError("E611", "run: the disk is full"), False),
+    ],
+)
+def test_only_what_may_go_well_another_time_is_tried_again(failure, again):
+    lines, tried = [], []
+
+    def once(options):
+        tried.append(options.restarted)
+        if len(tried) == 1:
+            raise failure
+
+    def run():
+        local._run_again(local.Parent(lines.append), RunOptions(max_restarts=2), once)
+
+    if again:
+        run()
+        assert tried == [False, True]
+        assert lines[0] in (
+            "restart 1 of 2, since no progress",
+            "restart 1 of 2, since rank 1 failed",
+            "restart 1 of 2, since RuntimeError: connection reset",
+        )
+    else:
+        with pytest.raises(ZbcError):
+            run()
+        assert tried == [False] and not lines
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again():
+    parent = local.Parent(print)
+
+    def once(options):
+        parent.asked = "SIGTERM"
+        raise ZbcError("E702", "run: rank 1 was killed by SIGKILL")
+
+    with pytest.raises(ZbcError):
+        local._run_again(parent, RunOptions(max_restarts=2), once)
+
+
+def test_restarts_of_ranks_that_torchrun_starts_are_its_own_business(tmp_path):
+    with pytest.raises(ZbcError) as raised:
+        launch.run(write_plan(tmp_path), max_restarts=3)
+    assert raised.value.code == "E604" and raised.value.hint.startswith("torchrun --max-restarts 3")
