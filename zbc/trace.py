@@ -113,10 +113,10 @@ def start(run: Path, plan: Path) -> None:
     """Make room for a trace in a run directory, with a copy of the plan that runs."""
     copy = run / FOLDER / PLAN
     shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(parents=True)
-    manifest = plans.read_manifest(plan)
-    for name in (plans.MANIFEST, *manifest.files):
-        shutil.copyfile(plan / name, copy / name)
+    for folder in ("", *(part.folder for part in plans.read_manifest(plan).ramp)):
+        (copy / folder).mkdir(parents=True, exist_ok=True)
+        for name in (plans.MANIFEST, *plans.read_manifest(plan / folder).files):
+            shutil.copyfile(plan / folder / name, copy / folder / name)
 
 
 class Writer:

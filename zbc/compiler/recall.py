@@ -45,7 +45,11 @@ def job_of(manifest: Manifest) -> Job:
 
 def costs_of(manifest: Manifest) -> Costs:
     """What the ops of a plan cost."""
-    job = job_of(manifest)
+    return costs_for(job_of(manifest), manifest)
+
+
+def costs_for(job: Job, manifest: Manifest) -> Costs:
+    """What the ops of a plan cost where its job is `job`, with the cut of the plan."""
     table = estimate.layers(job)
     return cost.build(job, manifest.to_placement(), _stages(manifest, table), table)
 

@@ -1,0 +1,149 @@
+"""Where the time of each rank went in a recorded step, by cause; the causes add up to the step, to the nanosecond.
+
+    compute      F, B, W and BW themselves
+    warm up      until the first op computes: what it takes for the first tensor to come through the pipeline
+    message      between the first and the last op, waiting for a tensor; `from whom` says of which rank
+    drain        behind the last op, until the slowest rank has come to the end of its ops
+    sums         waiting for sums of gradients, for weights others stepped, and in the sum that ends the step
+    optimizer    gradient norm and optimizer steps; without a barrier also agreeing on the step before
+    host         all else: starting transfers, reading data, the runtime itself; what a rank does between two steps
+
+The prediction knows the same causes, but for `host`, which it counts into the ops where it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.recorded.view import Step
+from zbc.compiler.simulate import Timeline
+from zbc.compiler.steps import optimizer_ms
+from zbc.ir import AHEAD, COMPUTE, Kind, Op, Placement, Program
+from zbc.trace import Cause, Recorded
+
+
+@dataclass
+class Shares:
+    """The time of one rank in one step, by cause, all in one unit."""
+
+    compute: float = 0
+    warm_up: float = 0
+    message: float = 0
+    drain: float = 0
+    sums: float = 0
+    optimizer: float = 0
+    host: float = 0
+    senders: dict[int, float] = field(default_factory=dict)  # of `message`, from which rank
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, name) for name in CAUSES))
+
+    def scaled(self, factor: float) -> Shares:
+        values = {name: factor * getattr(self, name) for name in CAUSES}
+        return Shares(**values, senders={rank: factor * value for rank, value in self.senders.items()})
+
+
+CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders")
+
+
+def shares(step: Step) -> list[Shares]:
+    """Per rank of the run, in ns."""
+    arrived = max((at for one in step.ranks if (at := _arrival(one)) is not None), default=None)
+    return [_rank(step, rank, arrived) for rank in range(len(step.ranks))]
+
+
+def _arrival(one: Recorded) -> int | None:
+    """When a rank came to the sum over all ranks that ends a step with a barrier."""
+    waits = one.waited(Cause.ALL)
+    ends = [one.end[index] - waits.get(index, 0) for index, op in enumerate(one.ops) if op.kind is Kind.VALIDATE]
+    return max(ends, default=None)
+
+
+def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
+    one, found = step.ranks[rank], Shares()
+    begin, end = step.window(rank)
+    found.host += one.begins - begin
+    found.drain += end - one.ends
+    waits: dict[int, dict[Cause, int]] = {}
+    for wait in one.waits:
+        mine = waits.setdefault(wait.op, {})
+        mine[wait.cause] = mine.get(wait.cause, 0) + wait.ns
+    first = True
+    for index, op in enumerate(one.ops):
+        took, waited = one.end[index] - one.start[index], waits.get(index, {})
+        if op.kind in COMPUTE:
+            message = min(waited.get(Cause.MESSAGE, 0), one.work[index] - one.start[index])
+            if first:
+                found.warm_up += message
+            elif message:
+                peer = _sender(step.program.placement, op, rank)
+                found.message += message
+                found.senders[peer] = found.senders.get(peer, 0) + message
+            found.compute += one.end[index] - one.work[index]
+            found.host += one.work[index] - one.start[index] - message
+            first = False
+        elif op.kind is Kind.VALIDATE:
+            _close(found, one, index, waited, arrived)
+        elif op.kind is Kind.STEP or op.kind in AHEAD:
+            sums = min(took, waited.get(Cause.SUM, 0))
+            found.sums += sums
+            found.optimizer += took - sums
+        else:
+            found.host += took
+    _behind(found, one, waits.get(len(one.ops), {}))
+    return found
+
+
+def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int], arrived: int | None) -> None:
+    """VALIDATE: first the sums of gradients, then the norm, then the sum over all ranks, which starts with the last."""
+    start, end = one.start[index], one.end[index]
+    everyone = min(waited.get(Cause.ALL, 0), end - start)
+    sums = min(waited.get(Cause.SUM, 0), end - start - everyone)
+    late = min(everyone, max(0, (arrived or end) - (end - everyone)))
+    found.drain += late
+    found.sums += sums + everyone - late
+    found.optimizer += end - start - everyone - sums
+
+
+def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
+    """What a step does behind its last op."""
+    close = one.ends - (one.end[-1] if one.end else one.begins)
+    gather = min(close, waited.get(Cause.GATHER, 0))
+    delivery = min(close - gather, waited.get(Cause.DELIVERY, 0))
+    found.sums += gather
+    found.drain += delivery
+    found.host += close - gather - delivery
+
+
+def _sender(placement: Placement, op: Op, rank: int) -> int:
+    """The rank of the run that a compute op's message comes from."""
+    near = op.stage + (-1 if op.kind is Kind.F else 1)
+    return placement.rank_of(near, op.pipe) + rank // placement.ranks * placement.ranks
+
+
+def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
+    """The same as predicted of a step with its optimizer and the barrier, per rank of a pipeline, in ms."""
+    ranks = range(timeline.ranks)
+    steps = [optimizer_ms(program, costs, rank) for rank in ranks]
+    found = []
+    for rank in ranks:
+        idle = timeline.idle(rank)
+        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, idle.sums + costs.agree, steps[rank])
+        one.drain += max(steps) - steps[rank]
+        one.senders = _predicted_senders(timeline, rank)
+        found.append(one)
+    return found
+
+
+def _predicted_senders(timeline: Timeline, rank: int) -> dict[int, float]:
+    """Whom a rank waits for between its ops, in ms."""
+    dag, found = timeline.dag, dict[int, float]()
+    for i in range(dag.first[rank] + 1, dag.first[rank + 1]):
+        idle = timeline.start[i] - timeline.end[i - 1]
+        source = dag.source[i]
+        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank:
+            found[dag.rank[source]] = found.get(dag.rank[source], 0.0) + idle
+    return found

@@ -1,0 +1,167 @@
+"""What took longer than predicted: kinds of ops on a rank, links, whole ranks, and single ops out of line.
+
+A rank or a link is slow when it is slow beside the others, since a prediction may be off for all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from zbc.compiler.cost import Costs
+from zbc.compiler.recorded.times import Times, median_ms
+from zbc.compiler.recorded.view import Message, Step
+from zbc.ir import Kind, Op, Program
+
+SLOW = 1.15  # times the others: what counts as a slow rank
+SLOW_LINK, LEAST_LINK = 2.0, 0.005  # times the others, and of a step: what counts as a slow link
+OUT_OF_LINE, LEAST_OUTLIER = 2.0, 0.01  # times its usual time beyond it, and of a step: what counts as an outlier
+_MS = 1e6
+
+
+class Deviation(NamedTuple):
+    """One kind of op of a stage on a rank, `ops` of them a step; ms."""
+
+    kind: Kind
+    stage: int
+    rank: int
+    ops: int
+    predicted: float
+    measured: float
+
+    @property
+    def excess(self) -> float:
+        """What they take in a step beyond the prediction."""
+        return self.ops * (self.measured - self.predicted)
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.predicted if self.predicted > 0 else float("inf")
+
+
+class LinkTime(NamedTuple):
+    """Transfers from one rank to another; ms. Only those say anything that their receiver `awaited`, so many a step."""
+
+    sender: int
+    receiver: int
+    awaited: int
+    predicted: float
+    measured: float
+
+
+class Outlier(NamedTuple):
+    """One op, or one transfer (`sender`), that took far longer than others of its kind; ms."""
+
+    step: int
+    rank: int
+    op: Op
+    usual: float
+    measured: float
+    sender: int | None = None
+
+
+class SlowRank(NamedTuple):
+    """A rank whose ops take `ratio` times of what was predicted, where those of the others take `others` times."""
+
+    rank: int
+    ratio: float
+    others: float
+
+
+class SlowLink(NamedTuple):
+    """A link whose transfers take `ms`, where those of the others take `others`."""
+
+    sender: int
+    receiver: int
+    ms: float
+    others: float
+
+
+def deviations(times: Times, costs: Costs, steps: int) -> list[Deviation]:
+    """Every kind of op of every stage on every rank, that which costs most beyond its prediction first."""
+    found = [
+        Deviation(kind, stage, rank, round(len(samples) / steps), costs.duration(Op(kind, stage)), median_ms(samples))
+        for (kind, stage, rank), samples in times.work.items()
+    ]
+    return sorted(found, key=lambda one: (-abs(one.excess), one.rank, one.stage, one.kind))
+
+
+def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
+    """Every pair of ranks that tensors came over, by ranks."""
+    edges = _edges(costs, program)
+    size = program.placement.ranks
+    return [
+        LinkTime(a, b, round(len(samples) / steps), edges.get((a % size, b % size), 0.0), median_ms(samples))
+        for (a, b), samples in sorted(times.links.items())
+        if samples
+    ]
+
+
+def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
+    """ms of a transfer between two ranks of a pipeline, as predicted."""
+    found = {}
+    for pipe, homes in enumerate(program.placement.pipes):
+        for stage, ms in enumerate(costs.comm[pipe]):
+            found[homes[stage], homes[stage + 1]] = found[homes[stage + 1], homes[stage]] = ms
+    return found
+
+
+def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
+    """The ranks whose ops are slow beside those of the others, the slowest first."""
+    spent, meant = dict[int, float](), dict[int, float]()
+    for one in found:
+        spent[one.rank] = spent.get(one.rank, 0.0) + one.ops * one.measured
+        meant[one.rank] = meant.get(one.rank, 0.0) + one.ops * one.predicted
+    ratios = {rank: spent[rank] / meant[rank] for rank in spent if meant[rank] > 0}
+    slow = []
+    for rank, ratio in ratios.items():
+        others = statistics.median([other for number, other in ratios.items() if number != rank] or [ratio])
+        if ratio > SLOW * others:
+            slow.append(SlowRank(rank, ratio, others))
+    return sorted(slow, key=lambda one: -one.ratio / one.others)
+
+
+def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
+    """The links whose transfers take long beside those of the others, the slowest first."""
+    slow = []
+    for one in found:
+        rest = [other.measured for other in found if {other.sender, other.receiver} != {one.sender, one.receiver}]
+        others = statistics.median(rest) if rest else one.predicted
+        if one.measured > SLOW_LINK * others and one.measured - others > LEAST_LINK * step_ms:
+            slow.append(SlowLink(one.sender, one.receiver, one.measured, others))
+    return sorted(slow, key=lambda one: -one.ms)
+
+
+def outliers(steps: Sequence[Step], times: Times, step_ms: float) -> list[Outlier]:
+    """Single ops and transfers out of line, the longest first."""
+    found = [*_slow_ops(steps, times, step_ms), *_late_messages(steps, times, step_ms)]
+    return sorted(found, key=lambda one: one.usual - one.measured)
+
+
+def _out_of_line(ms: float, usual: float, step_ms: float) -> bool:
+    return ms - usual > (OUT_OF_LINE - 1) * usual and ms - usual > LEAST_OUTLIER * step_ms
+
+
+def _slow_ops(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[Outlier]:
+    usual = {key: median_ms(samples) for key, samples in times.work.items()}
+    for step in steps:
+        for rank, one in enumerate(step.ranks):
+            for index, op in step.compute(rank):
+                ms = (one.end[index] - one.work[index]) / _MS
+                normal = usual[op.kind, op.stage, rank]
+                if _out_of_line(ms, normal, step_ms):
+                    yield Outlier(step.number, rank, op, normal, ms)
+
+
+def _late_messages(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[Outlier]:
+    usual = {pair: median_ms(samples) for pair, samples in times.links.items() if samples}
+    for step in steps:
+        for message in _awaited(step):
+            ms, normal = message.took / _MS, usual[message.sender, message.receiver]
+            if _out_of_line(ms, normal, step_ms):
+                yield Outlier(step.number, message.receiver, message.taker, normal, ms, message.sender)
+
+
+def _awaited(step: Step) -> Iterable[Message]:
+    return (message for message in step.messages() if message.awaited)

@@ -1,0 +1,195 @@
+"""Predicted against measured: the numbers behind `zbc report` of a recorded run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zbc.compiler import recall
+from zbc.compiler.cost import Costs
+from zbc.compiler.recorded import blame, deviations
+from zbc.compiler.recorded.blame import Shares
+from zbc.compiler.recorded.replan import Replan, replan
+from zbc.compiler.recorded.times import measured as measured_costs
+from zbc.compiler.recorded.times import times_of
+from zbc.compiler.recorded.view import Step, step_of, typical
+from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.steps import settled
+from zbc.trace import Trace
+
+FORMAT, VERSION = "zbc-run-report", 1
+MOST_STEPS = 32  # recorded steps that are looked at, the last ones
+_MS = 1e6
+_CATEGORIES = {"weights": "weight", "gradients": "gradient", "masters": "master"}
+_CATEGORIES |= {"optimizer": "optimizer", "activations": "activation", "buffers": "buffer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One number as predicted (None: not known) and as measured: the median of the steps, and their quartiles."""
+
+    predicted: float | None
+    measured: float
+    low: float
+    high: float
+
+    @property
+    def change(self) -> float | None:
+        """How much more was measured than predicted, as a share of the prediction."""
+        return None if not self.predicted else self.measured / self.predicted - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    """Where the time of a rank went in the median step, and where it was to go; ms."""
+
+    rank: int
+    predicted: Shares
+    measured: Shares
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Peak bytes of a rank by category, predicted (None: not known) and measured, and of all together."""
+
+    rank: int
+    predicted: dict[str, float] | None
+    measured: dict[str, int]
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a recorded run says beside its prediction; times in ms."""
+
+    plan: str
+    schedule: str
+    device: str
+    steps: tuple[int, ...]  # those looked at
+    median_step: int  # the one that is taken apart by cause
+    clock_uncertainty_ms: float
+    step: Quantity  # with the optimizer, as steps follow one another
+    makespan: Quantity
+    span: Quantity
+    bubble_makespan: Quantity
+    bubble_span: Quantity
+    ranks: tuple[RankShares, ...]
+    slow_ranks: tuple[deviations.SlowRank, ...]
+    slow_links: tuple[deviations.SlowLink, ...]
+    outliers: tuple[deviations.Outlier, ...]
+    ops: tuple[deviations.Deviation, ...]
+    links: tuple[deviations.LinkTime, ...]
+    memory: tuple[RankMemory, ...]  # () where no step was weighed
+    replan: Replan | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **_plain(self._values())}
+
+    def _values(self) -> dict[str, Any]:
+        kinds = ("slow_ranks", "slow_links", "outliers", "ops", "links")
+        values: dict[str, Any] = {name: asdict(getattr(self, name)) for name in _QUANTITIES}
+        values |= {name: getattr(self, name) for name in ("plan", "schedule", "device", "steps", "median_step")}
+        values |= {"clock_uncertainty_ms": self.clock_uncertainty_ms}
+        values |= {"ranks": [asdict(one) for one in self.ranks], "memory": [asdict(one) for one in self.memory]}
+        values |= {name: [one._asdict() for one in getattr(self, name)] for name in kinds}
+        again = self.replan
+        values["replan"] = None if again is None else {**asdict(again), "gain": again.gain}
+        return values
+
+
+_QUANTITIES = ("step", "makespan", "span", "bubble_makespan", "bubble_span")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: ops as text, floats without the noise of their last bits."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "kind"):
+        return str(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def build(trace: Trace, *, again: bool = True) -> RunReport:
+    """Compare a recorded run with its plan; `again`: plan it anew with the measured times, too."""
+    manifest, program = trace.plan.manifest, trace.plan.program
+    costs = recall.costs_of(manifest)
+    timeline = simulate(program, costs)
+    numbers = typical(trace)[-MOST_STEPS:]
+    steps = [step_of(trace, number) for number in numbers]
+    middle = _median(steps)
+    times = times_of(steps)
+    wall = middle.wall_ns / _MS
+    ops = deviations.deviations(times, costs, len(steps))
+    links = deviations.links(times, costs, program, len(steps))
+    bubbles = (timeline.bubble_rate_makespan, timeline.bubble_rate_span)
+    return RunReport(
+        plan=manifest.id,
+        schedule=manifest.schedule,
+        device=trace.device,
+        steps=numbers,
+        median_step=middle.number,
+        clock_uncertainty_ms=trace.uncertainty_ns / _MS,
+        step=_quantity(settled(program, costs), [step.wall_ns / _MS for step in steps]),
+        makespan=_quantity(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
+        span=_quantity(timeline.span, [step.span_ns / _MS for step in steps]),
+        bubble_makespan=_quantity(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),
+        bubble_span=_quantity(bubbles[1], [step.bubble(step.span_ns) for step in steps]),
+        ranks=_shares(middle, timeline, costs),
+        slow_ranks=tuple(deviations.slow_ranks(ops)),
+        slow_links=tuple(deviations.slow_links(links, wall)),
+        outliers=tuple(deviations.outliers(steps, times, wall)),
+        ops=tuple(ops),
+        links=tuple(links),
+        memory=_memory(trace),
+        replan=replan(manifest, program, measured_costs(costs, times)) if again else None,
+    )
+
+
+def _median(steps: Sequence[Step]) -> Step:
+    """The step in the middle, by how long it took; of an even number the shorter one."""
+    return sorted(steps, key=lambda step: (step.wall_ns, step.number))[(len(steps) - 1) // 2]
+
+
+def median_step(trace: Trace) -> int:
+    """The recorded step that took as long as half of the others at most."""
+    return _median([step_of(trace, number) for number in typical(trace)[-MOST_STEPS:]]).number
+
+
+def _quantity(predicted: float | None, values: Sequence[float]) -> Quantity:
+    low, middle, high = quartiles(values)
+    return Quantity(predicted, middle, low, high)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _shares(step: Step, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
+    meant = blame.predicted(step.program, timeline, costs)
+    found = [one.scaled(1 / _MS) for one in blame.shares(step)]
+    return tuple(RankShares(rank, meant[rank % len(meant)], one) for rank, one in enumerate(found))
+
+
+def _memory(trace: Trace) -> tuple[RankMemory, ...]:
+    manifest = trace.plan.manifest
+    meant = manifest.predicted.get("per_rank", [])
+    known = bool(manifest.predicted.get("bytes_known"))
+    found = []
+    for rank, one in enumerate(trace.ranks):
+        if one.memory is None:
+            return ()
+        columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
+        most = {name: max(column) for name, column in columns.items()}
+        row = meant[rank % manifest.ranks] if known and meant else None
+        predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
+        peak = most.pop("peak", 0)
+        found.append(RankMemory(rank, predicted, most, peak))
+    return tuple(found)

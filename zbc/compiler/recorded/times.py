@@ -1,0 +1,146 @@
+"""How long ops and transfers took in recorded steps, and what a plan costs with these times.
+
+Two times are read off each compute op. `work` is the op itself. `cost` is what it keeps its rank from the next: the op,
+what the runtime does around it, and the transfers started since the compute op before. The simulator has ranks do one
+op right after the other, so it gets `cost`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from zbc.compiler.cost import Costs, PerStage
+from zbc.compiler.recorded.view import Step
+from zbc.ir import COMPUTE, TRANSFER, Kind, Op
+from zbc.trace import Cause
+
+_MS = 1e6
+Key = tuple[Kind, int, int]  # kind, stage, rank of the run
+
+
+@dataclass
+class Times:
+    """All samples of some steps, in ns."""
+
+    work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
+    cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    closing: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
+    lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
+    norm: list[int] = field(default_factory=list)  # VALIDATE without its waits: the longest of each step
+    sums: list[int] = field(default_factory=list)  # of the sum over all ranks behind the last one's coming
+
+
+def times_of(steps: Iterable[Step]) -> Times:
+    """The times of these steps."""
+    found = Times()
+    for step in steps:
+        for rank in range(len(step.ranks)):
+            _rank(found, step, rank)
+        for message in step.messages():
+            if message.awaited:
+                found.links[message.sender, message.receiver].append(message.took)
+                edge = min(message.source.stage, message.taker.stage)
+                found.lags[message.taker.pipe, edge].append(message.took)
+        _barrier(found, step)
+    return found
+
+
+def _rank(found: Times, step: Step, rank: int) -> None:
+    one = step.ranks[rank]
+    waited = [0] * (len(one.ops) + 1)
+    for wait in one.waits:
+        waited[wait.op] += wait.ns
+    around = 0
+    for index, op in enumerate(one.ops):
+        took = one.end[index] - one.start[index] - waited[index]
+        if op.kind in COMPUTE:
+            found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
+            found.cost[op.kind, op.stage].append(max(0, took) + around)
+            around = 0
+        elif op.kind in TRANSFER:
+            around += max(0, took)
+        else:
+            found.closing[op.kind, op.stage].append(max(0, took))
+
+
+def _barrier(found: Times, step: Step) -> None:
+    """What the end of a step with a barrier takes: gradient norms, and the sum once all have come to it."""
+    norms, comes, leaves = [], [], []
+    for one in step.ranks:
+        for index, op in enumerate(one.ops):
+            if op.kind is Kind.VALIDATE:
+                waits = {cause: one.waited(cause).get(index, 0) for cause in (Cause.ALL, Cause.SUM)}
+                norms.append(max(0, one.end[index] - one.start[index] - sum(waits.values())))
+                comes.append(one.end[index] - waits[Cause.ALL])
+                leaves.append(one.end[index])
+    if norms:
+        found.norm.append(max(norms))
+        found.sums.append(max(0, max(leaves) - max(comes)))
+
+
+def median_ms(samples: Sequence[int]) -> float:
+    return statistics.median(samples) / _MS
+
+
+def measured(costs: Costs, times: Times) -> Costs:
+    """`costs` with the measured times in the place of others, as far as they were measured; bytes stay."""
+    tables = {kind: _table(times.cost, kind, costs) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)}
+    b, w = _halves(tables[Kind.B], tables[Kind.W], tables[Kind.BW], costs)
+    bw = tuple(x + y if both is None else both for x, y, both in zip(b, w, tables[Kind.BW], strict=True))
+    comm = tuple(
+        tuple(_lag(times, pipe, edge, ms) for edge, ms in enumerate(links)) for pipe, links in enumerate(costs.comm)
+    )
+    step = [_closing(times, (Kind.STEP, Kind.COMMIT), s) for s in range(costs.stages)]
+    tentative = [_closing(times, (Kind.TENTATIVE,), s) for s in range(costs.stages)]
+    return replace(
+        costs,
+        f=tuple(ms or 0.0 for ms in tables[Kind.F]),
+        b=b,
+        w=w,
+        bw=bw,
+        comm=comm,
+        step=_filled(step, costs.step),
+        tentative=_filled(tentative, costs.tentative),
+        agree=median_ms(times.norm) + median_ms(times.sums) if times.norm else costs.agree,
+        source="measured",
+    )
+
+
+def _table(samples: dict[tuple[Kind, int], list[int]], kind: Kind, costs: Costs) -> list[float | None]:
+    return [median_ms(samples[kind, s]) if samples.get((kind, s)) else None for s in range(costs.stages)]
+
+
+def _halves(
+    b: list[float | None], w: list[float | None], bw: list[float | None], costs: Costs
+) -> tuple[PerStage, PerStage]:
+    """B and W of every stage; where only both in one ran, in the proportion they were predicted in."""
+    first, second = list[float](), list[float]()
+    for s in range(costs.stages):
+        both = costs.duration(Op(Kind.BW, s))
+        whole = bw[s] if bw[s] is not None else both
+        share = costs.b[s] / (costs.b[s] + costs.w[s]) if costs.b[s] + costs.w[s] > 0 else 0.5
+        mine, other = b[s], w[s]
+        first.append(share * (whole or 0.0) if mine is None else mine)
+        second.append((1 - share) * (whole or 0.0) if other is None else other)
+    return tuple(first), tuple(second)
+
+
+def _lag(times: Times, pipe: int, edge: int, predicted: float) -> float:
+    samples = times.lags.get((pipe, edge))
+    return median_ms(samples) if samples else predicted
+
+
+def _closing(times: Times, kinds: tuple[Kind, ...], stage: int) -> float | None:
+    samples = [ns for kind in kinds for ns in times.closing.get((kind, stage), ())]
+    return median_ms(samples) if samples else None
+
+
+def _filled(found: Sequence[float | None], before: PerStage) -> PerStage:
+    """What was measured, else what was assumed; () if nothing is known."""
+    if all(ms is None for ms in found):
+        return before
+    return tuple((before[s] if before else 0.0) if ms is None else ms for s, ms in enumerate(found))

@@ -1,0 +1,148 @@
+"""A recorded step as the compiler sees it: what each op waited for, which op fed it, when that was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zbc.ir import COMPUTE, Kind, Op, Program
+from zbc.trace import Cause, Recorded, Trace
+
+LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
+
+
+class Message(NamedTuple):
+    """A tensor that a compute op took from another rank; ns on the clock of rank 0.
+
+    `sent` is when the op that made it had ended, `posted` when there was a buffer for it, `there` when its receiver went
+    on with it. Where that came late for it, `there` says nothing of the transfer: it is `awaited` if the receiver
+    waited for most of it.
+    """
+
+    source: Op
+    sender: int
+    taker: Op
+    receiver: int
+    sent: int
+    posted: int
+    there: int
+    awaited: bool
+
+    @property
+    def took(self) -> int:
+        """ns of the transfer itself, once both ends were ready."""
+        return max(0, self.there - max(self.sent, self.posted))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step of every rank of the run; `ranks` are those of the run, over all copies of the pipeline."""
+
+    number: int  # from 1
+    program: Program
+    ranks: tuple[Recorded, ...]
+
+    @property
+    def barrier(self) -> bool:
+        """Whether all ranks end a step before any begins the next."""
+        return any(op.kind is Kind.VALIDATE for op in self.program.ranks[0])
+
+    @property
+    def begins(self) -> int:
+        return min(rank.begins for rank in self.ranks)
+
+    @property
+    def ends(self) -> int:
+        return max(rank.ends for rank in self.ranks)
+
+    def window(self, rank: int) -> tuple[int, int]:
+        """From when to when the step lasts for a rank: with a barrier for all alike."""
+        return (self.begins, self.ends) if self.barrier else (self.ranks[rank].begins, self.ranks[rank].ends)
+
+    @property
+    def wall_ns(self) -> int:
+        """How long the step took."""
+        return max(b - a for a, b in map(self.window, range(len(self.ranks))))
+
+    def compute(self, rank: int) -> Iterator[tuple[int, Op]]:
+        """The compute ops of a rank with their places."""
+        for index, op in enumerate(self.ranks[rank].ops):
+            if op.kind in COMPUTE:
+                yield index, op
+
+    @cached_property
+    def own(self) -> list[tuple[int, int]]:
+        """Per rank, when its first compute op began to work and its last one ended."""
+        found = []
+        for rank, one in enumerate(self.ranks):
+            places = [index for index, _ in self.compute(rank)]
+            found.append((one.work[places[0]], one.end[places[-1]]) if places else (one.begins, one.begins))
+        return found
+
+    def busy(self, rank: int) -> int:
+        """ns in which a rank computed."""
+        one = self.ranks[rank]
+        return sum(one.end[index] - one.work[index] for index, _ in self.compute(rank))
+
+    @property
+    def makespan_ns(self) -> int:
+        """From the first compute op of all ranks to the end of the last."""
+        return max(end for _, end in self.own) - min(begin for begin, _ in self.own)
+
+    @property
+    def span_ns(self) -> int:
+        """The longest own time of a rank."""
+        return max(end - begin for begin, end in self.own)
+
+    def bubble(self, ns: int) -> float:
+        """The share of `ns`, a makespan or a span, in which even the busiest rank is idle."""
+        return (ns - max(map(self.busy, range(len(self.ranks))))) / ns if ns > 0 else 0.0
+
+    def messages(self) -> Iterator[Message]:
+        """Every tensor between two ranks."""
+        size = self.program.placement.ranks
+        made = {
+            (rank // size, op): (rank, index) for rank in range(len(self.ranks)) for index, op in self.compute(rank)
+        }
+        for rank, one in enumerate(self.ranks):
+            posted = {op: one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
+            waited = one.waited(Cause.MESSAGE)
+            for index, op in self.compute(rank):
+                recv = _receives(op)
+                if recv is None or recv not in posted:
+                    continue
+                source, sender, place = self._source(op, rank // size, made)
+                ns = waited.get(index, 0)
+                there = one.start[index] + ns
+                sent = self.ranks[sender].end[place]
+                awaited = ns > LEAST_WAIT_NS and 2 * ns > there - max(sent, posted[recv])
+                yield Message(source, sender, op, rank, sent, posted[recv], there, awaited)
+
+    def _source(self, op: Op, copy: int, made: dict[tuple[int, Op], tuple[int, int]]) -> tuple[Op, int, int]:
+        """The op that made what `op` takes, its rank and its place there."""
+        near = op.stage - 1 if op.kind is Kind.F else op.stage + 1
+        for kind in (Kind.F,) if op.kind is Kind.F else (Kind.B, Kind.BW):
+            source = op._replace(kind=kind, stage=near)
+            if (copy, source) in made:
+                return source, *made[copy, source]
+        raise KeyError(op)
+
+
+def _receives(op: Op) -> Op | None:
+    """The RECV that brings what a compute op needs, if that comes from another rank."""
+    if op.kind is Kind.F:
+        return op._replace(kind=Kind.RECV_F)
+    return None if op.kind is Kind.W else op._replace(kind=Kind.RECV_B)
+
+
+def step_of(trace: Trace, number: int) -> Step:
+    """A recorded step. KeyError if it was not recorded."""
+    ranks = tuple(rank.recorded(number) for rank in trace.ranks)
+    return Step(number, trace.plan.program, ranks)
+
+
+def typical(trace: Trace) -> tuple[int, ...]:
+    """The recorded steps that count: in the first of a run things are set up, if there are others."""
+    return trace.steps[1:] if trace.steps[0] == 1 and len(trace.steps) > 1 else trace.steps
