@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import data, differing, drawing, exchanging, jobs, planning, running
+from zbc.cli import data, differing, drawing, exchanging, jobs, planning, reporting, running
 
 app = typer.Typer(
     name="zbc",
@@ -43,6 +43,7 @@ app.command()(differing.diff)
 app.command()(exchanging.export)
 app.command("import")(exchanging.import_order)
 app.command()(running.run)
+app.command()(reporting.report)
 app.add_typer(jobs.config, name="config")
 app.add_typer(data.data, name="data")
 app.command()(jobs.explain)

@@ -16,8 +16,8 @@ LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
 class Message(NamedTuple):
     """A tensor that a compute op took from another rank; ns on the clock of rank 0.
 
-    `sent` is when the op that made it had ended, `posted` when there was a buffer for it, `there` when its receiver went
-    on with it. Where that came late for it, `there` says nothing of the transfer: it is `awaited` if the receiver
+    `sent` is when the op that made it had ended, `posted` when there was a buffer for it, `there` when its receiver
+    went on with it. Where that came late for it, `there` says nothing of the transfer: it is `awaited` if the receiver
     waited for most of it.
     """
 

@@ -1,0 +1,105 @@
+"""What every run leaves behind, recorded or not: run.json says what ran, metrics.jsonl has a line per step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbc.compiler.recorded.report import Quantity, quartiles
+from zbc.errors import ZbcError
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """A run directory: `about` is run.json, `steps` the lines of training steps."""
+
+    folder: Path
+    about: dict[str, Any]
+    steps: tuple[dict[str, Any], ...]
+
+    @property
+    def plan_folder(self) -> str:
+        """The plan that ran, as the command named it."""
+        return str(self.about.get("plan_folder", "PLAN"))
+
+    @property
+    def counted(self) -> tuple[dict[str, Any], ...]:
+        """The steps that count: in the first one things are set up, if there are others."""
+        return self.steps[1:] if len(self.steps) > 1 and self.steps[0]["step"] == 1 else self.steps
+
+    def step(self) -> Quantity:
+        """How long steps took, in ms, with the optimizer."""
+        predicted = self.about.get("predicted", {})
+        sync = self.about.get("training", {}).get("optimizer", {}).get("sync", "before-step")
+        key = "ahead_ms" if sync == "post-validate" else "barrier_ms"
+        low, middle, high = quartiles([row["step_ms"] for row in self.counted])
+        return Quantity(predicted.get(key), middle, low, high)
+
+    def bubble(self) -> Quantity:
+        """The share of a step in which the busiest rank does not compute; a step has its optimizer in it."""
+        low, middle, high = quartiles([1 - max(row["busy_ms"]) / row["step_ms"] for row in self.counted])
+        return Quantity(None, middle, low, high)
+
+    def busy(self) -> list[tuple[float | None, float]]:
+        """Per rank, ms of compute in a step: predicted and the median of the measured."""
+        rows = self.about.get("predicted", {}).get("per_rank", [])
+        columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
+        meant = [rows[rank % len(rows)]["busy_ms"] if rows else None for rank in range(len(columns))]
+        return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
+
+    def peak(self) -> list[int]:
+        """Bytes per rank at most: of the process on a CPU, of what was allocated on a GPU."""
+        return [max(column) for column in zip(*(row["peak_bytes"] for row in self.steps), strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The document of a run without a trace; keys it shares with a recorded one mean the same."""
+        quantities = {"step": self.step(), "bubble_of_step": self.bubble()}
+        numbers = {
+            name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
+            for name, one in quantities.items()
+        }
+        busy = [{"rank": r, "predicted": meant, "measured": ms} for r, (meant, ms) in enumerate(self.busy())]
+        about = {"plan": self.about.get("plan"), "schedule": self.about.get("schedule")}
+        return {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `folder` is a run directory."""
+    return (folder / RUN).is_file()
+
+
+def read(folder: Path) -> RunLog:
+    """Read a run directory. Raises E430 if it is none or no step ended, E431 for a damaged file."""
+    about = _objects(folder / RUN, whole=True)[0]
+    if about.get("format") != "zbc-run":
+        raise ZbcError("E431", f"run: {folder / RUN} is not what a run writes (format {about.get('format')!r})")
+    rows = _objects(folder / METRICS, whole=False)
+    steps = tuple(row for row in rows if "step_ms" in row)
+    if not steps:
+        text = f"run: {folder / METRICS} holds no step"
+        raise ZbcError("E430", text, hint="the run ended before its first step; run it again")
+    return RunLog(folder, about, steps)
+
+
+def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
+    """The JSON object of a file (`whole`), or one per line; a last line that was cut off is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        hint = "name a run directory, as `zbc run` makes them below log.dir"
+        raise ZbcError("E430", f"run: cannot read {path}: {reason}", hint=hint) from None
+    found = []
+    for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ZbcError("E431", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
+        if not isinstance(values, dict):
+            raise ZbcError("E431", "run: damaged: not an object", where=f"{path}:{number}")
+        found.append(values)
+    return found
