@@ -5,6 +5,7 @@
     plan = zbc.plan(zbc.load("job.toml"))       # `zbc plan`; nothing is written until plan.write(folder)
     plan = zbc.load("plan")                     # a plan directory
     plan = zbc.load("order.csv")                # a torch pipelining CSV, at F = B = W = 1 per rank
+    run = zbc.load("runs/plan-1")               # a run directory; run.report() holds it against its plan
 
     plan.check()                                # `zbc check`: raises a ZbcError that names the ops
     plan.simulate().makespan                    # ms; when each op runs
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zbc.plan as plans
 from zbc.compiler import recall
@@ -27,13 +28,19 @@ from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.difference import RankDifference, difference
 from zbc.compiler.passes import lower
+from zbc.compiler.recorded.log import is_run
+from zbc.compiler.recorded.log import read as read_log
+from zbc.compiler.recorded.report import RunReport
+from zbc.compiler.recorded.report import build as build_report
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
 from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
-from zbc.viz import html, perfetto, svg, terminal
+from zbc.trace import Trace, has_trace
+from zbc.trace import read as read_trace
+from zbc.viz import html, perfetto, recorded, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
 
 _NOTEBOOK = 32  # ranks a notebook shows
@@ -180,6 +187,69 @@ class Plan:
         self.compiled.write(Path(folder))
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run directory, as `zbc run` leaves it: its numbers per step and, where steps were recorded, their trace."""
+
+    folder: Path
+    trace: Trace | None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Run:
+        """A run directory. Raises E430 (it is none), E431 (its trace is damaged), E4xx (the copy of its plan)."""
+        folder = Path(folder)
+        if has_trace(folder):
+            return cls(folder, read_trace(folder))
+        if not is_run(folder):
+            text = f"run: {folder} is not a run directory"
+            raise ZbcError("E430", text, hint="`zbc run` makes them below log.dir")
+        return cls(folder, None)
+
+    @property
+    def recorded(self) -> Trace:
+        """The trace. Raises E430 if no step was recorded."""
+        return read_trace(self.folder) if self.trace is None else self.trace
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran. Raises E430 if no step was recorded."""
+        trace = self.recorded
+        return Plan(str(trace.folder), trace.plan.program, manifest=trace.plan.manifest)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl says of each step; `loss`, `step_ms` and the rest."""
+        return list(read_log(self.folder).steps)
+
+    def report(self) -> RunReport:
+        """`zbc report`: predicted against measured, and where the time went. Raises E430 if no step was recorded."""
+        return build_report(self.recorded)
+
+    def drawn(self, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
+        """What pictures of this run are made from: the prediction, and `steps` recorded steps from `first` on."""
+        return recorded.drawn(self.recorded, steps, first=first)
+
+    def svg(self, *, width: int = 1000, zoom: tuple[float, float] | None = None, steps: int = 1) -> str:
+        """Predicted above measured on one time axis, as an SVG document."""
+        return svg.draw(self.drawn(steps), svg.Sheet(width, zoom=zoom))
+
+    def html(self, *, steps: int = 1) -> str:
+        """The same as one HTML file to zoom and search in."""
+        return html.draw(self.drawn(steps))
+
+    def perfetto(self, *, steps: int = 1) -> str:
+        """The same as a Chrome trace for Perfetto, with what ranks waited for and their transfers."""
+        return perfetto.draw(self.drawn(steps))
+
+    def text(self, *, width: int = 100, steps: int = 1) -> str:
+        """The same as text, without colours."""
+        return terminal.draw_all(self.drawn(steps), terminal.View(width=width)).plain
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.svg(width=960)
+
+
 def _megatron(plan: Plan, _: str) -> dict[str, str]:
     return {".args": megatron.dumps(plan.program, plan.described("megatron"))}
 
@@ -200,8 +270,8 @@ EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
 }
 
 
-def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = None) -> Job | Plan:
-    """A job (`.toml`), a plan directory, or a torch CSV (`.csv`).
+def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = None) -> Job | Plan | Run:
+    """A job (`.toml`), a plan directory, a run directory, or a torch CSV (`.csv`).
 
     `settings` (`"schedule.microbatches=16"`) and `schedule` (a name or a CSV file) change a job as --set and --schedule
     do. Raises E1xx for a job, E4xx for the others.
@@ -211,6 +281,8 @@ def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = 
         return load_job(path, settings, schedule)
     if path.suffix == ".csv":
         return Plan.read_csv(path)
+    if is_run(path):
+        return Run.read(path)
     return Plan.read(path.parent if path.name == plans.MANIFEST else path)
 
 
@@ -223,6 +295,6 @@ def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
 
 
 def open_plan(path: str | Path) -> Plan:
-    """What a path stands for as a plan: a job is planned, all else is read."""
+    """What a path stands for as a plan: a job is planned, of a recorded run it is what ran, all else is read."""
     found = load(path)
-    return plan(found) if isinstance(found, Job) else found
+    return plan(found) if isinstance(found, Job) else found.plan if isinstance(found, Run) else found

@@ -492,6 +492,14 @@ and line. Each line is one JSON object. A last line without its end is what a
 killed run leaves, and is no error: steps that all ranks completed are read.
 """,
     ),
+    "E432": _entry(
+        "a step was not recorded",
+        """
+`zbc visualize RUN --from 12 --steps 3` draws steps that the run recorded; which
+these are, `zbc run PLAN --trace STEPS` was told. A run that was killed has them
+up to the last one that all its ranks completed.
+""",
+    ),
     "E501": _entry(
         "data are missing",
         """

@@ -300,9 +300,19 @@ class Draft:
         self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))
 
 
-def draft(path: Path, overrides: Sequence[str] = (), schedule: str | None = None, profile: Path | None = None) -> Draft:
-    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems."""
-    document = toml.load(path)
+def draft(
+    path: Path,
+    overrides: Sequence[str] = (),
+    schedule: str | None = None,
+    profile: Path | None = None,
+    *,
+    document: toml.Document | None = None,
+) -> Draft:
+    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems.
+
+    `document` is what stands in it, where it is no file.
+    """
+    document = toml.load(path) if document is None else document
     for override in overrides:
         document = toml.merge(document, _override(override, document.source))
     if schedule is not None:

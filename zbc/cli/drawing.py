@@ -14,7 +14,7 @@ import typer
 
 from zbc.cli.console import labelled, show, table, tell, write_text
 from zbc.cli.numbers import listed
-from zbc.cli.options import PlanJobOrCsv, complete_schedule
+from zbc.cli.options import PlanJobCsvOrRun, complete_schedule
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,7 +45,7 @@ class By(StrEnum):
 
 
 def visualize(
-    target: PlanJobOrCsv,
+    target: PlanJobCsvOrRun,
     other: Annotated[
         Path | None, typer.Argument(metavar="[OTHER]", help="A second one, drawn below on the same time axis.")
     ] = None,
@@ -58,15 +58,15 @@ def visualize(
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=100, help="Draw this many steps in a row.")] = 1,
+    first: Annotated[
+        int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run, draw from this step on.")
+    ] = None,
     barrier: Annotated[
         bool | None, typer.Option(help="Whether each of --steps ends everywhere first; the job's optimizer decides.")
     ] = None,
 ) -> None:
-    """Draw when each rank does what."""
-    from zbc.api import open_plan
-
-    plans = [open_plan(path) for path in (target, other) if path is not None]
-    drawn = [plan.drawn(steps, barrier=barrier) for plan in plans]
+    """Draw when each rank does what; of a recorded run, predicted above measured."""
+    drawn = [one for path in (target, other) if path is not None for one in _drawn(path, steps, first, barrier)]
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
@@ -99,6 +99,16 @@ def visualize(
     else:
         write_text(output, text)
         tell(f"wrote {output}")
+
+
+def _drawn(path: Path, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
+    from zbc.api import Run, load, open_plan
+
+    if path.is_dir():
+        found = load(path)
+        if isinstance(found, Run):
+            return found.drawn(steps, first=first)
+    return [open_plan(path).drawn(steps, barrier=barrier)]
 
 
 def _text(drawn: Sequence[Drawn], view: View) -> Text:

@@ -28,6 +28,13 @@ def seconds(text: str) -> float:
 
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job description.")]
+PlanJobCsvOrRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN|JOB.toml|FILE.csv|RUN",
+        help="A plan directory, a job, a torch pipelining CSV, or the directory of a recorded run.",
+    ),
+]
 PlanJobOrCsv = Annotated[
     Path,
     typer.Argument(metavar="PLAN|JOB.toml|FILE.csv", help="A plan directory, a job, or a torch pipelining CSV."),

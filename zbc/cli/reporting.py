@@ -159,12 +159,11 @@ def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]
 
 def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     lines = [
-        f"rank {one.rank}: its ops take {one.ratio:.2f} times what was predicted, those of the others {one.others:.2f}"
+        f"rank {one.rank}: its ops take {one.ratio:.2f} times what was predicted, the others' {one.others:.2f}"
         for one in made.slow_ranks
     ]
     lines += [
-        f"from rank {one.sender} to rank {one.receiver}: {short(one.ms, 3)} ms a transfer, {short(one.others, 3)} ms on "
-        "the other links"
+        f"rank {one.sender} to rank {one.receiver}: {short(one.ms, 3)} ms a transfer, usually {short(one.others, 3)}"
         for one in made.slow_links
     ]
     if lines:
@@ -211,9 +210,7 @@ def _links(made: RunReport) -> RenderableType:
 
 def _memory(made: RunReport) -> Iterator[RenderableType]:
     if not made.memory:
-        yield labelled(
-            "memory", "not looked at: that takes a step more than the recorded ones, not the first of the run"
-        )
+        yield labelled("memory", "not looked at: that takes one step more than those recorded, not the first one")
         return
     unit, scale = _unit(max(one.peak for one in made.memory))
     known = made.memory[0].predicted is not None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import zbc.plan as plans
 from zbc import spec
-from zbc.compiler import estimate, report
+from zbc.compiler import estimate, recall, report
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.memory import check_memory
@@ -95,11 +95,16 @@ class Compiled:
 def load_job(
     path: Path, overrides: Sequence[str] = (), schedule: str | None = None, profile: Path | None = None
 ) -> Job:
-    """Read a job file; raises every problem at once, those of the chosen schedule included.
+    """Read a job file, or the job of a plan directory; raises every problem at once, those of the schedule included.
 
-    `profile` is the file of measured costs to plan with, instead of what costs.profile names.
+    `profile` is the file of measured costs to plan with, instead of what costs.profile names, and instead of the costs
+    that a plan was made with.
     """
-    draft = spec.draft(path, overrides, schedule, profile)
+    again = plans.is_plan(path)
+    document = recall.document_of(path, keep_costs=profile is None) if again else None
+    draft = spec.draft(path, overrides, schedule, profile, document=document)
+    if again and profile is None:
+        draft.profile = draft.profile or recall.job_of(plans.read_manifest(path)).profile
     draft.problems += _schedule_problems(draft)
     return draft.finish()
 

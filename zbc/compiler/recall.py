@@ -6,10 +6,12 @@ equal `manifest.predicted`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from zbc import profile as profiles
 from zbc import toml
@@ -18,7 +20,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.estimate import Layer
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
-from zbc.plan import MANIFEST, Manifest, Plan
+from zbc.plan import MANIFEST, Manifest, Plan, read_manifest
 from zbc.spec import SECTIONS, Job
 
 
@@ -41,6 +43,33 @@ def job_of(manifest: Manifest) -> Job:
     hint = "make the plan again with `zbc plan JOB.toml`"
     profile = None if measured is None else profiles.checked(measured, MANIFEST, None, hint)
     return Job(toml.Document(MANIFEST, values), **sections, profile=profile)
+
+
+def document_of(folder: Path, *, keep_costs: bool) -> toml.Document:
+    """The job that a plan directory was made from, as a job file would have it; the overlap is no cost.
+
+    Raises E401 to E406 (the manifest).
+    """
+    manifest = read_manifest(folder)
+    values = {**manifest.planning, **manifest.training}
+    pretrained = values.pop("pretrained", None)
+    values.pop("profile", None)
+    values["model"] = {**values["model"], "pretrained": pretrained}
+    if not keep_costs:
+        values["costs"] = {"overlap": values["costs"].get("overlap", 0.0)}
+    said = {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
+    return toml.Document(str(folder / MANIFEST), {"zbc": 1, **said})
+
+
+def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """What differs from what a section says by itself: rules ask what the job itself has said."""
+    plain = {key: info.get_default(call_default_factory=True) for key, info in section.model_fields.items()}
+    as_json = json.loads(json.dumps(plain, default=_dumped))
+    return {key: value for key, value in values.items() if value is not None and value != as_json.get(key)}
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else None  # what has no default
 
 
 def costs_of(manifest: Manifest) -> Costs:

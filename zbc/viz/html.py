@@ -26,14 +26,14 @@ _FAR = 100_000  # a pipe and a stage as one number: pipe * _FAR + stage
 def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     """The page of one plan, or of several below one another on one time axis; `ranks` leaves out all others."""
     length = longest([one.strip for one in drawn])
-    kinds = [kind for kind in Kind if kind in COMPUTE and any(kind in _kinds(one) for one in drawn)]
+    kinds = [kind for kind in Kind if any(kind in _kinds(one) for one in drawn)]
     several = len(drawn) > 1
     names = [f"{one.name}: {title(one.program)}" if several else title(one.program) for one in drawn]
     data = {
         "length": length,
         "unit": length * _FINE,
         "kinds": [_kind(kind) for kind in kinds],
-        "panels": [_panel(one, name, kinds, length, ranks) for one, name in zip(drawn, names, strict=True)],
+        "panels": _panels(drawn, names, kinds, length, ranks),
     }
     heads = "\n".join(
         f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(one.strip.steps[0]))}</div>'
@@ -58,7 +58,7 @@ def _file(name: str) -> str:
 
 
 def _kinds(one: Drawn) -> set[Kind]:
-    return {op.kind for timeline in one.strip.steps[:1] for op in timeline.dag.ops}
+    return {op.kind for op in one.strip.steps[0].dag.ops}
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
@@ -71,7 +71,28 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "fills": found.fills,
         "ink": found.ink,
         "fills_at_start": kind is Kind.F,
+        "alone": kind not in COMPUTE,
     }
+
+
+def _panels(
+    drawn: Sequence[Drawn], names: Sequence[str], kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None
+) -> list[dict[str, Any]]:
+    """The panels, those of recorded runs with what is known of them; the prediction stands above what was measured."""
+    panels = [_panel(one, name, kinds, length, ranks) for one, name in zip(drawn, names, strict=True)]
+    for one, panel in zip(drawn, panels, strict=True):
+        if one.recorded is None:
+            continue
+        ids = [piece.id for rank in panel["names"] for piece in one.strip.pieces(rank)]
+        panel["waited"] = [_short(one.recorded.waited[i]) for i in ids]
+        panel["delayed"] = [_short(one.recorded.delayed[i]) for i in ids]
+        if len(ids) == len(panels[0]["source"]):
+            panel["twin"] = 0
+    return panels
+
+
+def _short(ms: float) -> float:
+    return float(f"{ms:.4g}")
 
 
 def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None) -> dict[str, Any]:
@@ -125,6 +146,8 @@ def _row(
 
 def _path(one: Drawn) -> list[int]:
     """The ids of the critical path of every step, the last one first."""
+    if one.recorded is not None:
+        return one.recorded.path()
     found: list[int] = []
     for step in reversed(range(len(one.strip.steps))):
         timeline = one.strip.steps[step]

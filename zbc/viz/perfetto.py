@@ -1,6 +1,7 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process is a rank; its tracks are its streams: compute, the tensors on their way to each neighbour, sums of gradients.
+A process is a rank; its tracks are its streams: compute, the tensors on their way to each neighbour, sums of gradients,
+and of a recorded run what a rank does besides computing.
 Arrows lead from the start of a tensor's way to the op that takes it; counters show what the rank holds. Slices of one
 track never overlap: tensors that are on their way at the same time get tracks of their own.
 
@@ -21,7 +22,7 @@ from zbc.viz.words import title
 
 _NS = 1_000_000  # in a millisecond
 _APART = 1000  # process ids of one plan and the next
-_COMPUTE, _SUMS, _SENDS = 1, 2, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
+_COMPUTE, _SUMS, _RUNTIME, _SENDS = 1, 2, 3, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
 _LANES = 1000
 
 
@@ -49,6 +50,7 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
                 pid, _COMPUTE, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, _about(piece.op)
             )
         yield from _sums(one, rank, pid)
+        yield from _runtime(one, rank, pid)
         yield from _counters(one, rank, pid)
     yield from _transfers(one, base, pieces, rank_of)
 
@@ -65,6 +67,18 @@ def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
         yield _named("thread_name", pid, _SUMS, "collectives")
     for piece in found:
         yield _slice(pid, _SUMS, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, "{}")
+
+
+def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+    """What a recorded rank did besides computing, on a track of its own."""
+    if one.recorded is None:
+        return
+    yield _named("thread_name", pid, _RUNTIME, "waits, transfers, optimizer")
+    begin = one.strip.begin
+    for found in one.recorded.beside(rank):
+        if found.end > begin:  # time begins with the first op that computes
+            start = max(begin, found.start) - begin
+            yield _slice(pid, _RUNTIME, found.name, found.what, start, found.end - begin, "{}")
 
 
 def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[int, int]) -> Iterator[str]:

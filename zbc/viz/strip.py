@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import curve
+from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.simulate import Timeline, run
 from zbc.compiler.steps import consecutive
 from zbc.ir import AHEAD, COMPUTE, Kind, Op, Program
@@ -94,12 +95,16 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One plan of a picture: its ops and times, what it is called, and what its ops cost."""
+    """One plan of a picture: its ops and times, what it is called, and what its ops cost.
+
+    `recorded`: the times are measured ones, and what was waited for is known.
+    """
 
     name: str
     program: Program
     strip: Strip
     costs: Costs
+    recorded: Recording | None = None
 
 
 def once(timeline: Timeline) -> Strip:

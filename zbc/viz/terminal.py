@@ -79,10 +79,10 @@ def draw_all(drawn: Sequence[Drawn], view: View = View()) -> Text:
         panel, grid = _panel(one.program, one.strip, one.costs, view, window, aligned_tails, exactly=True)
         lines += [Text(_title(one.program, view.width, one.name)), *panel]
         lines += [Text(note) for note in wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")]
-        lines.append(Text())
+        lines += [*(Text(note) for note in _steps(one.strip, view)), Text()]
         notes += [note for note in _notes(grid, window, view) if note not in notes]
     legend = _legend([(one.program, one.strip) for one in drawn], view)
-    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *_steps(drawn[0].strip, view), *notes])])
+    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *notes])])
 
 
 def _panel(

@@ -39,10 +39,12 @@ const pipeOf = (row, i) => (row.u ? row.u[i] : 0);
 const oddOf = (row, i) => D.panels[row.panel].odd[row.rank].includes(pipeOf(row, i) * 100000 + row.s[i]);
 function opText(row, i) {
   const slice = row.x && row.x[i] ? "." + row.x[i] : "";
+  if (kindOf(row, i).alone) return kindOf(row, i).op + " s" + row.s[i];
   return kindOf(row, i).op + " s" + row.s[i] + " m" + row.m[i] + slice + (pipeOf(row, i) ? " up" : "");
 }
 function labelOf(row, i) {
   const kind = kindOf(row, i), letter = pipeOf(row, i) ? kind.other : kind.letter;
+  if (kind.alone) return letter;
   return (oddOf(row, i) ? letter.toLowerCase() : letter) + row.m[i];
 }
 

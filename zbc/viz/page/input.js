@@ -16,10 +16,18 @@ function described({ row, i }) {
     const home = panel.rowOf(source), k = source - home.first, pipe = pipeOf(row, i);
     const away = home !== row, travel = away ? panel.comm[pipe][Math.min(row.s[i], home.s[k])] : 0;
     arrival = home.end[k] + travel;
-    lines.push("needs " + opText(home, k) + (away ? " of rank " + home.rank + ", which arrives at " + round(arrival) : " of this rank"));
+    const when = panel.waited ? ", which was done at " + round(home.end[k]) : ", which arrives at " + round(arrival);
+    lines.push("needs " + opText(home, k) + (away ? " of rank " + home.rank + when : " of this rank"));
   } else lines.push("needs nothing of other ops");
   const tiny = full * 1e-7;
-  if (begin > free + tiny) {
+  if (panel.waited) {
+    if (panel.waited[id] > 0) lines.push("waited " + round(panel.waited[id]) + " for it");
+    lines.push(round(panel.delayed[id]) + " more for data and the runtime");
+    if (panel.twin !== undefined) {
+      const home = D.panels[panel.twin].rowOf(id), k = id - home.first;
+      lines.push("predicted: " + round(home.start[k]) + " to " + round(home.end[k]) + ", takes " + round(home.end[k] - home.start[k]));
+    }
+  } else if (begin > free + tiny) {
     lines.push(i > 0 || begin > tiny ? "waited " + round(begin - free) + (source >= 0 && arrival > free + tiny ? " for " + opText(panel.rowOf(source), source - panel.rowOf(source).first) : " for the step to begin") : "starts the step");
   } else lines.push(i > 0 ? "started when the rank was done with " + opText(row, i - 1) : "starts the step");
   if (panel.feeds[id] >= 0) {

@@ -1,0 +1,147 @@
+"""Recorded steps as timelines: the same ops as the prediction's, at the times at which they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zbc.compiler.dag import Dag, build
+from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
+from zbc.compiler.simulate import Sum, Timeline
+from zbc.ir import COMPUTE, SUM, Kind, Op
+from zbc.trace import Cause
+
+_MS = 1e6
+
+
+class Beside(NamedTuple):
+    """Something a rank did that is no compute op: an op of another kind, or a wait before one. Times in ms."""
+
+    name: str
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Recorded steps of one copy of the pipeline, on one axis that begins with the first of them.
+
+    `waited` and `delayed` have an entry per op of a timeline's dag, step after step: ms it waited for its message, and
+    ms that went by between that and its start.
+    """
+
+    steps: tuple[Step, ...]
+    copy: int = 0
+    ahead: bool = False  # with the ops that close a step without a barrier
+
+    @cached_property
+    def dag(self) -> Dag:
+        return build(self.steps[0].program, ahead=self.ahead)
+
+    @property
+    def _origin(self) -> int:
+        return self.steps[0].begins
+
+    def _ms(self, ns: int) -> float:
+        return (ns - self._origin) / _MS
+
+    def ranks(self) -> range:
+        """The ranks of this copy, of the run."""
+        size = self.steps[0].program.placement.ranks
+        return range(self.copy * size, (self.copy + 1) * size)
+
+    @cached_property
+    def _kinds(self) -> set[Kind]:
+        return {op.kind for op in self.dag.ops} | set(COMPUTE)
+
+    def _places(self, step: Step, rank: int) -> Iterator[int]:
+        """The places of the dag's ops in a rank's plan."""
+        return (index for index, op in enumerate(step.ranks[rank].ops) if op.kind in self._kinds)
+
+    def timelines(self) -> tuple[Timeline, ...]:
+        return tuple(self._timeline(step) for step in self.steps)
+
+    def _timeline(self, step: Step) -> Timeline:
+        start, end = list[float](), list[float]()
+        for rank in self.ranks():
+            one = step.ranks[rank]
+            for index in self._places(step, rank):
+                start.append(self._ms(one.work[index]))
+                end.append(self._ms(one.end[index]))
+        return Timeline(self.dag, start, end, tuple(self._sums(step)))
+
+    def _sums(self, step: Step) -> Iterator[Sum]:
+        """Sums of gradients, from when all have come to them until the last has what it waited for."""
+        first = self.ranks().start
+        begun: dict[Op, list[tuple[int, int]]] = {}
+        ended: dict[int, int] = {}
+        for rank in self.ranks():
+            one = step.ranks[rank]
+            waits = one.waited(Cause.SUM)
+            ends = [one.start[index] + ns for index, ns in waits.items() if index < len(one.ops)]
+            ended |= {rank: max(ends)} if ends else {}
+            for index, op in enumerate(one.ops):
+                if op.kind in SUM:
+                    begun.setdefault(op, []).append((rank, one.end[index]))
+        for op, places in begun.items():
+            start = max(at for _, at in places)
+            end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
+            members = tuple(rank - first for rank, _ in places)
+            yield Sum(op, members, self._ms(start), self._ms(end))
+
+    @cached_property
+    def waited(self) -> list[float]:
+        return [ms for ms, _ in self._leads()]
+
+    @cached_property
+    def delayed(self) -> list[float]:
+        return [ms for _, ms in self._leads()]
+
+    def _leads(self) -> Iterator[tuple[float, float]]:
+        for step in self.steps:
+            for rank in self.ranks():
+                one = step.ranks[rank]
+                messages = one.waited(Cause.MESSAGE)
+                for index in self._places(step, rank):
+                    lead = one.work[index] - one.start[index]
+                    wait = min(lead, messages.get(index, 0))
+                    yield wait / _MS, (lead - wait) / _MS
+
+    def path(self) -> list[int]:
+        """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
+
+        Before an op comes the one it waited for, if it waited, else the one its rank did before.
+        """
+        found = []
+        for number in reversed(range(len(self.steps))):
+            base = number * len(self.dag.ops)
+            found += [base + i for i in self._chain(base, self.timelines()[number])]
+        return found
+
+    def _chain(self, base: int, timeline: Timeline) -> Iterator[int]:
+        dag = self.dag
+        i = dag.first[max(range(timeline.ranks), key=timeline.last_end) + 1] - 1
+        while i >= 0:
+            yield i
+            source = dag.source[i]
+            fed = source >= 0 and dag.rank[source] != dag.rank[i] and self.waited[base + i] * _MS > LEAST_WAIT_NS
+            i = source if fed else i - 1 if i > dag.first[dag.rank[i]] else -1
+
+    def beside(self, rank: int) -> Iterator[Beside]:
+        """What else a rank of this copy did, in order: waits, transfers, the end of a step."""
+        mine = self.ranks()[rank]
+        for step in self.steps:
+            one = step.ranks[mine]
+            for index, op in enumerate(one.ops):
+                begin, work, end = (self._ms(ns) for ns in (one.start[index], one.work[index], one.end[index]))
+                if op.kind not in self._kinds and end > begin:
+                    yield Beside(step.program.placement.text(op), op.kind.value, begin, end)
+                elif work > begin:
+                    yield Beside(f"wait for {op}", "wait", begin, work)
+
+
+def recording(steps: Sequence[Step], copy: int, *, ahead: bool) -> Recording:
+    return Recording(tuple(steps), copy, ahead)

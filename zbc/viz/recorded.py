@@ -1,0 +1,53 @@
+"""What pictures of a recorded run show: the prediction, and below it what happened, on one time axis."""
+
+from __future__ import annotations
+
+from zbc.compiler import recall
+from zbc.compiler.recorded.report import median_step
+from zbc.compiler.recorded.timeline import Recording
+from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.view import Step, step_of
+from zbc.compiler.simulate import simulate
+from zbc.errors import ZbcError
+from zbc.trace import Trace
+from zbc.viz.strip import Drawn, Strip, repeated
+
+
+def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
+    """The prediction of `steps` steps in a row, then for each copy of the pipeline as many recorded ones from `first`.
+
+    Without `first` it is the median of the recorded steps, or the earliest from which so many follow one another.
+    Raises E432 if these steps were not recorded.
+    """
+    numbers = _numbers(trace, steps, first)
+    found = [step_of(trace, number) for number in numbers]
+    program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)
+    predicted = repeated(simulate(program, costs), program, costs, steps, barrier=found[0].barrier)
+    real = measured(costs, times_of(found))
+    pictures = [Drawn("predicted", program, predicted, costs)]
+    for copy in range(program.copies):
+        record = Recording(tuple(found), copy, ahead=steps > 1 and not found[0].barrier)
+        name = _name(found, copy, program.copies)
+        pictures.append(Drawn(name, program, Strip(record.timelines()), real, record))
+    return pictures
+
+
+def _name(steps: list[Step], copy: int, copies: int) -> str:
+    which = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number}-{steps[-1].number}"
+    return f"measured, {which}" + (f", copy {copy}" if copies > 1 else "")
+
+
+def _numbers(trace: Trace, steps: int, first: int | None) -> range:
+    recorded = {*trace.steps}
+    if first is None and steps == 1:
+        first = median_step(trace)
+    if first is None:
+        rows = (number for number in trace.steps if recorded.issuperset(range(number, number + steps)))
+        first = next(rows, trace.steps[0])
+    wanted = range(first, first + steps)
+    missing = [number for number in wanted if number not in recorded]
+    if missing:
+        text = f"trace: step {missing[0]} was not recorded"
+        shown = ", ".join(map(str, trace.steps[:12])) + (" .." if len(trace.steps) > 12 else "")
+        raise ZbcError("E432", text, hint=f"recorded are {shown}")
+    return wanted
