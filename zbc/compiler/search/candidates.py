@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
@@ -75,6 +76,7 @@ class Bench:
         self._changes = _changes(problem)
         self._change = n(self._changes)
         self._starts = n(list(range(0, problem.size, 3 * problem.v * problem.m)))
+        self._worse = n(WORSE)
         self._plain = (n([0.0] * problem.n_stages), n([0.0] * problem.n_stages), n([problem.m] * problem.n_stages))
 
     @property
@@ -164,6 +166,7 @@ class Bench:
             *self._wires,
             self._change,
             self._limit,
+            self._worse,
             order,
             best,
             moves,

@@ -9,7 +9,21 @@ from typing import Any
 from zbc.compiler.search import anneal, listing, timing
 
 _MODULES = (listing, timing, anneal)
-_SMALL = ("locate", "run", "steps", "period", "_next", "_exp", "_aim", "_trace", "_cut", "_shift", "_fits")
+_SMALL = (
+    "locate",
+    "run",
+    "steps",
+    "period",
+    "_next",
+    "_aim",
+    "_trace",
+    "_near",
+    "_far",
+    "_tails",
+    "_shift",
+    "_fits",
+    "_carry",
+)
 _KERNELS = (*_SMALL, "list_schedule", "anneal")  # each after those it calls
 
 

@@ -30,7 +30,7 @@ PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
 LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 4_000_000
 FEW_OPS = 50_000
-FIRST_CHAIN, FIRST_MOVES, GROWTH, WIDTH = 60, 1.0, 2.0, 8
+FIRST_CHAIN, FIRST_MOVES, GROWTH, WIDTH = 60, 8.0, 2.0, 8
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost import Costs
+from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.portfolio import Effort
 from zbc.ir import Kind, Op, Program
@@ -52,6 +53,7 @@ def annealed(
                 table.per_kind,
                 *columns,
                 n([float(limit) for limit in limits]),
+                n(WORSE),
                 order,
                 found,
                 int(moves),
