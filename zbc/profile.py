@@ -52,6 +52,7 @@ class LayerBytes(Section):
     kept_w: Bytes
     keeps_input: bool
     keeps_output: bool
+    kept_again: Bytes = Field(0, description="with recompute, what stays from F to B beside the input")
     more_f: Bytes = 0
     more_alone: Bytes = 0
     more_b: Bytes = 0
@@ -109,14 +110,18 @@ class Link(Section):
 
 
 class Host(Section):
-    """What a rank adds: to every compute op, to every transfer it starts, and to the end of a step, in microseconds.
+    """What a rank adds, in microseconds: to F, B (or BW) and W of a stage, and to each by every transfer around it.
 
-    `agree_us` is one sum of a few numbers over two ranks: what they need to agree on a step.
+    `agree_us` is one sum of a few numbers over two ranks, which need some to agree on a step; `close_us` is what else a
+    rank does at the end of one.
     """
 
-    compute_us: NotNegative = 0.0
+    f_us: NotNegative = 0.0
+    b_us: NotNegative = 0.0
+    w_us: NotNegative = 0.0
     transfer_us: NotNegative = 0.0
     agree_us: NotNegative = 0.0
+    close_us: NotNegative = 0.0
 
 
 class Copy(Section):

@@ -119,7 +119,7 @@ class GivenCosts(Section):
     act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
     head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
-    profile: str | None = Field(None, description="a profile.json, as `zbc profile` writes it")
+    profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
 
 
 class Memory(Section):
@@ -338,7 +338,7 @@ def _read_profile(result: Draft) -> None:
     """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
     costs: GivenCosts | None = result.sections.get("costs")
     model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
-    if costs is None or costs.profile is None or model is None or hardware is None or schedule is None:
+    if costs is None or not costs.profile or model is None or hardware is None or schedule is None:
         return
     where = result.document.where(("costs", "profile"))
     path = Path(costs.profile)
@@ -486,7 +486,7 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
         missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
         text = f"config: costs give {', '.join(given)} but not {missing}"
         yield ZbcError("E141", text, where=where(("costs", given[0])), hint="give all of f, b and w, or none")
-    if given and costs.profile is not None:
+    if given and costs.profile:
         text = f"config: costs.profile and costs.{given[0]} are two answers to one question"
         yield ZbcError("E141", text, where=where(("costs", "profile")), hint=f"drop {', '.join(given)}, or the profile")
     if costs.act_w is not None and costs.act_b is None:

@@ -67,12 +67,12 @@ def test_the_link_is_the_measured_one_unless_the_job_says_otherwise():
 
 
 def test_a_rank_pays_for_every_op_and_for_the_transfers_around_it():
-    host = Host(compute_us=100.0, transfer_us=10.0, agree_us=400.0)
+    host = Host(f_us=100.0, b_us=200.0, w_us=50.0, transfer_us=10.0, agree_us=400.0, close_us=100.0)
     found = costs(profile_of(job(), host=host), **EVEN)
     assert found.f == pytest.approx((2.61, 2.12, 2.12, 2.61))
-    assert found.b == pytest.approx((4.61, 4.12, 4.12, 4.61))
-    assert found.w == pytest.approx((6.6, 6.1, 6.1, 6.6))
-    assert found.agree == pytest.approx(0.8)  # 4 ranks add up in two rounds
+    assert found.b == pytest.approx((4.71, 4.22, 4.22, 4.71))
+    assert found.w == pytest.approx((6.55, 6.05, 6.05, 6.55))
+    assert found.agree == pytest.approx(0.9)  # 4 ranks add up in two rounds
 
 
 def test_agreeing_and_optimizer_steps_make_a_settled_step_longer_than_the_makespan():

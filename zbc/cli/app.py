@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import data, differing, drawing, exchanging, jobs, planning, reporting, running
+from zbc.cli import data, differing, drawing, exchanging, jobs, planning, profiling, reporting, running
 
 app = typer.Typer(
     name="zbc",
@@ -42,6 +42,7 @@ app.command()(drawing.visualize)
 app.command()(differing.diff)
 app.command()(exchanging.export)
 app.command("import")(exchanging.import_order)
+app.command()(profiling.profile)
 app.command()(running.run)
 app.command()(reporting.report)
 app.add_typer(jobs.config, name="config")

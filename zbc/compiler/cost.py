@@ -237,9 +237,8 @@ def _measured_optimizer(
     found = [layer.measured for layer in table]
     if job.profile is None or any(one is None or one.step is None for one in found):
         return None
-    host = job.profile.host.compute_us / 1e3
-    step = tuple(host + sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
-    ahead = tuple(host + sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
+    step = tuple(sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
+    ahead = tuple(sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
     return step, tuple(map(max, step, ahead))  # a tentative step does what a step does, on copies
 
 

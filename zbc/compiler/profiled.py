@@ -73,7 +73,7 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
     return Footprint(
         act_b=z.kept_b + kept,
         act_w=z.kept_w,
-        entry=z.input,
+        entry=z.input + z.kept_again,
         result=z.output,
         more_f=z.more_f,
         more_alone=z.more_alone,
@@ -90,10 +90,10 @@ def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
     """ms that a rank adds to each F, B (or BW) and W of a stage: to the op, and to transfers it starts around it."""
     pairs = [a != b for a, b in pairwise(placement.pipes[0])]
     ways = tuple(map(add, [False, *pairs], [*pairs, False]))  # a message in and one out, F or B
-    moving = tuple((host.compute_us + count * host.transfer_us) / 1e3 for count in ways)
-    return {"F": moving, "B": moving, "W": (host.compute_us / 1e3,) * placement.stages}
+    f, b = (tuple((us + count * host.transfer_us) / 1e3 for count in ways) for us in (host.f_us, host.b_us))
+    return {"F": f, "B": b, "W": (host.w_us / 1e3,) * placement.stages}
 
 
 def agree_ms(host: Host, ranks: int) -> float:
-    """ms in which `ranks` ranks add up a few numbers, in rounds between two of them each."""
-    return host.agree_us / 1e3 * (ranks - 1).bit_length()
+    """ms in which `ranks` ranks end a step: they add up a few numbers, in rounds between two of them each."""
+    return (host.close_us + host.agree_us * (ranks - 1).bit_length()) / 1e3

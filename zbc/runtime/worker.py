@@ -66,8 +66,16 @@ def _section(section: type[_Section], values: Any) -> _Section:
     return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
 
 
-def build_worker(plan: RankPlan, transport: Transport, device: torch.device, ramp: Sequence[RankPlan] = ()) -> Worker:
+def build_worker(
+    plan: RankPlan,
+    transport: Transport,
+    device: torch.device,
+    ramp: Sequence[RankPlan] = (),
+    plans: Sequence[model.LayerPlan] | None = None,
+) -> Worker:
     """Build what one rank needs to run its plan, on `device`; `ramp` are the plans that its training begins with.
+
+    `plans` are the layers, if they are not those of the plan's model.
 
     Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E508 (data, user code, shapes).
     """
@@ -81,7 +89,7 @@ def build_worker(plan: RankPlan, transport: Transport, device: torch.device, ram
     ends = {0, placement.stages - 1} & set(mine)
     size = manifest.microbatch_size
     samples = _samples(settings, needed=bool(ends))
-    plans = layer_plans(settings)
+    plans = layer_plans(settings) if plans is None else list(plans)
     first = input_spec(settings.data, settings.model, samples, size)
     autocast = device if settings.model.dtype == "bfloat16" else None
     lowered = LOWERED[settings.model.parameters]

@@ -1,0 +1,48 @@
+"""`zbc profile`: processes that measure, a file that plans, and errors that come through."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.jobs import toml_text
+from tests.processes.plans import run_here
+from zbc.cli import main
+from zbc.profile import read
+
+
+@pytest.fixture
+def zbc(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return ended.value.code, *capfd.readouterr()
+
+    return call
+
+
+def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
+    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, data={"kind": "synthetic"}, costs={"profile": "gone.json"}))
+    code, out, err = zbc("profile", "zbc.toml", "-o", "p.json", "--rounds", "3")
+    assert code == 0, err
+    assert err == ""  # a bar is for terminals
+    assert "zbc plan zbc.toml --profile p.json" in out
+    found = read(tmp_path / "p.json")
+    assert list(found.layers) == ["block", "embed", "head"] and found.on.rounds == 3
+    assert found.link is not None and found.link.latency_us > 0 and found.host.agree_us > 0
+    assert all(layer.f.ms > 0 and layer.bytes is not None for layer in found.layers.values())
+    code, out, err = zbc("plan", "zbc.toml", "--profile", "p.json", "--json")
+    assert code == 0 and json.loads(out)["costs"] == "profiled"
+    run_here(tmp_path / "plan", 2, tmp_path / "run", steps=1)
+
+
+def test_what_a_users_layer_raises_reaches_the_console(zbc, tmp_path):
+    model = {"family": "tests.processes.user_layers:layers", "loss": "mse", "args": {"how": "raise"}}
+    data = {"kind": "tests.processes.user_layers:Vectors"}
+    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, layers=4, model=model, data=data))
+    code, out, err = zbc("profile", "zbc.toml", "--rounds", "3")
+    assert out == "" and not (tmp_path / "profile.json").exists()
+    assert "out of luck" in err and code != 0

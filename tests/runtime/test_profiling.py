@@ -1,0 +1,278 @@
+"""Measuring: which layers are alike, that times and bytes are those of the ops, and that a plan holds what it says."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.jobs import job
+from tests.runtime import ticking
+from zbc.compiler import estimate
+from zbc.compiler.compile import compile_job
+from zbc.compiler.memory import peaks
+from zbc.errors import ZbcError
+from zbc.plan import Plan
+from zbc.profile import Profile
+from zbc.runtime.measure import Scale
+from zbc.runtime.model import LayerPlan
+from zbc.runtime.profiling import times
+from zbc.runtime.profiling.alike import chain, describe, kinds
+from zbc.runtime.profiling.link import fit, host_us
+from zbc.runtime.profiling.rig import IDLE, build_rig
+from zbc.runtime.profiling.session import Effort, Found, assemble, effort
+from zbc.runtime.profiling.statistics import measured, spread
+from zbc.runtime.profiling.times import Stopwatch
+from zbc.runtime.profiling.weigh import weigh
+from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.threads import run_threads
+
+CPU = torch.device("cpu")
+NOISE = {"kind": "synthetic"}
+POINT = TensorSpec((2, 1), torch.float32)
+
+
+def factory(name, layers, data=None, **args):
+    data = data or {}
+    return job(
+        layers=layers,
+        pp=2,
+        m=4,
+        model={"family": f"tests.runtime.ticking:{name}", "loss": "mse" if not data else "cross_entropy", "args": args},
+        data={"kind": "tests.runtime.ticking:Vectors", "args": data},
+    )
+
+
+# ---- which layers are alike ----------------------------------------------------------------------------------
+
+
+def plans_of(modules):
+    return [
+        LayerPlan(f"layers.{i}", functools.partial(lambda module: module, module)) for i, module in enumerate(modules)
+    ]
+
+
+def test_layers_of_one_structure_and_setting_are_one_kind_but_for_the_first_and_the_last():
+    modules = [ticking.Ticker(f, 1, 1) for f in (1, 1, 1, 2, 1, 1)]
+    found = kinds(plans_of(modules), [POINT] * 6)
+    assert found == ["Ticker+data", "Ticker", "Ticker", "Ticker-2", "Ticker", "Ticker+loss"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False)),
+        (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 5)),
+        (lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2)),
+        (lambda: nn.Sequential(nn.ReLU()), lambda: nn.Sequential(nn.GELU())),
+        (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4).requires_grad_(False)),
+        (lambda: with_call(functools.partial(pow, 2)), lambda: with_call(functools.partial(pow, 3))),
+        (lambda: with_call(closing_over(2)), lambda: with_call(closing_over(3))),
+        (lambda: with_call({"width": [1, 2]}), lambda: with_call({"width": [1, 3]})),
+        (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3, track_running_stats=False)),
+        (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4).bfloat16()),
+    ],
+)
+def test_what_two_layers_differ_in_makes_two_kinds(a, b):
+    assert describe(a()) == describe(a())
+    assert describe(a()) != describe(b())
+
+
+def with_call(value):
+    module = nn.Identity()
+    module.value = value
+    return module
+
+
+def closing_over(number):
+    return lambda x: x + number
+
+
+def test_the_same_layer_on_another_shape_is_another_kind():
+    wide = TensorSpec((2, 8), torch.float32)
+    assert kinds(plans_of([nn.ReLU()] * 4), [POINT, POINT, wide, wide])[1:3] == ["ReLU", "ReLU-2"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
+def test_a_chain_has_every_kind_and_its_layers_fit_together(layers):
+    """What a kind takes and gives is part of its name here."""
+    takes = [shape for _, shape in layers]
+    following = [*takes[1:], "end"]
+    order = [f"{kind}-{a}-{b}" for (kind, a), b in zip(layers, following, strict=True)]
+    order[0], order[-1] = order[0] + "+data", order[-1] + "+loss"
+    gives = dict(zip(order, following, strict=True))
+    found = chain(order, takes)
+    assert found[0] == 0 and found[-1] == len(order) - 1 and found == sorted(set(found))
+    assert {order[i] for i in found} == set(order)
+    assert all(gives[order[a]] == takes[b] for a, b in pairwise(found))
+
+
+def test_a_chain_is_short():
+    assert chain(["a", "b", "b", "b", "c"], ["x"] * 5) == [0, 1, 4]
+    assert len(chain(["a+data", *["a", "b"] * 20, "c"], [0, *[0, 1] * 20, 0])) == 4
+
+
+# ---- times ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Measurements read the clock that only `ticking` layers move."""
+    ticking.NOW[0] = 0.0
+    monkeypatch.setattr(times.time, "perf_counter", lambda: ticking.NOW[0])
+
+
+def profile_by(described, rounds=3):
+    rig = build_rig(described, CPU)
+    watch = Stopwatch(rig, CPU)
+    for _ in range(times.WARM_UP + rounds):
+        watch.round()
+    watch.close()
+    found = Found(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, None, "a processor")
+    return assemble(described, Effort("cpu", 1, 1, rounds), found)
+
+
+def test_times_are_those_of_the_ops_of_every_kind(clock):
+    found = profile_by(factory("layers", 6, f=1.0, b=2.0, w=4.0))
+    assert found.order == ["Ticker+data", "Ticker", "Ticker-2", "Ticker-2", "Ticker", "Ticker+loss"]
+    for kind, f in (("Ticker", 10.0), ("Ticker-2", 1.0), ("Ticker+loss", 1.0)):
+        layer = found.layers[kind]
+        for name, ms in (("f", f), ("b", 2.0), ("w", 4.0), ("bw", 6.0), ("again", f), ("step", 0.0), ("norm", 0.0)):
+            assert getattr(layer, name).ms == pytest.approx(ms), (kind, name)
+            assert getattr(layer, name).spread == pytest.approx(0.0)
+    host = found.host
+    assert max(host.f_us, host.b_us, host.w_us, host.close_us) == pytest.approx(0, abs=1e-6)
+
+
+def test_weights_stay_as_they_are():
+    rig = build_rig(job(data=NOISE, optimizer={"weight_decay": 0.1, "lr": 1.0}), CPU)
+    watch = Stopwatch(rig, CPU)
+    before = {name: p.clone() for one in watch._worker.optimizers.values() for name, p in one.parameters.items()}
+    for _ in range(3):
+        watch.round()
+    after = {name: p for one in watch._worker.optimizers.values() for name, p in one.parameters.items()}
+    watch.close()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_of_a_family_one_block_is_measured_however_many_there_are():
+    rig = build_rig(job(data=NOISE, layers=30), CPU)
+    assert rig.kinds == ("embed", IDLE, "block", "head")
+    assert rig.order == ("embed", *["block"] * 30, "head")
+
+
+def test_a_tied_head_is_measured_with_a_weight_of_its_own():
+    rig = build_rig(job(data=NOISE, model={"tie_embeddings": True}), CPU)
+    assert weigh(rig, CPU)["head"].parameters == 32 * 256 + 2 * 32
+
+
+def test_a_profile_says_what_it_was_measured_with():
+    found = profile_by(job(data=NOISE))
+    assert (found.on.device, found.on.name, found.on.torch) == ("cpu", "a processor", torch.__version__)
+    assert Profile.model_validate(found.plain()).dumps() == found.dumps()
+
+
+def test_spread_is_the_distance_of_the_quartiles():
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.0 / 3.0)
+    assert spread([1.0]) == spread([0.0, 0.0]) == 0.0
+    assert measured([2.0, 3.0, 4.0], less=1.0).ms == 2.0
+    assert measured([2.0, 3.0, 4.0], less=1.0).spread == pytest.approx(0.5)
+    assert measured([2.0], less=3.0).ms == 0.0
+
+
+def test_the_effort_is_that_of_a_local_run():
+    how = effort(job(pp=64), device=None, threads=None, together=None, rounds=5)
+    assert how.threads == 1 and 1 <= how.together <= 64
+    assert effort(job(pp=1), device="cpu", threads=None, together=None, rounds=5).together == 1
+    assert effort(job(), device="cpu", threads=3, together=2, rounds=5) == Effort("cpu", 3, 2, 5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said():
+    with pytest.raises(ZbcError, match="no GPU") as caught:
+        effort(job(), device="cuda", threads=None, together=None, rounds=5)
+    assert caught.value.code == "E603"
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "fp32": {"model": {"hidden": 48, "heads": 3, "seq_len": 24}},
+    "bf16": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "vocab": 700, "dtype": "bfloat16"}},
+    "masters": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "dtype": "bfloat16", "parameters": "bfloat16"}},
+    "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
+    """Two ways to one number: footprint.py counts, weigh.py looks."""
+    described = job(data=NOISE, **FAMILIES[case])
+    table = estimate.layers(described)
+    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
+    for kind, one in weigh(build_rig(described, CPU), CPU).items():
+        size, z = counted[kind].size, one.bytes
+        assert one.parameters == counted[kind].params
+        assert z.keeps_input
+        near = functools.partial(pytest.approx, rel=0.01)
+        assert z.kept_b + z.input == near(size.act_b)
+        assert (z.kept_w, z.input + z.kept_again, z.output) == (near(size.act_w), near(size.entry), near(size.result))
+        assert (z.more_f, z.more_alone, z.more_w) == (near(size.more_f), near(size.more_alone), near(size.more_w))
+        assert z.weights == near((2 if case == "masters" else 4) * one.parameters + size.casts + size.tables)
+        assert z.gradients == 4 * one.parameters and z.optimizer == near(8 * one.parameters, rel=0.02)
+        assert z.masters == (4 * one.parameters if case == "masters" else 0)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v", "gpipe"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations):
+    described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
+    rig = build_rig(described, CPU)
+    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    section = described.schedule.model_copy(update={"kind": kind})
+    # A stage that ends in Net keeps what it sends, and a scale counts that as on its way.
+    cut = described.partition.model_copy(update={"layers_per_stage": [1, 2, 2, 2] if kind == "zb-v" else [3, 4]})
+    memory = described.memory.model_copy(update={"activations": activations})
+    compiled = compile_job(replace(described, schedule=section, partition=cut, memory=memory, profile=profile))
+    compiled.write(tmp_path / "plan")
+    scales = []
+    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    for predicted, scale in zip(peaks(compiled.program, compiled.costs), scales, strict=True):
+        for name in ("weights", "gradients", "masters", "optimizer", "activations"):
+            assert getattr(predicted, name) == pytest.approx(getattr(scale.held, name), rel=0.05, abs=64), name
+
+
+def empty_times(rig):
+    names = [*times.NAMES, times.KEEP, times.AGAIN]
+    return {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}
+
+
+# ---- the link ------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1, 1e4), st.floats(0.01, 100), st.floats(0, 50))
+def test_a_link_is_found_again_from_its_own_times(latency, gbps, send):
+    sizes = (64, 4096, 10**6, 4 * 10**6)
+    samples = {str(n): [send + latency + n / (gbps * 1e3)] * 5 for n in sizes}
+    link = fit({**samples, "send": [send] * 5, "agree": [1.0]})
+    for n in sizes:
+        assert link.ms(n) == pytest.approx((latency + n / (gbps * 1e3)) / 1e3, rel=1e-3, abs=1e-4)
+
+
+def test_a_link_never_gets_faster_with_larger_messages():
+    assert fit({"64": [100.0], "1000000": [50.0], "send": [0.0]}).ms(10**9) >= 0.05
+    steep = fit({"64": [1.0], "1000": [100.0], "1000000": [10**6]})
+    assert steep.latency_us >= 0 and steep.gbps > 0
+    assert fit({"agree": [1.0]}) is None
+
+
+def test_of_a_call_that_is_often_interrupted_the_quick_ones_count():
+    assert host_us({"send": [900.0, 10.0, 11.0, 700.0]}, "send") == 10.0
+    assert host_us({}, "send") == 0.0

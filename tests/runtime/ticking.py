@@ -1,0 +1,83 @@
+"""Layers whose ops take exact times on a clock that nothing else moves."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zbc.runtime.slot import accumulate, current_slot
+
+NOW = [0.0]  # seconds
+
+
+def tick(ms: float) -> None:
+    NOW[0] += ms / 1e3
+
+
+class _Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer, slot):
+        ctx.layer, ctx.slot, ctx.weight = layer, slot, weight
+        if not x.is_meta:
+            tick(layer.f)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, *grads):
+        layer, slot, weight = ctx.layer, ctx.slot, ctx.weight
+        tick(layer.b)
+
+        def weight_grad():
+            tick(layer.w)
+            accumulate(weight, torch.zeros_like(weight))
+
+        if slot is None:
+            weight_grad()
+        else:
+            slot.defer(weight_grad)
+        return grads[0] * weight, None, None, None
+
+
+class Ticker(nn.Module):
+    def __init__(self, f: float, b: float, w: float, width: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.f, self.b, self.w = f, b, w
+
+    def forward(self, x):
+        return _Tick.apply(x, self.weight, self, current_slot())
+
+
+def layers(f: float = 1.0, b: float = 2.0, w: float = 4.0, count: int = 6) -> list[nn.Module]:
+    """Every third takes ten times as long."""
+    return [Ticker(f * (10 if i % 3 == 1 else 1), b, w) for i in range(count)]
+
+
+class Net(nn.Module):
+    """A layer that keeps its output (ReLU) and not its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x + 1.0))
+
+
+def nets(width: int = 24, count: int = 6) -> list[nn.Module]:
+    """Ready-made modules, in turns of two kinds, and a head."""
+    body = [Net(width) if i % 2 else nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for i in range(count)]
+    return [*body, nn.Linear(width, 3)]
+
+
+class Vectors:
+    def __init__(self, width: int = 1, classes: int = 0) -> None:
+        self.width, self.classes = width, classes
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(self.width, generator=generator)
+        return x, torch.tensor(index % self.classes) if self.classes else torch.zeros(self.width)

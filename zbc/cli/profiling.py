@@ -1,0 +1,129 @@
+"""`profile`: measured costs of a job's layers, as a file that `plan --profile` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc.cli.console import indented, labelled, progress, show, show_json, table, write_text
+from zbc.cli.options import AsJson, JobFile, Quiet, Settings
+from zbc.text import aligned, percent, short, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.profile import Profile
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def profile(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
+    device: Annotated[Device | None, typer.Option(help="Measure here; default hardware.device.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads of a rank; default as `zbc run --local` has them.")
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks that compute at once; default as many as fit on the cores."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
+    settings: Settings = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what the layers of a job cost on this machine: times, memory, transfers.
+
+    One layer of each kind runs as training would run it. `zbc plan JOB.toml --profile FILE` plans with the result.
+    """
+    from zbc.compiler.compile import load_job
+
+    loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
+    from zbc.runtime.forking import fork_server
+
+    fork_server()  # loads torch while this process does
+    from zbc.runtime.profiling.session import effort, measure
+
+    how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
+    with progress("profiling", rounds + 1, quiet=quiet) as done:
+        found = measure(loaded, how, done)
+    _write(found, job, output, as_json=json, quiet=quiet)
+
+
+def _write(found: Profile, job: Path, output: Path, *, as_json: bool, quiet: bool) -> None:
+    write_text(output, found.dumps())
+    if as_json:
+        show_json({**found.plain(), "file": str(output)})
+    elif not quiet:
+        show(*summary(found))
+        show(labelled("profile", str(output)), labelled("next", f"zbc plan {job} --profile {output}"))
+
+
+def summary(found: Profile) -> Iterator[RenderableType]:
+    """What was measured, for people."""
+    from zbc.profile import WIDE
+
+    on = found.on
+    how = [f"{on.name or on.device}, torch {on.torch}"]
+    if on.device == "cpu":
+        ranks = f"{on.together} rank{'s' if on.together > 1 else ''} at once"
+        how.append(f"{on.threads} thread{'s' if on.threads > 1 else ''} per rank, {ranks}")
+    yield labelled("on", *how)
+    yield labelled("layers", "ms per microbatch, medians; spread: the widest distance of quartiles")
+    yield indented(_layers(found))
+    yield labelled("memory", "per layer; kept for one microbatch, from F to B and from B to W")
+    yield indented(_memory(found))
+    yield labelled("link", _link(found))
+    if found.copies is not None:
+        speeds = (
+            f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"
+        )
+        yield labelled("copies", speeds)
+    host = found.host
+    rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
+    yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")
+    wide = list(found.wide())
+    if wide:
+        names = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide)
+        yield labelled(
+            "note", f"spread above {WIDE:.0%}, too wide to trust: {names}", "profile again on a quiet machine"
+        )
+
+
+def _layers(found: Profile) -> RenderableType:
+    names = ("f", "b", "w", "bw", "again", "step", "norm")
+    made = table("kind", *("F", "B", "W", "BW", "recompute", "step", "norm"), "spread")
+    columns = []
+    for name in names:
+        times = [getattr(layer, name) for layer in found.layers.values()]
+        texts = iter(aligned([one.ms for one in times if one is not None], 3))
+        columns.append(["" if one is None else next(texts) for one in times])
+    spreads = [
+        max((one.spread for n, one in z.times() if n in ("f", "b", "w")), default=0.0) for z in found.layers.values()
+    ]
+    for row in zip(found.layers, *columns, map(percent, spreads), strict=True):
+        made.add_row(*row)
+    return made
+
+
+def _memory(found: Profile) -> RenderableType:
+    made = table("kind", "parameters", "weights", "gradients", "masters", "optimizer", "F to B", "B to W", "output")
+    for kind, layer in found.layers.items():
+        z = layer.bytes
+        held = [] if z is None else [z.weights, z.gradients, z.masters, z.optimizer, z.kept_b, z.kept_w, z.output]
+        made.add_row(kind, str(layer.parameters), *map(size, held))
+    return made
+
+
+def _link(found: Profile) -> str:
+    if found.link is None:
+        return "not measured, for want of a second device: taken from [hardware]"
+    return f"{short(found.link.latency_us, 3)} us and {short(found.link.gbps, 3)} GB/s between two ranks"

@@ -1,0 +1,1 @@
+"""`zbc profile`: what layers cost, measured with the stages, handlers and transports that training runs."""

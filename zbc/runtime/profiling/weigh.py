@@ -1,0 +1,148 @@
+"""How many bytes each stage of a rig keeps and needs, seen with the scale that weighs whole ranks (measure.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zbc.ir import COMPUTE, Kind, Op
+from zbc.profile import LayerBytes
+from zbc.runtime.execute import run_step
+from zbc.runtime.measure import Ledger, Reading, Scale
+from zbc.runtime.optimizer import Masters
+from zbc.runtime.profiling.rig import Rig
+from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.slot import Slot
+from zbc.runtime.stage import Stage
+from zbc.runtime.state import Worker
+
+_APART, _WHOLE = 1, 2  # microbatches with B and W apart, and in one, after the one that makes the gradients
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One kind of layer."""
+
+    bytes: LayerBytes
+    parameters: int
+
+
+def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
+    """Every kind of layer of a rig, from steps of a worker of its own."""
+    rig = rig.plain()
+    worker = rig.worker(device, microbatches=3)
+    gradients = _gradients(worker)
+    scale = Scale(worker)
+    for step in range(2):
+        run_step(worker, step)
+    keep = _changes(scale.readings)
+    for stage in worker.stages.values():
+        stage.recompute = True
+    run_step(worker, 2)
+    again = _changes(scale.readings)
+    found = {
+        kind: Weighed(
+            _layer(rig, worker, stage, keep, again, gradients[stage]),
+            sum(p.numel() for p in worker.stages[stage].parameters.values()),
+        )
+        for stage, kind in enumerate(rig.kinds)
+    }
+    worker.close()
+    return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What an op added to what is alive, and what it needed beyond that, in bytes."""
+
+    held: int
+    more: int
+
+
+def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
+    found, before = {}, 0
+    for one in readings:
+        if one.op.kind in COMPUTE:
+            found[one.op] = _Change(one.activations - before, one.extra)
+        before = one.activations
+    return found
+
+
+def _gradients(worker: Worker) -> dict[int, int]:
+    """Will hold the bytes of each stage's gradients, once a step has run."""
+    found: dict[int, int] = {}
+
+    def look(worker: Worker, op: Op) -> None:
+        for stage, optimizer in worker.optimizers.items():
+            found[stage] = _size(p.grad for p in optimizer.parameters.values() if p.grad is not None)
+
+    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind is Kind.VALIDATE)
+    worker.script.insert(at, (look, worker.script[at][1], "look"))
+    return found
+
+
+def _layer(
+    rig: Rig, worker: Worker, stage: int, keep: dict[Op, _Change], again: dict[Op, _Change], gradients: int
+) -> LayerBytes:
+    of, given = worker.stages[stage], rig.output(stage)
+    f, b, alone = (found[Op(kind, stage, _APART)] for found, kind in ((keep, Kind.F), (keep, Kind.B), (again, Kind.F)))
+    entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
+    kept_w = f.held + b.held
+    keeps_input, keeps_output = _keeps(of, rig.inputs[stage], worker)
+    after = (
+        b.held + (0 if stage == 0 else entry) - result
+    )  # B ends with the gradient it hands on, without the one it got
+    optimizer = worker.optimizers[stage]
+    masters = optimizer.masters.values() if isinstance(optimizer, Masters) else ()
+    state = [] if optimizer.optimizer is None else tree_leaves(list(optimizer.optimizer.state.values()))
+    casts = (cast.low for cast in of.casts if cast.low is not None)
+    buffers = (buffer for layer in of.layers for buffer in layer.module.buffers())
+    return LayerBytes(
+        input=entry,
+        output=result,
+        kept_b=max(0, f.held - entry),
+        kept_w=max(0, kept_w),
+        keeps_input=keeps_input,
+        keeps_output=keeps_output and given is not None,
+        more_f=f.more,
+        kept_again=max(0, alone.held - entry),
+        more_alone=alone.more,
+        more_b=b.more + max(0, after),
+        more_w=keep[Op(Kind.W, stage, _APART)].more,
+        more_bw=keep[Op(Kind.BW, stage, _WHOLE)].more,
+        weights=_size([*of.parameters.values(), *buffers, *casts]),
+        gradients=gradients,
+        masters=_size(masters),
+        optimizer=_size(leaf for leaf in state if isinstance(leaf, Tensor)),
+        largest=max((p.numel() for p in of.parameters.values()), default=0),
+    )
+
+
+def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool]:
+    """Whether the graph of a stage's forward keeps its input, and its output."""
+    stage.recompute = False
+    x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
+    leaf = x.requires_grad_(takes.dtype.is_floating_point and stage.index > 0)
+    with Ledger() as ledger:
+        inner = leaf.clone()
+        given = ledger.numbers([inner])
+        y, tape = stage.forward(inner, 0, 0, lambda result: result, Slot())
+        made = ledger.numbers([y])
+        del inner, y
+        alive = set(ledger.sizes)
+        del tape
+    return bool(given & alive), bool(made & alive)
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    found = {id(storage): storage.nbytes() for tensor in tensors for storage in [tensor.untyped_storage()]}
+    return sum(found.values())
