@@ -61,7 +61,7 @@ RUNTIME = [
     ["zbc.profile"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
     ["zbc.trace"],
-    ["zbc.runtime.sinks", "zbc.runtime.live", "zbc.runtime.board"],
+    ["zbc.runtime.sinks", "zbc.runtime.live", "zbc.runtime.interface", "zbc.runtime.board"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.stamps", "zbc.runtime.board"],
     ["zbc.runtime.aligned"],

@@ -794,6 +794,17 @@ from the newest with --resume auto, choose another --out or checkpoint.dir, or
 remove the old ones.
 """,
     ),
+    "E615": _entry(
+        "machines of a run cannot reach each other",
+        """
+Ranks of one machine found the store of the run, but no way to ranks of another
+machine. A rank listens on the interface through which it reaches the store, at
+ports that the system chooses; /etc/hosts and firewalls are the usual reasons.
+
+    GLOO_SOCKET_IFNAME=eth1     on every machine: listen there instead
+    NCCL_SOCKET_IFNAME=eth1     the same for NCCL
+""",
+    ),
     "E701": _entry(
         "no progress",
         """

@@ -18,8 +18,10 @@ from zbc.closed_pipe import EXIT_PIPE
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, open_store
+from zbc.runtime.interface import bind_towards
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
+from zbc.runtime.reach import Doorstep
 from zbc.runtime.rounds import joined
 from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
@@ -69,8 +71,6 @@ def run_place(
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
     hides exit codes, and an orderly exit could wait for transfers that never end.
     """
-    if place.one_machine:
-        bind_loopback()
     hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
     patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
     store = connector(place.host, place.port, place.run)()
@@ -121,11 +121,21 @@ def _run(
                 in_time(lambda: board.report(EXIT_PIPE), 5.0)
             leave(EXIT_PIPE)
 
-    seat = Seat(place.rank, place.ranks, _device(manifest, place), connect, show, report, leave, stop)
+    device, door = _device(manifest, place), _doorstep(place)
+    seat = Seat(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
     if options.live:
         seat = replace(seat, live=live)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
         return run_rank(folder, seat, options)
+
+
+def _doorstep(place: Place) -> Doorstep | None:
+    """Choose where gloo listens."""
+    if place.one_machine:
+        bind_loopback()
+        return None
+    interface = bind_towards(place.host)
+    return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
 
 
 def _linger(place: Place) -> None:

@@ -28,6 +28,7 @@ from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.network import Network
 from zbc.runtime.nonfinite import Skips
 from zbc.runtime.options import RunOptions
+from zbc.runtime.reach import Doorstep, check_reach, unconnected
 from zbc.runtime.state import Worker
 from zbc.runtime.tracing import Tracer, open_tracer
 from zbc.runtime.watchdog import Watchdog, in_time
@@ -76,6 +77,7 @@ class Seat:
     report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
     leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
     stop: StopFlag = field(default_factory=StopFlag)
+    doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
     live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
 
     def board(self) -> Board:
@@ -120,8 +122,13 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if seat.device.type == "cuda" else "gloo"
+    if seat.doorstep is not None:
+        check_reach(board, seat.doorstep, limit, manifest.name)
     store = prefixed("groups", seat.connect())
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
+    try:
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
+    except RuntimeError as error:
+        raise unconnected(manifest.name(seat.rank), error) from error
     network = Network(manifest, seat.device, limit)
     watchdog.phase("building its stages")
     worker = build_worker(plan, network, seat.device, ramp)

@@ -1,0 +1,164 @@
+"""Ranks spread over machines, started as docs/multinode.md says: network namespaces, or two torchrun agents on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from tests.processes.plans import metrics, write_plan
+from tests.processes.two_machines import ROOT, Machine, machines, refusal
+from tests.runtime.small_plans import reference
+from zbc.plan import Plan
+from zbc.runtime.interface import Interface, bind_towards, interfaces, towards
+
+HERE = Machine("127.0.0.1", "lo")
+PAGE = (ROOT / "docs" / "multinode.md").read_text()
+
+
+WHY = refusal()
+
+
+@pytest.fixture(scope="module")
+def two():
+    if WHY is not None:
+        pytest.skip(WHY)
+    with machines() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def places(request):
+    """Two machines, or this one twice."""
+    return (HERE, HERE) if WHY is not None else request.getfixturevalue("two")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Two ranks, which have to be on two machines: one each."""
+    return write_plan(tmp_path, parallel={"pp": 2}, schedule={"kind": "zb-v"}, train={"watchdog_s": 30.0})
+
+
+def written(start):
+    return [line for line in PAGE.splitlines() if line.startswith(start)]
+
+
+def documented(start):
+    """The commands of the page that begin like this, for one rank a machine; `node1` is to be filled in."""
+    return [line.replace("--nproc-per-node 4", "--nproc-per-node 1") for line in written(start)]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+@contextmanager
+def running(*processes):
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def trains(plan, out, places, commands):
+    """Run one command on each machine; the losses are those of one process."""
+    processes = [
+        place.start(["bash", "-c", f"{command} --out {out}"], plan.parent)
+        for place, command in zip(places, commands, strict=True)
+    ]
+    with running(*processes):
+        said = [process.communicate(timeout=80) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = reference(Plan.read(plan), 3).losses
+    torch.set_num_threads(before)
+    assert [row["loss"] for row in metrics(out)] == expected
+
+
+def test_two_machines_with_fixed_numbers(places, plan, tmp_path):
+    commands = documented("torchrun --nnodes 2 --node-rank")
+    assert len(commands) == 2
+    port = free_port()
+    filled = [command.replace("node1", places[0].address).replace("29500", port) for command in commands]
+    trains(plan, tmp_path / "run", places, filled)
+
+
+def test_two_agents_of_one_machine_that_find_each_other(plan, tmp_path):
+    (command,) = documented("torchrun --nnodes 2 --nproc-per-node")
+    filled = command.replace("node1:29500", f"127.0.0.1:{free_port()}")
+    trains(plan, tmp_path / "run", (HERE, HERE), [filled, filled])
+
+
+def test_the_slurm_script_starts_one_torchrun_per_node_with_its_number(tmp_path):
+    """An srun that starts its command once per node, and a torchrun that says how it was called."""
+    (script,) = re.findall(r"^```\n(#!/bin/bash\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for name, text in {
+        "scontrol": 'test "$1 $2 $3" = "show hostnames some[1-2]" && printf "some1\\nsome2\\n"',
+        "srun": 'for node in 0 1; do SLURM_NODEID=$node "$@"; done',
+        "torchrun": 'echo "torchrun $*"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(script)
+    command = ["bash", "-c", f"PATH={tmp_path}:$PATH exec bash job.sh"]
+    slurm = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2"}
+    with HERE.start(command, tmp_path, **slurm) as process:
+        said, errors = process.communicate(timeout=20)
+    expected = [command.replace("node1", "some1") for command in written("torchrun --nnodes 2 --node-rank")]
+    assert (said.splitlines(), errors) == (expected, ""), "as by hand"
+
+
+def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan):
+    """Without agents, as any launcher starts ranks; the second one listens where only itself can come."""
+    one = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    one |= {"MASTER_ADDR": two[0].address, "MASTER_PORT": free_port()}
+    command = ["python", "-m", "zbc", "run", "plan"]
+    processes = [
+        two[0].start(command, plan.parent, RANK="0", **one),
+        two[1].start(command, plan.parent, RANK="1", GLOO_SOCKET_IFNAME="lo", **one),
+    ]
+    with running(*processes):
+        said = "".join("".join(process.communicate(timeout=80)) for process in processes)
+    assert [process.returncode for process in processes] == [6, 6], said
+    name = socket.gethostname()
+    assert "error[E615] run: the machines of this run cannot reach each other" in said
+    assert f"rank 0 ({name}, {two[0].interface} {two[0].address}) cannot reach rank 1 ({name}, lo 127.0.0.1)" in said
+    assert said.count("error[") == 1 and "Traceback" not in said
+
+
+# ---- which interface -----------------------------------------------------------------------------------------
+
+
+def test_every_interface_with_an_address_is_known():
+    assert Interface("lo", "127.0.0.1") in interfaces() or not interfaces()
+
+
+def test_the_interface_is_the_one_on_the_way(monkeypatch):
+    known = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1"), Interface("ib0", "10.1.0.1")]
+    ways = {"node1": "10.1.0.1", "192.0.2.1": "10.0.0.1"}
+    monkeypatch.setattr("zbc.runtime.interface.interfaces", lambda: known)
+    monkeypatch.setattr("zbc.runtime.interface._local_end", lambda host: ways.get(host, "127.0.0.1"))
+    assert towards("node1") == known[2]
+    assert towards("myself") == known[1], "the default route"
+    ways.clear()
+    assert towards("node1") is None, "two that could be meant"
+    known.pop()
+    assert towards("node1") == known[1], "the only one"
+
+
+def test_what_the_user_chose_stays(monkeypatch):
+    monkeypatch.setattr("zbc.runtime.interface.interfaces", lambda: [Interface("lo", "127.0.0.1")])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")
+    assert bind_towards("node1") is None and os.environ["GLOO_SOCKET_IFNAME"] == "ib0,eth0"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert bind_towards("localhost") == Interface("lo", "127.0.0.1") and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
