@@ -20,15 +20,17 @@ LIMIT_S = 90
 
 
 @pytest.fixture(autouse=True)
-def limit():
+def limit(request):
     """Raise in a test that takes too long; end everything if even that does not help."""
+    marker = request.node.get_closest_marker("limit")
+    seconds = LIMIT_S if marker is None else marker.args[0]
 
     def too_long(number, frame):
-        raise TimeoutError(f"the test took more than {LIMIT_S} s")
+        raise TimeoutError(f"the test took more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(LIMIT_S)
-    faulthandler.dump_traceback_later(2 * LIMIT_S, exit=True, file=sys.__stderr__)
+    signal.alarm(seconds)
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)

@@ -47,7 +47,7 @@ def restarts(lines):
 
 
 def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, out, expected):
-    victims = {3: 2, 6: 0, 9: 3}  # step -> rank
+    victims = {5: 2, 8: 0, 11: 3}  # step -> rank; a save waits for the one before, so that one is complete by then
 
     def kill(line):
         words = line.split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,10 +11,11 @@ import sys
 
 import pytest
 
+from tests.processes.leftovers import alive
 from tests.processes.plans import metrics, processes, write_plan
 from zbc import trace
 from zbc.errors import ZbcError
-from zbc.runtime import launch
+from zbc.runtime import launch, torchrun
 from zbc.runtime.board import connector
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -37,25 +39,6 @@ def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
     lines = [line for line in shown if line.startswith(("zb-v on", "step "))]
     assert lines[0].startswith("zb-v on 2 cpu ranks") and len(lines) == 4
     assert [line.split()[1] for line in lines[1:]] == ["1/3", "2/3", "3/3"]
-
-
-def test_torchrun_shows_which_rank_was_killed_and_ends(tmp_path):
-    train = {"steps": 10**6, "watchdog_s": 2.0}
-    plan, out = write_plan(tmp_path, parallel={"pp": 2}, train=train), tmp_path / "run"
-    shown = []
-    with started(plan, out) as run:
-        for line in run.stdout:
-            shown.append(line.rstrip())
-            if line.split()[:2] == ["step", "2/1000000"]:
-                os.kill(processes(out)[1], signal.SIGKILL)
-        assert run.wait(30) == 1
-    (place,) = [i for i, line in enumerate(shown) if line.startswith("error[E702] run: rank 0 lost ")]
-    block = shown[place : place + 5]
-    assert any(line.startswith("   while rank 0 ran op ") for line in block), "\n".join(shown)
-    assert any(line.startswith("   rank 1  ") and "not responding (last heard" in line for line in block), "\n".join(
-        shown
-    )
-    assert any("error[E702]" in line for line in shown[place + 1 :])  # in torchrun's own summary too
 
 
 def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path):
@@ -90,6 +73,52 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
         "and in the code of mylayers (sha256)",
     ]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.limit(240)
+def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_are_asked_to_end(tmp_path):
+    """torchrun counts restarts per machine: one counts the rank that was killed, the other may count none."""
+    tables = {"parallel": {"pp": 2}, "train": {"steps": 10**6, "watchdog_s": 20.0}, "checkpoint": {"every": 4}}
+    plan, out = write_plan(tmp_path, **tables), tmp_path / "run"
+    there = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
+    places = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *there]
+    command = [sys.executable, "-m", "torch.distributed.run", *places, "-m", "zbc", "run", str(plan), "--out", str(out)]
+    read, write = os.pipe()
+    machines = [subprocess.Popen(command, stdout=write, stderr=write) for _ in range(2)]
+    os.close(write)
+    shown, ranks = [], []
+    with os.fdopen(read) as lines:
+        for line in lines:
+            shown.append(line.rstrip())
+            step = int(line.split()[1].partition("/")[0]) if line.startswith("step ") else 0
+            if step == 6 and not ranks:
+                ranks += processes(out)
+                os.kill(ranks[1], signal.SIGKILL)
+            elif step == 11:
+                ranks += processes(out)
+                for machine in machines:
+                    machine.send_signal(signal.SIGTERM)
+    assert len(ranks) == 4, "\n".join(shown)
+    (place,) = [i for i, line in enumerate(shown) if line.startswith("error[E702] run: rank 0 lost ")]
+    block = shown[place : place + 5]
+    assert any(line.startswith("   while rank 0 ran op ") for line in block), block
+    assert any(line.startswith("   rank 1  ") and "not responding (last heard" in line for line in block), block
+    for machine in machines:
+        machine.wait(60)
+    assert [line for line in shown if "going on from" in line and "behind step 4" in line], "\n".join(shown)
+    last = len(metrics(out))
+    assert [row["step"] for row in metrics(out)] == list(range(1, last + 1)) and last >= 11
+    assert f"stopped after step {last} (asked by SIGTERM)" in shown
+    assert (out / f"checkpoints/step-{last:08d}/.complete").exists()
+    assert not [pid for pid in ranks if alive(pid)]
+
+
+def test_torchruns_own_summary_has_the_message(tmp_path):
+    path = tmp_path / "error.json"
+    torchrun._tell_torchrun(ZbcError("E702", "run: rank 0 lost rank 1"), str(path))
+    told = json.loads(path.read_text())["message"]
+    assert told["message"] == told["extraInfo"]["py_callstack"] == "error[E702] run: rank 0 lost rank 1"
+    torchrun._tell_torchrun(ZbcError("E702", "run: rank 0 lost rank 1"), str(tmp_path / "not" / "there"))
 
 
 def free_port():
