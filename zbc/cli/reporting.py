@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.recorded.blame import Shares
-    from zbc.compiler.recorded.deviations import Outlier
+    from zbc.compiler.recorded.deviations import Outlier, Stall
     from zbc.compiler.recorded.log import RunLog
     from zbc.compiler.recorded.report import Quantity, RankShares, RunReport
 
 _OPS, _OUTLIERS = 8, 5  # rows without -v
+WORTH = 0.005  # of a step: what a new plan has to save
 _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
 
 
@@ -134,7 +135,8 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     which = f"step {made.median_step}" + (", the median one" if len(made.steps) > 1 else "")
     yield labelled("time", f"of each rank in {which}, by cause, ms; the causes add up to the step")
     rows = [(rank.rank, how, shares) for rank in made.ranks for how, shares in _both(rank)]
-    columns = [aligned([getattr(shares, name) for *_, shares in rows]) for name in ("total", *_CAUSES)]
+    decimals = len(fixed(max(shares.total for *_, shares in rows)).partition(".")[2])
+    columns = [[f"{getattr(shares, name):.{decimals}f}" for *_, shares in rows] for name in ("total", *_CAUSES)]
     made_table = table("rank", "", "step", *(name.replace("_", "-") for name in _CAUSES), left=2)
     for index, (number, how, _) in enumerate(rows):
         made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
@@ -168,16 +170,20 @@ def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     ]
     if lines:
         yield labelled("slow", *lines)
-    if made.outliers:
-        shown = made.outliers if verbose else made.outliers[:_OUTLIERS]
-        left = len(made.outliers) - len(shown)
-        more = [f"and {left} more: -v"] if left else []
-        yield labelled("outliers", *map(_outlier, shown), *more)
+    lines = [*map(_stall, made.stalls), *map(_outlier, made.outliers)]
+    if lines:
+        shown = lines if verbose else lines[:_OUTLIERS]
+        more = [f"and {len(lines) - len(shown)} more: -v"] if len(lines) > len(shown) else []
+        yield labelled("outliers", *shown, *more)
     yield labelled("ops", "that deviate most, ms each, and what that makes in a step")
     yield indented(_ops(made, verbose=verbose))
     if verbose and made.links:
         yield labelled("links", "ms of a transfer, where the receiver waited for it")
         yield indented(_links(made))
+
+
+def _stall(one: Stall) -> str:
+    return f"step {one.step}: ranks {ranges(one.ranks)} stood still together, {short(one.ms, 3)} ms: a busy machine"
 
 
 def _outlier(one: Outlier) -> str:
@@ -214,8 +220,8 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
         return
     unit, scale = _unit(max(one.peak for one in made.memory))
     known = made.memory[0].predicted is not None
-    note = "" if known else "; sizes are not known before the model is built, so there is no prediction"
-    yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}{note}")
+    notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
+    yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}", *notes)
     names = list(made.memory[0].measured)
     rows = table("rank", "", "all", *names, left=2)
     for one in made.memory:
@@ -245,10 +251,13 @@ def _again(made: RunReport, command: str) -> Iterator[str]:
     if again.planned_ms is None or again.gain is None:
         yield f"there is no plan with them: {again.why_not}"
         return
+    if not again.changed:
+        yield "planning with them gives the same plan"
+        return
     change = f"{-100 * again.gain:+.1f}%"
-    same = "" if again.changed else ", in the order it has"
-    yield f"and {short(again.planned_ms)} ms planned with them: {change}{same}"
-    if again.changed:
-        cut = " | ".join(layer_ranges(names) for names in again.cut)
-        yield f"{again.schedule}, {cut}" if len(cut) < 90 else again.schedule
+    yield f"and {short(again.planned_ms)} ms planned with them: {change}"
+    cut = " | ".join(layer_ranges(names) for names in again.cut)
+    yield f"{again.schedule}, {cut}" if len(cut) < 90 else again.schedule
+    if again.gain < WORTH:
+        yield "which is not worth it; the command would be"
     yield command

@@ -51,14 +51,27 @@ class LinkTime(NamedTuple):
 
 
 class Outlier(NamedTuple):
-    """One op, or one transfer (`sender`), that took far longer than others of its kind; ms."""
+    """One op, or one transfer (`sender`), that took far longer than others of its kind; ms, on the clock of rank 0."""
 
     step: int
     rank: int
     op: Op
     usual: float
     measured: float
+    start: float
     sender: int | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.measured
+
+
+class Stall(NamedTuple):
+    """Most ranks of a run stood still at the same time, for about so many ms: the machine did, not the plan."""
+
+    step: int
+    ranks: tuple[int, ...]
+    ms: float
 
 
 class SlowRank(NamedTuple):
@@ -133,10 +146,33 @@ def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
     return sorted(slow, key=lambda one: -one.ms)
 
 
-def outliers(steps: Sequence[Step], times: Times, step_ms: float) -> list[Outlier]:
-    """Single ops and transfers out of line, the longest first."""
-    found = [*_slow_ops(steps, times, step_ms), *_late_messages(steps, times, step_ms)]
-    return sorted(found, key=lambda one: one.usual - one.measured)
+def outliers(steps: Sequence[Step], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
+    """Single ops and transfers out of line, the longest first, and what befell most ranks at once."""
+    found, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
+    for group in _together(list(_slow_ops(steps, times, step_ms))):
+        ranks = {one.rank for one in group}
+        if len(ranks) == 1 or 2 * len(ranks) <= len(steps[0].ranks):
+            found += group
+            continue
+        lost = [max(one.measured - one.usual for one in group if one.rank == rank) for rank in ranks]
+        stalls.append(Stall(group[0].step, tuple(sorted(ranks)), statistics.median(lost)))
+        frozen.append((group[0].start, max(one.end for one in group)))
+    late = _late_messages(steps, times, step_ms)
+    found += [one for one in late if not any(one.start < end and begin < one.end for begin, end in frozen)]
+    return sorted(found, key=lambda one: one.usual - one.measured), stalls
+
+
+def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
+    """Groups of what overlaps in time, one after the other."""
+    group, end = list[Outlier](), 0.0
+    for one in sorted(found, key=lambda one: one.start):
+        if group and one.start >= end:
+            yield group
+            group = []
+        end = max(end, one.end) if group else one.end
+        group.append(one)
+    if group:
+        yield group
 
 
 def _out_of_line(ms: float, usual: float, step_ms: float) -> bool:
@@ -151,7 +187,7 @@ def _slow_ops(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[O
                 ms = (one.end[index] - one.work[index]) / _MS
                 normal = usual[op.kind, op.stage, rank]
                 if _out_of_line(ms, normal, step_ms):
-                    yield Outlier(step.number, rank, op, normal, ms)
+                    yield Outlier(step.number, rank, op, normal, ms, one.work[index] / _MS)
 
 
 def _late_messages(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[Outlier]:
@@ -160,7 +196,8 @@ def _late_messages(steps: Sequence[Step], times: Times, step_ms: float) -> Itera
         for message in _awaited(step):
             ms, normal = message.took / _MS, usual[message.sender, message.receiver]
             if _out_of_line(ms, normal, step_ms):
-                yield Outlier(step.number, message.receiver, message.taker, normal, ms, message.sender)
+                start = max(message.sent, message.posted) / _MS
+                yield Outlier(step.number, message.receiver, message.taker, normal, ms, start, message.sender)
 
 
 def _awaited(step: Step) -> Iterable[Message]:

@@ -15,7 +15,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.estimate import Layer
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
-from zbc.ir import Program
+from zbc.ir import Kind, Program
 from zbc.plan import Manifest
 from zbc.spec import GivenCosts, Job, LayerCost
 
@@ -44,14 +44,15 @@ def replan(manifest: Manifest, program: Program, measured: Costs, *, budget: flo
     """Plan the job of a plan again with measured costs, and compare both under them."""
     job = with_times(manifest, measured)
     again = recall.costs_for(job, manifest)
-    present = settled(program, again)
+    agree = measured.agree if any(op.kind is Kind.VALIDATE for op in program.ranks[0]) else 0.0  # a job cannot give it
+    present = settled(program, again) + agree
     cut = tuple(map(tuple, manifest.layers))
     try:
         compiled = compile_job(job, suggest=False, budget=budget)
     except ZbcError as error:
         return Replan(present, None, manifest.schedule, cut, False, error.message)
     changed = compiled.layers != cut or compiled.program.ranks != program.ranks
-    return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
+    return Replan(present, compiled.settled_ms + agree, compiled.schedule, compiled.layers, changed)
 
 
 def with_times(manifest: Manifest, measured: Costs) -> Job:

@@ -79,6 +79,7 @@ class RunReport:
     slow_ranks: tuple[deviations.SlowRank, ...]
     slow_links: tuple[deviations.SlowLink, ...]
     outliers: tuple[deviations.Outlier, ...]
+    stalls: tuple[deviations.Stall, ...]
     ops: tuple[deviations.Deviation, ...]
     links: tuple[deviations.LinkTime, ...]
     memory: tuple[RankMemory, ...]  # () where no step was weighed
@@ -88,7 +89,7 @@ class RunReport:
         return {"format": FORMAT, "version": VERSION, **_plain(self._values())}
 
     def _values(self) -> dict[str, Any]:
-        kinds = ("slow_ranks", "slow_links", "outliers", "ops", "links")
+        kinds = ("slow_ranks", "slow_links", "stalls", "outliers", "ops", "links")
         values: dict[str, Any] = {name: asdict(getattr(self, name)) for name in _QUANTITIES}
         values |= {name: getattr(self, name) for name in ("plan", "schedule", "device", "steps", "median_step")}
         values |= {"clock_uncertainty_ms": self.clock_uncertainty_ms}
@@ -125,6 +126,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     wall = middle.wall_ns / _MS
     ops = deviations.deviations(times, costs, len(steps))
     links = deviations.links(times, costs, program, len(steps))
+    single, stalls = deviations.outliers(steps, times, wall)
     bubbles = (timeline.bubble_rate_makespan, timeline.bubble_rate_span)
     return RunReport(
         plan=manifest.id,
@@ -141,7 +143,8 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         ranks=_shares(middle, timeline, costs),
         slow_ranks=tuple(deviations.slow_ranks(ops)),
         slow_links=tuple(deviations.slow_links(links, wall)),
-        outliers=tuple(deviations.outliers(steps, times, wall)),
+        outliers=tuple(single),
+        stalls=tuple(stalls),
         ops=tuple(ops),
         links=tuple(links),
         memory=_memory(trace),

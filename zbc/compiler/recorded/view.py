@@ -74,11 +74,13 @@ class Step:
 
     @cached_property
     def own(self) -> list[tuple[int, int]]:
-        """Per rank, when its first compute op began to work and its last one ended."""
+        """Per rank, when its first compute op began to work and its last one, and the sums it waited for, had ended."""
         found = []
         for rank, one in enumerate(self.ranks):
             places = [index for index, _ in self.compute(rank)]
-            found.append((one.work[places[0]], one.end[places[-1]]) if places else (one.begins, one.begins))
+            begin, end = (one.work[places[0]], one.end[places[-1]]) if places else (one.begins, one.begins)
+            sums = (one.work[index] for index in one.waited(Cause.SUM) if index < len(one.ops))
+            found.append((begin, max([end, *sums])))
         return found
 
     def busy(self, rank: int) -> int:

@@ -1,0 +1,240 @@
+"""A recorded run against its prediction: where all goes as predicted nothing deviates, else the report names why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.jobs import job
+from tests.recorded_runs import MS, World, record
+from zbc.compiler.compile import compile_job
+from zbc.compiler.recorded import blame, report
+from zbc.compiler.recorded.replan import replan
+from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.view import step_of, typical
+from zbc.compiler.simulate import simulate
+from zbc.ir import COMPUTE, Kind, Op
+
+GIVEN = {"per": "stage", "f": 4.0, "b": 5.0, "w": 3.0, "comm": 0.5, "optimizer": 2.0, "reduce": 0.0}
+SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"]
+
+
+def compiled(kind="1f1b", p=4, m=8, **changes):
+    return compile_job(job(kind=kind, pp=p, m=m, **{"costs": GIVEN, **changes}), budget=0.0)
+
+
+def as_predicted(plan, **changes):
+    costs = plan.costs
+    return World(
+        **{
+            "op": lambda op, rank, step: costs.duration(op),
+            "link": lambda sender, receiver: 0.5,
+            "optimizer": lambda rank: 2.0,
+            **changes,
+        }
+    )
+
+
+def slowed(plan, slow, times):
+    """Op times in a world where everything is as predicted but for rank `slow`."""
+    return lambda op, rank, step: plan.costs.duration(op) * (times if rank == slow else 1.0)
+
+
+# ---- as predicted --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_where_all_goes_as_predicted_nothing_deviates(tmp_path, kind):
+    plan = compiled(kind)
+    found = report.build(record(plan, tmp_path, as_predicted(plan, skew=lambda rank: 1000.0 * rank)), again=False)
+    for quantity in (found.makespan, found.span, found.bubble_makespan, found.bubble_span):
+        assert quantity.measured == pytest.approx(quantity.predicted, rel=1e-6)
+    assert found.step.measured == pytest.approx(found.step.predicted, rel=1e-6)
+    assert not found.slow_ranks and not found.slow_links and not found.outliers and not found.stalls
+    assert all(one.measured == pytest.approx(one.predicted, rel=1e-5) for one in found.ops)
+    assert all(one.measured == pytest.approx(0.5, rel=1e-3) for one in found.links)
+    for rank in found.ranks:
+        for cause in blame.CAUSES:
+            assert getattr(rank.measured, cause) == pytest.approx(getattr(rank.predicted, cause), abs=1e-3), cause
+        assert rank.measured.senders == pytest.approx(rank.predicted.senders, abs=1e-3)
+
+
+def test_two_copies_of_the_pipeline_are_taken_apart_rank_by_rank(tmp_path):
+    plan = compiled("1f1b", p=2, m=4, parallel={"dp": 2}, costs=GIVEN)
+    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 3, 2.0))), again=False)
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+    assert [one.rank for one in found.slow_ranks] == [3] and found.slow_ranks[0].ratio == pytest.approx(2.0)
+    waits = found.ranks[2].measured.senders
+    assert set(waits) == {3} and set(found.ranks[0].measured.senders) == {1}
+    assert found.ranks[0].measured.drain > 10  # for the slower copy
+
+
+# ---- where the time went -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_causes_add_up_to_the_step_to_the_nanosecond(tmp_path_factory, data):
+    plan = compiled(data.draw(st.sampled_from(["1f1b", "zb-h1", "zb-v"])), p=2, m=4)
+    draw = data.draw(st.randoms(use_true_random=False))
+    world = World(
+        op=lambda op, rank, step: draw.uniform(0.1, 9),
+        link=lambda sender, receiver: draw.uniform(0, 3),
+        transfer=draw.uniform(0, 0.3),
+        data=draw.uniform(0, 1),
+        optimizer=lambda rank: draw.uniform(0, 3),
+        agree=draw.uniform(0, 2),
+        close=draw.uniform(0, 1),
+        late=lambda rank: draw.uniform(0, 2),
+        skew=lambda rank: rank * 37.123456,
+    )
+    trace = record(plan, tmp_path_factory.mktemp("run"), world)
+    for number in trace.steps:
+        step = step_of(trace, number)
+        for shares in blame.shares(step):
+            assert shares.total == step.wall_ns
+            assert all(getattr(shares, cause) >= 0 for cause in blame.CAUSES)
+            assert sum(shares.senders.values()) == shares.message
+
+
+def test_each_cause_gets_what_is_its(tmp_path):
+    plan = compiled("gpipe", p=2, m=2)
+    world = as_predicted(plan, transfer=0.1, data=0.2, agree=3.0, close=0.4, late=lambda rank: 0.7 * (rank == 0))
+    step = step_of(record(plan, tmp_path, world), 4)
+    first, second = [shares.scaled(1 / MS) for shares in blame.shares(step)]
+    f, b, w = 4.0, 5.0, 3.0
+    assert first.compute == second.compute == 2 * (f + b + w)
+    assert first.optimizer == second.optimizer == 2.0
+    assert first.sums == second.sums == pytest.approx(3.0)
+    # Rank 0 begins 0.7 late, reads data and sends twice, posts two receives; each rank closes for 0.4.
+    assert first.host == pytest.approx(0.7 + 2 * 0.2 + 4 * 0.1 + 0.4)
+    assert second.host == pytest.approx(2 * 0.2 + 4 * 0.1 + 0.4)
+    assert second.warm_up == pytest.approx(0.7 + 0.2 + f + 0.5 - 2 * 0.1)  # two receives were posted before
+    assert first.warm_up == 0.0 and set(first.senders) == {1} and set(second.senders) <= {0}
+    assert first.drain == 0.0 and second.drain > 0.0
+
+
+def test_waiting_is_put_down_to_the_rank_that_is_late(tmp_path):
+    plan = compiled("zb-h1")
+    usual, slow = (
+        report.build(record(plan, tmp_path / name, as_predicted(plan, op=slowed(plan, 2, times))), again=False)
+        for name, times in (("usual", 1.0), ("slow", 1.8))
+    )
+    for rank in (1, 3):  # its neighbours wait for it, and for nobody else more than before
+        more = {
+            peer: ms - usual.ranks[rank].measured.senders.get(peer, 0.0)
+            for peer, ms in slow.ranks[rank].measured.senders.items()
+        }
+        assert max(more, key=more.get) == 2 and more[2] > 0.8 * sum(more.values())
+    assert slow.ranks[2].measured.message < usual.ranks[2].measured.message + 10
+
+
+# ---- what is named -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-v", "chimera"])
+@pytest.mark.parametrize("slow", [0, 2, 3])
+def test_the_slow_rank_is_named_and_no_other(tmp_path, kind, slow):
+    plan = compiled(kind)
+    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, slow, 1.5))), again=False)
+    (named,) = found.slow_ranks
+    assert named.rank == slow and named.ratio == pytest.approx(1.5) and named.others == pytest.approx(1.0)
+    assert not found.slow_links and not found.outliers
+    mine = [one for one in found.ops if one.rank == slow]
+    assert list(found.ops[: len(mine)]) == mine and all(one.ratio == pytest.approx(1.5) for one in mine)
+
+
+def test_a_prediction_that_is_off_for_all_ranks_makes_none_of_them_slow(tmp_path):
+    plan = compiled("1f1b")
+    world = as_predicted(plan, op=lambda op, rank, step: 1.4 * plan.costs.duration(op))
+    found = report.build(record(plan, tmp_path, world), again=False)
+    assert not found.slow_ranks and all(one.ratio == pytest.approx(1.4) for one in found.ops)
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (2, 1), (2, 3)])
+def test_the_slow_link_is_named_and_no_other(tmp_path, pair):
+    plan = compiled("1f1b")
+    world = as_predicted(plan, link=lambda a, b: 6.0 if (a, b) == pair else 0.5)
+    found = report.build(record(plan, tmp_path, world), again=False)
+    (named,) = found.slow_links
+    assert (named.sender, named.receiver) == pair and not found.slow_ranks
+    assert named.ms == pytest.approx(6.0, rel=1e-3) and named.others == pytest.approx(0.5, rel=1e-3)
+
+
+def test_one_op_out_of_line_is_named_with_its_step_and_rank(tmp_path):
+    plan, odd = compiled("zb-h1"), (Op(Kind.B, 1, 5), 1, 5)
+    world = as_predicted(plan, op=lambda op, rank, step: plan.costs.duration(op) + 60.0 * ((op, rank, step) == odd))
+    found = report.build(record(plan, tmp_path, world), again=False)
+    (named,) = found.outliers
+    assert (named.op, named.rank, named.step, named.sender) == (*odd, None)
+    assert (named.measured, named.usual) == (pytest.approx(65.0), pytest.approx(5.0))
+    assert not found.slow_ranks and not found.slow_links and not found.stalls
+
+
+def test_one_message_out_of_line_is_named_with_both_ranks(tmp_path):
+    plan = compiled("1f1b", m=4)
+    calls = []
+
+    def link(sender, receiver):
+        calls.append((sender, receiver))
+        return 40.0 if (sender, receiver) == (1, 2) and calls.count((1, 2)) == 6 else 0.5
+
+    found = report.build(record(plan, tmp_path, as_predicted(plan, link=link)), again=False)
+    (named,) = found.outliers
+    assert (named.sender, named.rank, named.step) == (1, 2, 5) and named.measured == pytest.approx(40.0, rel=1e-3)
+
+
+def test_a_machine_that_stands_still_is_not_taken_for_slow_ops(tmp_path):
+    """All ranks lose the same time in one step."""
+    plan = compiled("gpipe")
+    world = as_predicted(
+        plan,
+        op=lambda op, rank, step: plan.costs.duration(op) + 50.0 * (step == 5 and op == Op(Kind.F, rank, 7 - rank)),
+    )
+    found = report.build(record(plan, tmp_path, world), again=False)
+    (stall,) = found.stalls
+    assert stall.step == 5 and stall.ranks == (0, 1, 2, 3) and stall.ms == pytest.approx(50.0)
+    assert not found.outliers
+
+
+# ---- measured costs and a new plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_path, kind):
+    plan = compiled(kind)
+    times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in range(plan.costs.stages) for kind in COMPUTE}
+    world = as_predicted(plan, op=lambda op, rank, step: times[op.kind, op.stage], transfer=0.05, data=0.1, agree=1.0)
+    trace = record(plan, tmp_path, world)
+    steps = [step_of(trace, number) for number in typical(trace)]
+    again = simulate(plan.program, measured(plan.costs, times_of(steps)))
+    assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
+
+
+def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow(tmp_path):
+    plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
+    world = as_predicted(plan, op=slowed(plan, 1, 2.0))
+    found = report.build(record(plan, tmp_path, world)).replan
+    before, after = ([sum(n.startswith("layers.") for n in names) for names in cut] for cut in (plan.layers, found.cut))
+    assert found.changed and after[1] < before[1] and sum(after) == 12
+    assert found.gain > 0.1 and found.planned_ms == pytest.approx((1 - found.gain) * found.present_ms)
+
+
+def test_a_new_plan_where_nothing_deviates_is_the_plan(tmp_path):
+    plan = compiled("1f1b", costs={**GIVEN, "per": "layer"})
+    world = as_predicted(plan, optimizer=lambda rank: plan.costs.step[rank])
+    found = report.build(record(plan, tmp_path, world)).replan
+    assert not found.changed and found.gain == pytest.approx(0.0, abs=1e-9) and found.cut == plan.layers
+    assert found.present_ms == pytest.approx(plan.settled_ms, rel=1e-3)
+
+
+def test_a_new_plan_that_cannot_be_made_says_why(tmp_path):
+    plan = compiled("1f1b")
+    trace = record(plan, tmp_path, as_predicted(plan))
+    costs = measured(plan.costs, times_of([step_of(trace, 4)]))
+    manifest = trace.plan.manifest.model_copy(
+        update={"planning": {**trace.plan.manifest.planning, "hardware": {"memory_gib": 1e-6}}}
+    )
+    found = replan(manifest, plan.program, costs)
+    assert found.planned_ms is None and found.gain is None and "does not fit" in found.why_not

@@ -1,0 +1,126 @@
+"""Recorded runs made up from a plan: ranks that take exactly as long as they are told, on clocks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zbc import trace
+from zbc.compiler.compile import Compiled
+from zbc.ir import COMPUTE, Kind, Op, message_of
+from zbc.plan import Plan
+from zbc.trace import Cause, Clock, Head, Timing, Writer
+
+MS = 1_000_000
+
+
+@dataclass
+class World:
+    """How long things take, in ms; `skew` is how far the clock of a rank is behind that of rank 0, in ms."""
+
+    op: Callable[[Op, int, int], float]  # op, rank, step
+    link: Callable[[int, int], float] = lambda sender, receiver: 0.0
+    transfer: float = 0.0  # what starting a send or posting a receive takes
+    data: float = 0.0  # what F takes before it computes, beside waiting
+    optimizer: Callable[[int], float] = lambda rank: 0.0
+    agree: float = 0.0  # the sum over all ranks, once all have come
+    close: float = 0.0
+    late: Callable[[int], float] = lambda rank: 0.0  # how long after the others a rank begins a step
+    skew: Callable[[int], float] = lambda rank: 0.0
+
+
+@dataclass
+class _Rank:
+    ops: tuple[Op, ...]
+    now: int
+    at: int = 0
+    took: list[int] = field(default_factory=list)
+    lead: list[int] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+
+    def spend(self, ns: int) -> None:
+        self.took.append(ns)
+        self.now += ns
+        self.at += 1
+
+
+def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...] = (4, 5, 6)) -> trace.Trace:
+    """The trace of a plan in this world."""
+    compiled.write(folder / "plan")
+    plan = Plan.read(folder / "plan")
+    run = folder / "run"
+    trace.start(run, folder / "plan")
+    count, now = plan.manifest.world, 10**12
+    writers = []
+    for rank in range(count):
+        ops = plan.program.ranks[rank % plan.manifest.ranks]
+        writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)))
+        skew = round(world.skew(rank) * MS)
+        writer.clock(Clock(now - skew, skew, 0))
+        writers.append((writer, skew))
+    for step in steps:
+        ranks = [_Rank(plan.program.ranks[r % plan.manifest.ranks], now) for r in range(count)]
+        timings = _step(plan, ranks, world, step, now)
+        for (writer, skew), timing in zip(writers, timings, strict=True):
+            timing = Timing(step, timing.begin_ns - skew, timing.took_ns, timing.lead_ns, timing.waits, timing.close_ns)
+            writer.step(timing)
+        now = max(rank.now for rank in ranks) + round(world.close * MS)
+    for writer, skew in writers:
+        writer.clock(Clock(now - skew, skew, 0))
+        writer.close()
+    return trace.read(run)
+
+
+def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:
+    size, placement = plan.manifest.ranks, plan.program.placement
+    sent: dict[tuple[int, object], int] = {}
+    begins = [begin + round(world.late(r) * MS) for r in range(len(ranks))]
+    for rank, at in zip(ranks, begins, strict=True):
+        rank.now = at
+    moved = True
+    while moved:
+        moved = False
+        for r, rank in enumerate(ranks):
+            while rank.at < len(rank.ops) and rank.ops[rank.at].kind is not Kind.VALIDATE:
+                op = rank.ops[rank.at]
+                if op.kind in COMPUTE:
+                    message = _needed(plan, op)
+                    if message is not None and (r, message) not in sent:
+                        break
+                    wait = 0 if message is None else max(0, sent[r, message] - rank.now)
+                    if wait:
+                        rank.waits += (rank.at, Cause.MESSAGE, wait)
+                    data = round(world.data * MS) if op.kind is Kind.F else 0
+                    rank.lead.append(wait + data)
+                    rank.spend(wait + data + round(world.op(op, r, step) * MS))
+                else:
+                    if op.kind.is_send:
+                        peer = placement.peer(op)
+                        to = (0 if peer is None else peer) + r // size * size
+                        sent[to, message_of(op)] = rank.now + round(world.link(r, to) * MS)
+                    rank.spend(round(world.transfer * MS) if op.kind.is_transfer else 0)
+                moved = True
+    return _finish(ranks, world, step, begins)
+
+
+def _finish(ranks: list[_Rank], world: World, step: int, begins: list[int]) -> list[Timing]:
+    """VALIDATE, which all leave together, then the optimizer."""
+    arrived = max(rank.now for rank in ranks)
+    timings = []
+    for r, rank in enumerate(ranks):
+        wait = arrived - rank.now + round(world.agree * MS)
+        rank.waits += (rank.at, Cause.ALL, wait)
+        rank.spend(wait)
+        while rank.at < len(rank.ops):
+            rank.spend(round(world.optimizer(r) * MS) if rank.ops[rank.at].kind is Kind.STEP else 0)
+        timings.append(Timing(step, begins[r], rank.took, rank.lead, rank.waits, round(world.close * MS)))
+    return timings
+
+
+def _needed(plan: Plan, op: Op) -> object | None:
+    """The message an op waits for, None if there is none."""
+    near = op.stage - 1 if op.kind is Kind.F else op.stage + 1
+    if op.kind is Kind.W or not plan.program.placement.neighbours(op.stage, near, op.pipe):
+        return None
+    return message_of(Op(Kind.RECV_F if op.kind is Kind.F else Kind.RECV_B, *op[1:]))
