@@ -155,6 +155,27 @@ def test_text_that_is_not_json_is_named_with_its_line(run):
     assert raised.value.where == f"{file}:3"
 
 
+def test_a_training_that_goes_on_keeps_what_it_recorded_before(run, tmp_path):
+    files = write(run, steps=(3, 4, 5), clocks=((0, 0, 1), (9000, 0, 2)))
+    files[1].write_text(files[1].read_text()[:-20])  # killed; the newest checkpoint has four steps
+    trace.start(run, tmp_path / "plan")
+    for rank in range(2):
+        with_rank = Writer(run, Head(trace.read(run).plan.manifest.id, rank, "cpu", "later", len(ops_of(run, rank))), 4)
+        with_rank.clock(Clock(20_000, 0, 1))
+        with_rank.step(timing(ops_of(run, rank), 5, begin=20_000))
+        with_rank.close()
+    found = trace.read(run)
+    assert found.steps == (3, 4, 5) and found.recorded(0, 5).begins == 20_000
+    assert [len(rank.clocks) for rank in found.ranks] == [3, 2] and found.ranks[0].head.process == "host:0"
+
+
+def test_a_trace_of_another_plan_makes_room(run, tmp_path):
+    write(run)
+    compile_job(job(kind="gpipe", m=2, pp=2)).write(tmp_path / "other")
+    trace.start(run, tmp_path / "other")
+    assert not trace.has_trace(run) and trace.plans.read_manifest(run / "trace/plan").schedule == "gpipe"
+
+
 def test_a_rank_without_a_file_is_named(run):
     write(run)[1].unlink()
     with pytest.raises(ZbcError, match="has no file of rank 1") as raised:

@@ -281,7 +281,7 @@ def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = 
         return load_job(path, settings, schedule)
     if path.suffix == ".csv":
         return Plan.read_csv(path)
-    if is_run(path):
+    if is_run(path) or has_trace(path):
         return Run.read(path)
     return Plan.read(path.parent if path.name == plans.MANIFEST else path)
 

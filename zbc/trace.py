@@ -110,9 +110,11 @@ def rank_file(rank: int) -> str:
 
 
 def start(run: Path, plan: Path) -> None:
-    """Make room for a trace in a run directory, with a copy of the plan that runs."""
+    """Make room for a trace in a run directory, with a copy of the plan; what another plan left there goes."""
     copy = run / FOLDER / PLAN
-    shutil.rmtree(copy, ignore_errors=True)
+    if plans.is_plan(copy) and plans.read_manifest(copy).sha256 == plans.read_manifest(plan).sha256:
+        return
+    shutil.rmtree(run / FOLDER, ignore_errors=True)
     for folder in ("", *(part.folder for part in plans.read_manifest(plan).ramp)):
         (copy / folder).mkdir(parents=True, exist_ok=True)
         for name in (plans.MANIFEST, *plans.read_manifest(plan / folder).files):
@@ -122,17 +124,22 @@ def start(run: Path, plan: Path) -> None:
 class Writer:
     """The file of one rank while it runs; every line is complete as soon as it is written."""
 
-    def __init__(self, run: Path, head: Head) -> None:
-        """Raises E606 if the file cannot be written."""
+    def __init__(self, run: Path, head: Head, behind: int = 0) -> None:
+        """`behind`: a training goes on behind this step (from 1), and what it recorded until then stays.
+
+        Raises E606 if the file cannot be written.
+        """
         path = run / FOLDER / rank_file(head.rank)
+        about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _kept(path, behind) if behind and path.is_file() else []
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
             text = f"run: cannot write the trace {path}: {error.strerror}"
             raise ZbcError("E606", text, hint="choose another run directory with --out DIR") from None
-        about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
-        self._line({"format": FORMAT, "version": VERSION, **about})
+        for values in kept or [{"format": FORMAT, "version": VERSION, **about}]:
+            self._line(values)
 
     def clock(self, clock: Clock) -> None:
         self._line({"clock": clock._asdict()})
@@ -158,6 +165,15 @@ class Writer:
     def _line(self, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
         self._file.flush()
+
+
+def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
+    """The lines of a file that are true of a training which goes on behind step `behind`; [] if it is damaged."""
+    try:
+        lines = [values for _, values in _lines(path)]
+    except ZbcError:
+        return []
+    return [values for values in lines if not ("step" in values and values["step"] > behind)]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------

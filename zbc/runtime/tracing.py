@@ -91,9 +91,18 @@ class Tracer:
 
 
 def open_tracer(
-    worker: Worker, board: Board, steps: frozenset[int], total: int, limit: timedelta, run: Path | None, plan: Path
+    worker: Worker,
+    board: Board,
+    steps: frozenset[int],
+    run_steps: range,
+    limit: timedelta,
+    run: Path | None,
+    plan: Path,
 ) -> Tracer:
-    """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of."""
+    """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of.
+
+    `run_steps` are those that are still to be trained; what was recorded before them stays.
+    """
     if run is not None:
         trace.start(run, plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
@@ -105,7 +114,7 @@ def open_tracer(
     def compare() -> Compared:
         return compare_clocks(board, str(next(turns)), limit)
 
-    return Tracer(worker, Writer(folder, head), steps, total, compare)
+    return Tracer(worker, Writer(folder, head, run_steps.start), steps, run_steps.stop, compare)
 
 
 @dataclass

@@ -144,7 +144,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         if options.trace:
             watchdog.phase("opening its trace", waiting=True)
             run = None if log is None else log.folder
-            tracer = open_tracer(worker, board, options.trace, steps, limit, run, folder)
+            tracer = open_tracer(worker, board, options.trace, range(first, steps), limit, run, folder)
         checkpoints = _checkpoints(worker, board, seat, log, limit)
         if checkpoints is not None:
             checkpoints.last = first

@@ -1,0 +1,145 @@
+"""`zbc report`, `zbc visualize RUN`, and the job of a plan planned anew."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
+from tests.recorded_runs import record
+
+
+@pytest.fixture
+def run(folder):
+    """A recorded run whose rank 2 is slow, and one op out of line."""
+    plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
+    usual = slowed(plan, 2, 1.5)
+    world = as_predicted(
+        plan, op=lambda op, rank, step: usual(op, rank, step) + 80 * (str(op) == "F s1 m3" and step == 6)
+    )
+    return record(plan, folder, world).folder.relative_to(folder)
+
+
+def test_the_report_names_what_is_slow_and_how_to_plan_anew(run, zbc):
+    ran = zbc("report", run)
+    assert ran.code == 0 and ran.err == ""
+    for text in (
+        "rank 2: its ops take 1.50 times what was predicted, the others' 1.00",
+        "step 6, rank 1: F s1 m3 took 92 ms, usually 12 ms",
+        "of each rank in step 5, the median one",
+        "rank 1: ",
+        "all ranks read the same clock",
+        "not looked at",
+        f"zbc profile --from-trace {run} -o profile.json && zbc plan {run}/trace/plan --profile profile.json",
+    ):
+        assert text in ran.out, text
+    assert all(len(line) <= 120 for line in ran.out.splitlines() if "zbc profile" not in line)
+
+
+def test_the_report_as_json_has_stable_keys(run, zbc):
+    found = zbc("report", run, "--json").json()
+    assert (found["format"], found["version"], found["schedule"]) == ("zbc-run-report", 1, "zb-h1")
+    assert found["steps"] == [4, 5, 6] and found["median_step"] == 5
+    for name in ("step", "makespan", "span", "bubble_makespan", "bubble_span"):
+        assert found[name].keys() == {"predicted", "measured", "low", "high"}
+    assert [one["rank"] for one in found["slow_ranks"]] == [2]
+    assert found["outliers"][0]["op"] == "F s1 m3" and found["ops"][0]["rank"] == 2
+    for rank in found["ranks"]:
+        causes = [value for name, value in rank["measured"].items() if name != "senders"]
+        assert sum(causes) == pytest.approx(found["step"]["measured"], abs=1e-5)
+    assert found["replan"]["gain"] > 0.05 and found["replan_command"].startswith("zbc profile --from-trace ")
+
+
+def test_verbose_shows_every_op_and_the_links(run, zbc):
+    short, full = zbc("report", run).out, zbc("report", run, "-v").out
+    assert "links" not in short and "links" in full and full.count(" ops ") > short.count(" ops ")
+
+
+@pytest.fixture
+def unrecorded(folder):
+    """What a run leaves behind that recorded nothing."""
+    plan = compiled("1f1b")
+    predicted = plan.report.predicted()
+    about = {"format": "zbc-run", "version": 1, "plan": "abc", "plan_folder": "plans/a b", "schedule": "1f1b"}
+    about |= {"ranks": 4, "copies": 1, "device": "cpu", "predicted": predicted, "training": {"optimizer": {}}}
+    (folder / "run").mkdir()
+    (folder / "run/run.json").write_text(json.dumps(about))
+    rows = [{"step": 1, "step_ms": 900.0, "busy_ms": [1.0] * 4, "peak_bytes": [2**20] * 4}]
+    rows += [
+        {"step": n, "step_ms": 100.0 + n, "busy_ms": [80.0, 81.0, 90.9, 79.0], "peak_bytes": [2**21] * 4}
+        for n in (2, 3, 4)
+    ]
+    rows.insert(2, {"step": 2, "eval_loss": 1.0})
+    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "st')
+    return folder / "run"
+
+
+def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zbc):
+    ran = zbc("report", "run")
+    assert ran.code == 0
+    assert "3 of 4 count" in ran.out and "103.0 ms" in ran.out and "2 MiB" in ran.out
+    assert "zbc run 'plans/a b' --local 4 --trace 10-19" in ran.out
+    found = zbc("report", "run", "--json").json()
+    assert found["recorded"] is False and found["step"]["measured"] == 103.0
+    assert found["bubble_of_step"]["measured"] == pytest.approx(1 - 90.9 / 103.0)
+    assert [one["measured"] for one in found["busy"]] == [80.0, 81.0, 90.9, 79.0]
+    assert zbc("visualize", "run").code == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "says"),
+    [
+        ("run.json", "{", "E431", "not JSON"),
+        ("run.json", "[]", "E431", "not an object"),
+        ("run.json", '{"format": "other"}', "E431", "format 'other'"),
+        ("metrics.jsonl", '{"step": 1}\nno\n', "E431", "metrics.jsonl:2"),
+        ("metrics.jsonl", "", "E430", "holds no step"),
+    ],
+)
+def test_a_damaged_run_directory_is_named(unrecorded, zbc, name, text, code, says):
+    (unrecorded / name).write_text(text)
+    ran = zbc("report", "run")
+    assert ran.code == 4 and code in ran.err and says in ran.err
+
+
+def test_a_folder_that_is_no_run_is_refused(folder, zbc):
+    ran = zbc("report", "nowhere")
+    assert ran.code == 4 and "E430" in ran.err and "as `zbc run` makes them" in ran.err
+
+
+def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
+    text = zbc("visualize", run, "--width", "100").out
+    assert text.startswith("predicted: zb-h1") and "measured, step 5: zb-h1" in text
+    for form, mark in (("svg", "<svg"), ("html", "<!doctype html>"), ("perfetto", '{"displayTimeUnit"')):
+        made = zbc("visualize", run, "--as", form, "-o", f"x.{form}")
+        assert made.code == 0 and (folder / f"x.{form}").read_text().startswith(mark)
+    assert "steps 4-6" in zbc("visualize", run, "--steps", "3").out
+    missing = zbc("visualize", run, "--from", "7")
+    assert missing.code == 4 and "E432" in missing.err and "recorded are 4, 5, 6" in missing.err
+
+
+# ---- planning anew -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"kind": "zb-v"}, {"costs": GIVEN}, {"parallel": {"dp": 2}}, {"m": 5}])
+def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
+    job(**changes)
+    assert zbc("plan", "zbc.toml", "-o", "one", "-q").code == 0
+    assert zbc("plan", "one", "-o", "two", "-q").code == 0
+    names = sorted(path.name for path in (folder / "one").iterdir())
+    assert names == sorted(path.name for path in (folder / "two").iterdir())
+    assert all((folder / "one" / name).read_bytes() == (folder / "two" / name).read_bytes() for name in names)
+    assert zbc("plan", "one/", "-o", "three", "-q", "--set", "schedule.microbatches=3").code == 0
+    assert json.loads((folder / "three/plan.json").read_text())["microbatches"] == 3
+
+
+def test_the_command_for_a_new_plan_survives_a_shell():
+    from pathlib import Path
+
+    from zbc.cli.reporting import replan_command
+
+    words = shlex.split(replan_command(Path("runs/my run")))
+    assert words[:4] == ["zbc", "profile", "--from-trace", "runs/my run"]
+    assert words[words.index("plan") + 1] == "runs/my run/trace/plan"
