@@ -116,8 +116,11 @@ def indented(block: RenderableType) -> RenderableType:
 
 
 @contextmanager
-def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on stderr while a command works, on a terminal only; yields a function that counts more (one) as done."""
+def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while a command works, on a terminal only; yields a function that counts more (one) as done.
+
+    Without a total it only says that there is work.
+    """
     console = stderr()
     if quiet or not console.is_terminal:
         yield lambda more=1: None

@@ -148,30 +148,38 @@ def compare(
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Plan a job under several schedules and rank them, the fastest first.
 
-    What does not fit or cannot be planned stays in the table with the reason.
+    What does not fit or cannot be planned stays in the table with the reason. Where a number of [hardware], [costs] or
+    [model] is swept, each of its values is ranked by itself, and the points in between are found at which the fastest
+    changes; with -v and --json also those at which any two change places.
     """
     from zbc.cli import ranking
     from zbc.compiler.compare import combinations
     from zbc.compiler.compare import compare as rows_of
+    from zbc.compiler.crossings import crossings, unlocated
     from zbc.compiler.schedules import SCHEDULES
 
     if json + csv + md > 1:
         raise typer.BadParameter("choose one of --json, --csv and --md")
     names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
     wanted = combinations(names, sweep or ())
+    effort = 0.0 if budget is None else budget
     with progress("planning", len(wanted), quiet=quiet) as done:
-        rows = rows_of(job, settings or (), wanted, done, budget=0.0 if budget is None else budget)
-    if json:
-        show_json(ranking.as_json(rows))
-    elif csv:
-        show(ranking.as_csv(rows))
-    elif md:
-        show(ranking.as_markdown(rows))
+        rows = rows_of(job, settings or (), wanted, done, budget=effort)
+    if csv or md:
+        show(ranking.as_csv(rows) if csv else ranking.as_markdown(rows))
     else:
-        show(*ranking.as_table(rows))
+        with progress("where the fastest changes", None, quiet=quiet):
+            changes = crossings(job, settings or (), rows, budget=effort, every=verbose or json)
+        if json:
+            show_json(ranking.as_json(rows, changes))
+        else:
+            leading = len({frozenset((one.before, one.after)) for one in changes if one.leading})
+            more = 0 if verbose else unlocated(rows) - leading
+            show(*ranking.as_table(rows, changes, more=max(0, more), verbose=verbose))
     if all(row.error is not None for row in rows):
         raise typer.Exit(_exit_code([row.error for row in rows]))
 

@@ -1,4 +1,8 @@
-"""One job under several schedules and settings, ranked."""
+"""One job under several schedules and settings, ranked.
+
+A swept key of the schedule, the ranks or the memory is a choice, and rows that differ in choices compete. One of
+[hardware], [costs] or [model] is how the world is: rows are ranked and held against each other within one world only.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from zbc.errors import ZbcError
 from zbc.spec import Job
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
+WORLD = ("hardware.", "costs.", "model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,23 @@ class Row:
     settled_ms: float = 0.0  # what one costs with its optimizer, once steps follow one another
     bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
     sequences: int = 1  # a step trains on
+    front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
     error: ZbcError | None = None
 
     @property
     def sequence_ms(self) -> float:
         """The time of a step for each of its sequences: comparable where microbatches are swept."""
         return self.step_ms / self.sequences
+
+    @property
+    def world(self) -> tuple[Setting, ...]:
+        """Its settings that are not for the user to choose."""
+        return tuple(setting for setting in self.settings if setting[0].startswith(WORLD))
+
+    @property
+    def choice(self) -> tuple[Setting, ...]:
+        """Its other settings."""
+        return tuple(setting for setting in self.settings if not setting[0].startswith(WORLD))
 
     @property
     def gap(self) -> float:
@@ -82,27 +98,50 @@ def compare(
     *,
     budget: float | None = None,
 ) -> list[Row]:
-    """A row for each combination, the least time per sequence first, those that cannot be planned last.
+    """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
 
     Calls `done` after each row. Raises what makes all of them impossible, if it is one and the same problem.
     """
     rows = []
     for schedule, settings in wanted:
-        rows.append(_row(path, overrides, schedule, settings, budget))
+        rows.append(row(path, overrides, schedule, settings, budget))
         done()
-    reasons = {None if row.error is None else row.error.render() for row in rows}
+    reasons = {None if one.error is None else one.error.render() for one in rows}
     if len(reasons) == 1 and rows[0].error is not None:
         raise rows[0].error
-    return sorted(rows, key=lambda row: (row.error is not None, row.sequence_ms, _peak(row)))
+    worlds = {world: place for place, world in enumerate(dict.fromkeys(one.world for one in rows))}
+    ranked = sorted(rows, key=lambda one: (one.error is not None, worlds[one.world], one.sequence_ms, _held(one, rows)))
+    return [replace(one, front=_undominated(one, rows)) for one in ranked]
 
 
-def _peak(row: Row) -> float:
-    return row.report.peak_activation_units if row.report else 0.0
+def _held(one: Row, rows: Sequence[Row]) -> float:
+    """What the fullest rank holds: bytes, or activation units where bytes are not known of all rows."""
+    if one.report is None:
+        return 0.0
+    known = all(other.report is None or other.report.bytes_known for other in rows)
+    return one.report.peak_bytes if known else one.report.peak_activation_units
 
 
-def _row(
+def _undominated(one: Row, rows: Sequence[Row]) -> bool:
+    if one.report is None:
+        return False
+    mine = one.sequence_ms, _held(one, rows)
+    others = [
+        (other.sequence_ms, _held(other, rows))
+        for other in rows
+        if other.report is not None and other.world == one.world
+    ]
+    near = 1 + 1e-9  # times that differ in their last bits are one
+    return not any(
+        ms <= mine[0] * near and held <= mine[1] * near and (ms * near < mine[0] or held * near < mine[1])
+        for ms, held in others
+    )
+
+
+def row(
     path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...], budget: float | None
 ) -> Row:
+    """One job planned, or why it cannot be."""
     settled = [*overrides, *(f"{key}={value}" for key, value in settings)]
     try:
         asked = _job(path, settled, schedule, settings)

@@ -105,6 +105,11 @@ class Report:
         return max(rank.summed_bytes for rank in self.per_rank)
 
     @property
+    def sent_bytes(self) -> int:
+        """Of boundary tensors, of the rank that sends most."""
+        return max(rank.sent_bytes for rank in self.per_rank)
+
+    @property
     def peak_bytes(self) -> int:
         return max(rank.peak_bytes for rank in self.per_rank)
 

@@ -1,0 +1,85 @@
+"""What `compare` prints of sweeps: tables that fit a terminal, crossings by name, bytes of messages."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
+PAIR = ("--schedules", "1f1b,interleaved-1f1b,gpipe,chimera")
+
+
+def test_bytes_of_messages_are_boundaries_times_sends(zbc, job):
+    """An inner rank of 1F1B sends m activations and m gradients of 2 x 16 x 32 float32 each."""
+    (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
+    tensor = 2 * 16 * 32 * 4
+    assert [rank["sent_bytes"] for rank in entry["per_rank"]] == [8 * tensor, 16 * tensor, 16 * tensor, 8 * tensor]
+    (row,) = csv.DictReader(io.StringIO(zbc("compare", "zbc.toml", "--schedules", "1f1b", "--csv").out))
+    assert float(row["sent_gib"]) == pytest.approx(16 * tensor / 2**30, abs=1e-9)
+
+
+def test_the_vocabulary_has_its_own_line_in_the_memory_of_the_last_rank(zbc, job):
+    """float32 log-probabilities of one microbatch, for all words: 1F1B holds no more of them there."""
+    (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
+    assert [rank["logit_bytes"] for rank in entry["per_rank"]] == [0, 0, 0, 4 * 256 * 2 * 16]
+    recomputed = job(memory={"activations": "recompute"})
+    (entry,) = zbc("compare", recomputed, "--schedules", "1f1b", "--json").json()["schedules"]
+    assert not any(rank["logit_bytes"] for rank in entry["per_rank"])
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        (),
+        ("--sweep", "costs.comm=0,1,10"),
+        (
+            "--sweep",
+            "costs.comm=0,10",
+            "--sweep",
+            "schedule.microbatches=4,16",
+            "--sweep",
+            "schedule.microbatch_size=1,2",
+        ),
+    ],
+)
+def test_tables_fit_eighty_columns(zbc, job, monkeypatch, sweep):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = zbc("compare", job(**UNIT, m=16), *PAIR, *sweep).out.splitlines()
+    table = lines[: lines.index("")]
+    assert len(table) >= 5 and max(map(len, table)) <= 80
+    assert table[0].split()[0] == "schedule" and table[0].split()[-1] == "front"
+    assert "makespan" in table[0] and ("-v: also" in "\n".join(lines))
+
+
+def test_more_room_shows_more_columns(zbc, job, monkeypatch):
+    widths = {}
+    for width in (60, 80, 140):
+        monkeypatch.setenv("COLUMNS", str(width))
+        widths[width] = len(zbc("compare", job(**UNIT, m=16), *PAIR).out.splitlines()[0].split())
+    assert widths[60] < widths[80] < widths[140]
+    assert len(zbc("compare", "zbc.toml", *PAIR, "-v").out.splitlines()[0].split()) >= widths[140]
+
+
+def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
+    sweep = ("--sweep", "costs.comm=0,2")
+    few = ("--schedules", "1f1b,interleaved-1f1b,gpipe")
+    out = zbc("compare", job(**UNIT, m=16), *few, *sweep).out
+    document = zbc("compare", "zbc.toml", *few, *sweep, "--json").json()
+    first = next(one for one in document["crossings"] if one["fastest"])
+    assert (first["key"], first["before"]["schedule"]) == ("costs.comm", "interleaved-1f1b")
+    assert "as costs.comm grows, the fastest is" in out
+    assert f"interleaved-1f1b up to {first['at']:.4g}"[:24] in out
+    others = [one for one in document["crossings"] if not one["fastest"]]
+    assert bool(others) == ("behind the fastest: -v says where" in out)
+    verbose = zbc("compare", "zbc.toml", *few, *sweep, "-v").out
+    assert all(
+        f"{one['after']['schedule']} passes {one['before']['schedule']} at costs.comm" in verbose for one in others
+    )
+
+
+def test_nothing_is_said_of_crossings_where_only_choices_are_swept(zbc, job):
+    sweep = ("--sweep", "schedule.microbatches=4,16")
+    assert zbc("compare", job(**UNIT), *PAIR, *sweep, "--json").json()["crossings"] == []
+    assert "grows" not in zbc("compare", "zbc.toml", *PAIR, *sweep).out

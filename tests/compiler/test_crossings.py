@@ -1,0 +1,136 @@
+"""Where schedules change places, held against what a scan of many values says; and who is on the Pareto front."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.compiler.compare import combinations, compare, row
+from zbc.compiler.crossings import crossings, unlocated
+
+UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
+
+
+@pytest.fixture
+def path(tmp_path):
+    def write(**changes):
+        (tmp_path / "zbc.toml").write_text(toml_text(**changes))
+        return tmp_path / "zbc.toml"
+
+    return write
+
+
+def swept(path, schedules, *sweeps, every=True):
+    rows = compare(path, (), combinations(schedules, sweeps), budget=0.0)
+    return rows, crossings(path, (), rows, budget=0.0, every=every)
+
+
+def ms(path, schedule, key, value):
+    return row(path, (), schedule, ((key, repr(value)),), 0.0).sequence_ms
+
+
+def test_crossings_lie_where_a_scan_finds_them(path):
+    """Every change of order among five schedules, at 50 values of the transfer time."""
+    job = path(**UNIT, m=8)
+    names = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "chimera"]
+    _, found = swept(job, names, "costs.comm=0.001,0.5,3")
+    values = [0.001 + (3 - 0.001) * i / 50 for i in range(51)]
+    times = {name: [ms(job, name, "costs.comm", value) for value in values] for name in names}
+    changes = []
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            ahead = [
+                (a < b, value)
+                for a, b, value in zip(times[one], times[other], values, strict=True)
+                if abs(a - b) > 1e-9 * a
+            ]
+            changes += [
+                ({one, other}, low, high) for (first, low), (second, high) in pairwise(ahead) if first != second
+            ]
+    assert len(changes) >= 4
+    assert len(found) == len(changes)
+    for pair, low, high in changes:
+        (match,) = [one for one in found if {one.before[0], one.after[0]} == pair]
+        assert low - 0.01 <= match.at <= high + 0.01
+        assert times[match.before[0]][0] < times[match.after[0]][0]
+
+
+def test_both_take_the_same_time_where_they_cross(path):
+    job = path(**UNIT, m=16)
+    _, found = swept(job, ["1f1b", "interleaved-1f1b"], "costs.comm=0,2")
+    (one,) = found
+    assert (one.before[0], one.after[0], one.leading) == ("interleaved-1f1b", "1f1b", True)
+    pair = [ms(job, name, "costs.comm", one.at) for name in ("1f1b", "interleaved-1f1b")]
+    assert pair[0] == pytest.approx(pair[1], rel=1e-6)
+    assert one.ms == pytest.approx(pair[0], rel=1e-6)
+
+
+def test_one_that_is_the_fastest_only_between_two_values_is_found(path):
+    """zb-v at fast links, gpipe at very slow ones, and dualpipe in between, which no row of the sweep shows first."""
+    job = path(**UNIT, m=8)
+    names = ["zb-v", "dualpipe", "gpipe"]
+    rows, found = swept(job, names, "costs.comm=0,6")
+    firsts = [next(one.schedule for one in rows if dict(one.settings)["costs.comm"] == value) for value in ("0", "6")]
+    leading = [one for one in found if one.leading]
+    middle = {name: ms(job, name, "costs.comm", 1.0) for name in names}
+    assert firsts[0] == "zb-v" and firsts[1] != min(middle, key=middle.get)
+    assert [one.before[0] for one in leading] + [leading[-1].after[0]] == [
+        "zb-v",
+        min(middle, key=middle.get),
+        firsts[1],
+    ]
+
+
+def test_link_speeds_latencies_and_other_choices_are_swept_together(path):
+    job = path(hardware={"link_us": 0.0}, model={"hidden": 64})
+    sweeps = ("hardware.link_gbps=0.01,10", "schedule.microbatches=4,8", "hardware.link_us=0,2000")
+    rows, found = swept(job, ["1f1b", "interleaved-1f1b"], *sweeps, every=False)
+    assert len(rows) == 2 * 2 * 2 * 2
+    assert {one.key for one in found} == {"hardware.link_gbps", "hardware.link_us"}
+    for one in found:
+        (other,) = {"hardware.link_gbps", "hardware.link_us"} - {one.key}
+        assert [key for key, _ in one.world] == [other]
+        assert [key for key, _ in one.before[1]] == ["schedule.microbatches"]
+        assert 0 < one.at < 2000
+
+
+def test_what_is_level_or_cannot_be_planned_does_not_cross(path):
+    job = path(**UNIT, m=8)
+    _, found = swept(job, ["1f1b", "gpipe"], "costs.f=1,2")  # equal makespans at any speed, without transfers
+    assert found == []
+    limited = path(**UNIT, m=8, schedule={"memory_limit": "0.5x"})
+    rows, found = swept(limited, ["1f1b", "v-half"], "costs.comm=0,5")
+    assert [one.schedule for one in rows if one.error is not None] == ["1f1b", "1f1b"] and found == []
+
+
+def test_pairs_that_change_places_are_counted_without_planning(path):
+    job = path(**UNIT, m=16)
+    names = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "chimera"]
+    rows, found = swept(job, names, "costs.comm=0.001,0.5,3")
+    assert unlocated(rows) == len({frozenset((one.before[0], one.after[0])) for one in found})
+
+
+def test_rows_compete_within_a_world_and_worlds_keep_their_order(path):
+    rows, _ = swept(path(**UNIT), ["zb-v", "1f1b", "gpipe"], "costs.comm=2,0", "schedule.microbatches=4,8", every=False)
+    worlds = [dict(one.settings)["costs.comm"] for one in rows]
+    assert worlds == ["2"] * 6 + ["0"] * 6
+    for value in ("2", "0"):
+        times = [one.sequence_ms for one in rows if dict(one.settings)["costs.comm"] == value]
+        assert times == sorted(times)
+        assert sum(one.front for one in rows if dict(one.settings)["costs.comm"] == value) >= 1
+
+
+def test_the_front_is_what_nothing_beats_in_both_time_and_memory(path):
+    limits = '"0.6x","1x","2x"'
+    names = ["zb-v", "v-auto", "v-half", "1f1b", "gpipe", "zb-h2", "chimera"]
+    rows, _ = swept(path(**UNIT, m=12, layers=16), names, f"schedule.memory_limit={limits}", every=False)
+    planned = [(one.sequence_ms, one.report.peak_bytes, one.front) for one in rows if one.report is not None]
+    assert len(planned) > 10
+    for time, held, front in planned:
+        dominated = any(
+            (t < time * (1 - 1e-9) and h <= held) or (t <= time * (1 + 1e-9) and h < held) for t, h, _ in planned
+        )
+        assert front == (not dominated)
+    assert 2 <= len({(round(time, 6), held) for time, held, front in planned if front}) < len(planned)
