@@ -16,7 +16,7 @@ MODULES = {
 # A module may import what stands on its own line or above it; the longest matching prefix decides.
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe"],
-    ["zbc.ir", "zbc.toml", "zbc.section", "zbc.interop.megatron_layout"],
+    ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp"],
     ["zbc.flops"],
     ["zbc.hfconfig"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["zbc.spec"],
     ["zbc.plan", "zbc.forward", "zbc.course"],
     ["zbc.trace"],
-    ["zbc.compiler.footprint", "zbc.compiler.machine"],
+    ["zbc.compiler.footprint", "zbc.compiler.machine", "zbc.compiler.nodes"],
     ["zbc.compiler.work", "zbc.compiler.profiled", "zbc.compiler.balance"],
     ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.cost", "zbc.compiler.dag"],
     ["zbc.compiler.ways"],
@@ -56,7 +56,7 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
+    ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc.errors import ZbcError
 from zbc.ir import COMPUTE, TRANSFER, Kind, Op, Placement, Program, parse_line
+from zbc.seats import Seats
 
 FORMAT = "zbc-plan"
 VERSION = 1
@@ -81,6 +82,7 @@ class Manifest(_Strict):
     planning: dict[str, Any]
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
+    node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
     ramp: list[Part] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
 
@@ -93,14 +95,20 @@ class Manifest(_Strict):
 
     @property
     def world(self) -> int:
-        """The ranks of a run: those of one pipeline times its copies. Rank r of copy d is `d * ranks + r` of them."""
+        """The ranks of a run: those of one pipeline times its copies."""
         return self.ranks * self.copies
+
+    @property
+    def seats(self) -> Seats:
+        """Which of them is which rank of which copy."""
+        return Seats(self.ranks, self.copies, (self.node[0], self.node[1]) if self.node else (self.ranks, 1))
 
     def name(self, rank: int) -> str:
         """A rank of a run for messages: `rank 5`, or with copies `rank 5 [dp 1, pp 1]`."""
         if self.copies == 1 or not 0 <= rank < self.world:
             return f"rank {rank}"
-        return f"rank {rank} [dp {rank // self.ranks}, pp {rank % self.ranks}]"
+        copy, part = self.seats.of(rank)
+        return f"rank {rank} [dp {copy}, pp {part}]"
 
     def to_placement(self) -> Placement:
         return Placement(tuple(zip(*self.placement, strict=True)))
@@ -135,7 +143,7 @@ class Plan:
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
     """The last ranks of all copies of the pipeline: without a barrier, they add up what their copies have collected."""
-    return tuple(copy * manifest.ranks + manifest.ranks - 1 for copy in range(manifest.copies))
+    return tuple(sorted(manifest.seats.rank(copy, manifest.ranks - 1) for copy in range(manifest.copies)))
 
 
 def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
@@ -157,7 +165,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
 def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
     """The ranks of a run, over all copies of the pipeline, that take part in a collective."""
     members = program_of(manifest, ((),) * manifest.ranks).members(op)
-    return tuple(copy * manifest.ranks + rank for copy in range(manifest.copies) for rank in members)
+    return tuple(sorted(manifest.seats.rank(copy, rank) for copy in range(manifest.copies) for rank in members))
 
 
 def rank_file(rank: int) -> str:
@@ -177,6 +185,7 @@ def assemble(
     predicted: Mapping[str, Any],
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
+    node: Sequence[int] = (),
     ramp: Sequence[Part] = (),
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file."""
@@ -211,6 +220,7 @@ def assemble(
         planning=dict(planning),
         training=dict(training),
         files={name: _sha(text.encode()) for name, text in files.items()},
+        node=list(node),
         ramp=list(ramp),
     )
     return manifest, files
@@ -323,6 +333,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (len({len(holders) for holders in manifest.placement}) == 1, "placement lists differ in length"),
         (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
         (all(holders for holders in manifest.placement), "a stage has no rank"),
+        (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
         (
             len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
             f"files lists {len(manifest.files)} rank files, not {ranks}",
@@ -333,13 +344,18 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
             raise ZbcError("E404", f"plan: {path}: {text}", hint=_REPLAN)
 
 
+def _tiles(manifest: Manifest) -> bool:
+    node = manifest.node
+    return not node or (len(node) == 2 and manifest.ranks % node[0] == 0 and manifest.copies % node[1] == 0)
+
+
 def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
     """The plans that a training begins with: their folders and manifests. Raises E401 to E406."""
     found = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
     for part, (below, its) in zip(manifest.ramp, found, strict=True):
         if its.sha256 != part.sha256:
             raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=_REPLAN)
-        for key in ("placement", "layers", "boundaries", "microbatch_size", "copies", "tied", "sharded"):
+        for key in ("placement", "layers", "boundaries", "microbatch_size", "copies", "tied", "sharded", "node"):
             if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
                 raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=_REPLAN)
     return found

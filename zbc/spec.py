@@ -35,6 +35,11 @@ class Parallel(Section):
 
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel copies of the pipeline")
+    node: tuple[Count, Count] | None = Field(
+        None,
+        strict=False,
+        description="neighbours of a pipeline, and copies of each, on a node; default: what sends least between nodes",
+    )
 
 
 class Schedule(Section):
@@ -84,7 +89,7 @@ class Hardware(Section):
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )
     link_us: NotNegative | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
-    ranks_per_node: Count = Field(8, description="ranks of the run that share a node; rank r of copy d is d * pp + r")
+    ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Positive | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: NotNegative | None = Field(None, description="latency between two nodes; default link_us")
 
@@ -546,6 +551,20 @@ def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
     return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"
 
 
+def _node_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    hardware: Hardware | None = draft.sections.get("hardware")
+    if parallel is None or parallel.node is None:
+        return
+    where, (parts, copies) = draft.document.where(("parallel", "node")), parallel.node
+    if parallel.pp % parts or parallel.dp % copies:
+        text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
+        yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
+    elif hardware is not None and parts * copies != hardware.ranks_per_node:
+        text = f"config: parallel.node has {parts * copies} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
+        yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {parts * copies}")
+
+
 def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
     memory: Memory | None = draft.sections.get("memory")
     if memory is None:
@@ -627,6 +646,7 @@ RULES = (
     _copies_rule,
     _rate_rules,
     _ramp_rules,
+    _node_rule,
     _evaluation_rules,
     _unsupported,
 )

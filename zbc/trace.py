@@ -298,7 +298,8 @@ def read(run: Path) -> Trace:
         hint = "ranks of other machines wrote theirs there: copy them here"
         raise ZbcError("E430", text, hint=hint)
     ranks = plan.program.ranks
-    found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[r % len(ranks)]) for r in range(world))
+    parts = [plan.manifest.seats.of(r).part for r in range(world)]
+    found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
     trace = Trace(run, plan, found)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=_RECORD)

@@ -158,7 +158,14 @@ def test_a_batch_grows_while_four_processes_train(tmp_path, sync):
     ramp = [{"microbatches": 1, "steps": 1}, {"microbatches": 2, "samples": 9}]
     schedule = {"kind": "zb-h1", "microbatches": 3, "ramp": ramp}
     optimizer = {"sync": sync, "lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "by": "samples"}}
-    folder = write_plan(tmp_path, parallel=TWO, schedule=schedule, optimizer=optimizer, train={"steps": 5})
+    folder = write_plan(
+        tmp_path,
+        parallel={**TWO, "node": [1, 2]},  # copies next to each other
+        schedule=schedule,
+        optimizer=optimizer,
+        train={"steps": 5},
+        hardware={"ranks_per_node": 2},
+    )
     lines = run_here(folder, 4, tmp_path / "run")
     assert "1, then 2, then 3 microbatches of 2" in lines[0]
     expected, found = reference(Plan.read(folder), 5), metrics(tmp_path / "run")

@@ -55,6 +55,7 @@ def make_plan(
     activations: str | dict[str, str] = "keep",
     checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
+    node: Sequence[int] = (),
 ) -> Plan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly."""
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
@@ -78,6 +79,7 @@ def make_plan(
             "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
             **({} if checkpoint is None else {"checkpoint": checkpoint}),
         },
+        node=node,
     )
     return Plan(manifest, program)
 

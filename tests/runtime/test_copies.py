@@ -251,6 +251,28 @@ def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
         run_step(worker, 0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "tied"),
+    [
+        ("zb-h1", {}, False),
+        ("zb-v", {"zero1": True}, True),
+        ("1f1b", {"sync": "post-validate"}, True),
+        ("chimera", {"zero1": True}, False),
+    ],
+)
+def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
+    """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
+    options = {"optimizer": {**CLIPPED, **optimizer}, "tied": tied}
+    plain, mixed = (run_threads(copies_of(schedule, 2, 4, 2, node=node, **options), 3) for node in ((), (1, 2)))
+    assert [(w.copy, w.plan.rank) for w in mixed] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    before, after, tolerance = alike(plain), alike(mixed), 0.0 if schedule.startswith("zb") else 1e-6
+    for one, two in zip(results(plain), results(mixed), strict=True):
+        assert one == pytest.approx(two, rel=tolerance, abs=0)
+    for name in before:
+        torch.testing.assert_close(before[name], after[name], rtol=0, atol=10 * tolerance)
+    assert sorted(n for w in mixed for n in w.primary()) == sorted(n for w in plain for n in w.primary())
+
+
 # ---- a weight that two stages share --------------------------------------------------------------------------
 
 

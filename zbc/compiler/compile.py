@@ -81,9 +81,16 @@ class Compiled:
             predicted=self.report.predicted(),
             planning=self.job.planning(),
             training=self.job.training(),
+            node=self.node,
             ramp=parts,
         )
         return manifest, {**files, **below}
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """Neighbours of a pipeline, and copies of each, on one node; () where copies just follow each other."""
+        node = self.costs.node
+        return () if node is None or node[0] == self.program.placement.ranks else node
 
     def write(self, folder: Path) -> plans.Manifest:
         """Write the plan directory; it appears complete or not at all."""
@@ -154,9 +161,11 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
     partition = job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None})
+    parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
     for phase in job.schedule.ramp:
         changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
-        found = compile_job(replace(job, schedule=changed, partition=partition), suggest=False, budget=budget)
+        small = replace(job, schedule=changed, partition=partition, parallel=parallel)
+        found = compile_job(small, suggest=False, budget=budget)
         if found.program.placement != compiled.program.placement or found.layers != compiled.layers:
             text = f"schedule: with {phase.microbatches} microbatches stages are on other ranks or have other layers"
             hint = "a ramp needs a schedule whose stages do not depend on the number of microbatches"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, truediv
 
-from zbc.compiler import estimate, profiled
+from zbc.compiler import estimate, nodes, profiled
 from zbc.compiler.estimate import Layer
 from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
 from zbc.compiler.machine import Kernel, Machine
@@ -64,6 +64,7 @@ class Costs:
     step: PerStage = ()  # ms of STEP, and of COMMIT; () for none
     tentative: PerStage = ()  # ms of TENTATIVE
     hop: float = 0.0  # ms of a few numbers from a rank to the next
+    node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
 
     @classmethod
@@ -164,6 +165,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
     Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
     """
+    job = _seated(job, placement, stages, table)
     again = _recomputed(job, placement)
     given = job.costs.f is not None
     f, b, w, bw = _times(job, placement, stages, table)
@@ -180,7 +182,18 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if job.profile is not None:
         costs = replace(costs, agree=profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks))
     costs = _with_optimizer(costs, job, placement, stages, table)
-    return _with_sums(costs, job, placement, stages, table)
+    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
+
+
+def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
+    """The job with its ranks on nodes."""
+    parallel = job.parallel
+    if parallel.node is not None:
+        return job
+    grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
+    sent, size = _boundaries(job, stages, table), job.hardware.ranks_per_node
+    node = nodes.choose(placement, parallel.dp, size, job.schedule.microbatches, sent, grads)
+    return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
 
 def _times(

@@ -2,9 +2,8 @@
 
 A kernel takes `kernel_us` to get going, then the larger of its arithmetic at `tflops` and its memory traffic at
 `memory_gbps` (the roofline of Williams et al., 2009). Kernels run one after another, so their times add up: a matrix
-product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link. Rank r
-of copy d of the pipeline is rank d * pp + r of the run; `ranks_per_node` of those share a node, and links between nodes
-have their own speed.
+product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link. Of the
+ranks of the run `ranks_per_node` share a node, which nodes.py chooses, and links between nodes have their own speed.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zbc.seats import Seats
 from zbc.spec import Hardware, Job
 
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
@@ -50,8 +50,7 @@ class Machine:
     near: Link  # within a node
     far: Link  # between nodes
     node: int  # ranks of the run on a node
-    pp: int  # ranks of a copy of the pipeline
-    copies: int
+    seats: Seats
 
     @classmethod
     def of(cls, job: Job) -> Machine:
@@ -72,8 +71,7 @@ class Machine:
             near,
             far,
             given.ranks_per_node,
-            job.parallel.pp,
-            job.parallel.dp,
+            Seats(job.parallel.pp, job.parallel.dp, job.parallel.node or (job.parallel.pp, 1)),
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
@@ -85,8 +83,8 @@ class Machine:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, in whichever copy of it they are farthest apart."""
-        for copy in range(self.copies):
-            if len({(copy * self.pp + rank) // self.node for rank in ranks}) > 1:
+        for copy in range(self.seats.copies):
+            if len({self.seats.rank(copy, rank) // self.node for rank in ranks}) > 1:
                 return self.far
         return self.near
 
@@ -96,7 +94,7 @@ class Machine:
         One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
         is as fast as its slowest link.
         """
-        ranks = {copy * self.pp + rank for copy in range(self.copies) for rank in holders}
+        ranks = {self.seats.rank(copy, rank) for copy in range(self.seats.copies) for rank in holders}
         count = len(ranks)
         if count == 1:
             return 0.0

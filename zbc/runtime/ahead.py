@@ -185,9 +185,11 @@ def _not_ahead(what: str) -> ZbcError:
 
 def _before(worker: Worker) -> int | None:
     """The rank that NORM comes from."""
-    return worker.rank - 1 if worker.plan.rank > 0 else None
+    part = worker.plan.rank
+    return worker.seats.rank(worker.copy, part - 1) if part > 0 else None
 
 
 def _after(worker: Worker) -> int | None:
     """The rank that VERDICT comes from."""
-    return worker.rank + 1 if worker.plan.rank + 1 < worker.plan.manifest.ranks else None
+    part = worker.plan.rank
+    return worker.seats.rank(worker.copy, part + 1) if part + 1 < worker.seats.ranks else None

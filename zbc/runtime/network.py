@@ -90,7 +90,7 @@ class Network:
         for copy in range(manifest.copies):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
                 for a, b in pairs:
-                    pair = copy * manifest.ranks + a, copy * manifest.ranks + b
+                    pair = manifest.seats.rank(copy, a), manifest.seats.rank(copy, b)
                     group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
                     if self.rank in pair:
                         groups[pair] = group

@@ -133,7 +133,8 @@ class Worker:
         self.placement = manifest.to_placement()
         self.everyone = tuple(range(manifest.world))
         self.rank = self.transport.rank  # of the run
-        self.copy = self.rank // manifest.ranks  # of the pipeline
+        self.seats = manifest.seats
+        self.copy = self.seats.of(self.rank).copy  # of the pipeline
         self.clock = clock_for(self.device)
         self.routes: dict[Op, Route] = {}
         for act in self.acts:
@@ -283,7 +284,7 @@ def _route(worker: Worker, op: Op) -> Route | None:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        return Route(key, stage, message_of(op), peer + worker.rank - worker.plan.rank, None, end)
+        return Route(key, stage, message_of(op), worker.seats.rank(worker.copy, peer), None, end)
     source, sink = (op.stage - 1, op.stage + 1) if kind is Kind.F else (op.stage + 1, op.stage - 1)
     message = Message(kind is Kind.F, *key) if placement.neighbours(op.stage, source, op.pipe) else None
     inside = 0 <= sink < placement.stages and not placement.neighbours(op.stage, sink, op.pipe)

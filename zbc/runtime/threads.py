@@ -55,7 +55,7 @@ def run_threads(
     hub = hub or Hub(manifest.world)
     workers = []
     for rank in range(manifest.world):
-        part = rank % manifest.ranks
+        part = manifest.seats.of(rank).part
         own = RankPlan(part, plan.program.ranks[part], manifest)
         ramp = [RankPlan(part, start.program.ranks[part], start.manifest) for start in plan.ramp]
         worker = build_worker(own, hub.end(rank), device, ramp)

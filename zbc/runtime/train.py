@@ -118,7 +118,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     watchdog.phase("waiting for all ranks to start", waiting=True)
     board.agree(identity(manifest, steps, options.trace), limit, manifest.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
-    plan = read_rank(folder, seat.rank % manifest.ranks, manifest)
+    plan = read_rank(folder, manifest.seats.of(seat.rank).part, manifest)
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if seat.device.type == "cuda" else "gloo"
@@ -261,7 +261,7 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
-    writers = sorted({holders.rank_of(s) for s in range(holders.stages)})
+    writers = sorted({worker.seats.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
     parameters = worker.primary()
     said = ""
     if parameters:

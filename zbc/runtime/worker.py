@@ -214,7 +214,7 @@ def _batches(
 def _wants(plan: RankPlan, rank: int) -> list[Want]:
     """What a step of `plan` reads on a rank of the run, in its order."""
     manifest = plan.manifest
-    first = rank // manifest.ranks * manifest.microbatches  # of the microbatches of this copy of the pipeline
+    first = manifest.seats.of(rank).copy * manifest.microbatches  # of the microbatches of this copy of the pipeline
     forwards = [op for op in plan.ops if op.kind is Kind.F]
     ends = (("inputs", 0), ("targets", manifest.stages - 1))
     return [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]
