@@ -132,7 +132,10 @@ def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
 def test_sums_over_copies_take_the_slowest_link_of_their_ring():
     """Copies of two ranks: on nodes of four two of them share a node, and all four do not."""
     inside, outside = (
-        costs(job(parallel={"pp": 2, "dp": dp}, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(2))
+        costs(
+            job(parallel={"pp": 2, "dp": dp, "node": [2, 2]}, hardware={**NODES, "ranks_per_node": 4}),
+            Placement.linear(2),
+        )
         for dp in (2, 4)
     )
     gradients = inside.bytes[1].gradients
