@@ -47,7 +47,7 @@ steps = 1000000
 every = 1
 keep = 2
 """
-MEDIUM = {"layers": 8, "hidden": 256, "vocab": 4096, "seq_len": 256, "microbatches": 8}
+MEDIUM = {"layers": 8, "hidden": 256, "vocab": 4096, "seq_len": 256, "microbatches": 16}
 QUICK = {"layers": 4, "hidden": 64, "vocab": 512, "seq_len": 64, "microbatches": 4}
 NONE, BESIDE, BETWEEN = "no checkpoint", "beside the next step", "between two steps"
 WAYS = (NONE, BESIDE, BETWEEN)

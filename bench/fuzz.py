@@ -1,4 +1,4 @@
-"""Ten thousand damaged inputs: job files, plan directories, token files, config.json, weight files.
+"""Ten thousand damaged inputs: job files, plan directories, token files, config.json, weight files, checkpoints.
 
     python bench/fuzz.py [COUNT]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -11,11 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.jobs import toml_text
 from zbc import hfconfig
 from zbc.cli.checking import check_plan
 from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import ZbcError
+from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.planning import Part, complete, read_parts, write_parts
+from zbc.runtime.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from zbc.runtime.pretrained import INDEX, tensor_files
 from zbc.runtime.tokens import TokenWindows
 from zbc.tokenfile import Tokens, sidecar, write_sidecar
@@ -93,6 +99,7 @@ class Inputs:
             "tokens": self.tokens,
             "config": self.config,
             "index": self.index,
+            "checkpoint": self.checkpoint,
         }
 
     def toml(self, rng: random.Random) -> None:
@@ -171,6 +178,45 @@ class Inputs:
             good = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}
             (folder / INDEX).write_text(json.dumps(swap_value(rng, good)))
         tensor_files(folder)
+
+    def checkpoint(self, rng: random.Random) -> None:
+        """A checkpoint of two ranks; its hashes and its marker often say that it is as it was written."""
+        folder = write_checkpoint(self.folder / "checkpoints")
+        index = json.loads((folder / disk.INDEX).read_bytes())
+        name, how = rng.choice(sorted(index["files"])), rng.random()
+        if how < 0.4:
+            index = swap_value(rng, index)
+        elif how < 0.8:
+            raw = damage(rng, (folder / name).read_bytes())
+            (folder / name).write_bytes(raw)
+            index["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        text = json.dumps(index).encode()
+        text = damage(rng, text) if how >= 0.8 else text
+        (folder / disk.INDEX).write_bytes(text)
+        if how < 0.9:
+            (folder / disk.COMPLETE).write_text(json.dumps({"index": hashlib.sha256(text).hexdigest()}))
+        reader = SafetensorsReader(folder)
+        reader.check_files()
+        wanted = [Part("model.a", (4, 3), 3, torch.empty(6)), Part("model.b", (5,), 1, torch.empty(3))]
+        read_parts(reader, [*wanted, Part("optim.a.step", (), 0, torch.empty(1))])
+
+
+def write_checkpoint(parent: Path) -> Path:
+    """A complete checkpoint, written by two ranks."""
+    folder = disk.folder_of(parent, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    numbers = torch.arange(12.0)
+    shares = [
+        [Part("model.a", (4, 3), 0, numbers), Part("model.b", (5,), 2, numbers[:3])],
+        [Part("model.b", (5,), 0, numbers[:2]), Part("optim.a.step", (), 0, numbers[:1])],
+    ]
+    writers = [SafetensorsWriter(folder, rank) for rank in range(2)]
+    told = [write_parts(writer, share) for writer, share in zip(writers, shares, strict=True)]
+    words = dict.fromkeys(("optimizer", "plan", "schedule", "run", "zbc_version", "torch_version"), "x")
+    complete(
+        writers[0], told, {**words, "step": 1, "samples": 8, "data_samples": 9, "seed": 7, "ranks": 2, "copies": 1}
+    )
+    return folder
 
 
 def _toml(value: Any) -> str:

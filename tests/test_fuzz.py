@@ -10,7 +10,7 @@ from tests.fuzzing import Inputs, survives
 from zbc import spec
 from zbc.errors import ZbcError
 
-COUNTS = {"toml": 80, "plan": 60, "tokens": 150, "config": 150, "index": 100}
+COUNTS = {"toml": 80, "plan": 60, "tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,10 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_be
 def checkpoint(parent, step, *, complete=True, run=""):
     folder = disk.folder_of(parent, step)
     folder.mkdir(parents=True)
-    disk.write_index(folder, {"files": {}, "tensors": {}, "run": str(run)})
+    words = dict.fromkeys(("optimizer", "plan", "schedule", "zbc_version", "torch_version"), "x")
+    numbers = {"step": step, "samples": 8, "data_samples": 9, "seed": 7, "ranks": 2, "copies": 1}
+    about = {"format": disk.FORMAT, "version": disk.VERSION, "run": str(run), "files": {}, "tensors": {}}
+    disk.write_index(folder, disk.Index(**words, **numbers, **about))
     if not complete:
         (folder / ".complete").unlink()
     return folder

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc.errors import ZbcError
 
@@ -24,6 +27,59 @@ COMPLETE, INDEX = ".complete", "index.json"
 FORMAT, VERSION = "zbc-checkpoint", 1
 FOLDER = "checkpoints"  # in a run directory
 _STEP = re.compile(r"step-(\d{8,})")
+_MOST = 2**62  # elements of a tensor
+_Index = Annotated[int, Field(ge=0)]
+_File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # beside the index, never elsewhere
+Type = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class File(_Strict):
+    """What was written into a file."""
+
+    bytes: _Index
+    sha256: str
+
+
+class Part(_Strict):
+    """Elements of a tensor in memory order, and where they are: a file, and the name of a tensor in it."""
+
+    start: _Index
+    count: _Index
+    file: _File
+    key: str
+
+
+class Whole(_Strict):
+    """A tensor, in parts."""
+
+    dtype: Type
+    shape: list[_Index]
+    parts: list[Part]
+
+
+class Index(_Strict):
+    """`index.json`: what training a checkpoint is of, and where its tensors are."""
+
+    format: str
+    version: int
+    step: _Index  # steps trained
+    samples: _Index  # that they took
+    data_samples: int | None  # of all there are
+    seed: int
+    optimizer: str
+    plan: str
+    schedule: str
+    ranks: int
+    copies: int
+    run: str
+    zbc_version: str
+    torch_version: str
+    files: dict[_File, File]
+    tensors: dict[str, Whole]
 
 
 def folder_of(parent: Path, step: int) -> Path:
@@ -62,11 +118,11 @@ def _all(parent: Path) -> dict[int, Path]:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def write_index(folder: Path, index: dict[str, Any]) -> None:
+def write_index(folder: Path, index: Index) -> None:
     """Complete a checkpoint whose files are all there; whatever else is in its folder is of an attempt that failed."""
-    text = json.dumps({"format": FORMAT, "version": VERSION, **index}, indent=1) + "\n"
+    text = json.dumps(index.model_dump(mode="json"), indent=1) + "\n"
     for entry in folder.iterdir():
-        if entry.name not in index["files"]:
+        if entry.name not in index.files:
             entry.unlink()
     _replace(folder / INDEX, text)
     _replace(folder / COMPLETE, json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}) + "\n")
@@ -113,7 +169,7 @@ def prune(parent: Path, keep: int) -> None:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> Index:
     """What a complete checkpoint says of itself. Raises E612 if it is not complete, damaged, or of another version."""
     if not is_complete(folder):
         text = f"run: {folder} is not a complete checkpoint"
@@ -126,25 +182,46 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise damaged(folder / INDEX, getattr(error, "strerror", None) or str(error)) from None
     if not isinstance(marker, dict) or hashlib.sha256(raw).hexdigest() != marker.get("index"):
         raise damaged(folder / INDEX, "it is not what was written (sha256 differs)")
-    index = json.loads(raw)
-    if index.get("format") != FORMAT or index.get("version") != VERSION:
-        text = f"run: {folder} has checkpoint version {index.get('version')!r}, this zbc reads {VERSION}"
+    return _parse(folder, raw)
+
+
+def _parse(folder: Path, raw: bytes) -> Index:
+    try:
+        data = json.loads(raw)
+    except ValueError as error:
+        raise damaged(folder / INDEX, str(error)) from None
+    version = data.get("version") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if version != VERSION:
+        text = f"run: {folder} has checkpoint version {version!r}, this zbc reads {VERSION}"
         raise ZbcError("E612", text, hint="resume with the zbc that wrote it")
-    return dict(index)
+    try:
+        index = Index.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise damaged(folder / INDEX, f"{place}: {first['msg'].lower()}") from None
+    for name, tensor in index.tensors.items():
+        total = math.prod(tensor.shape)
+        lost = [part.file for part in tensor.parts if part.file not in index.files]
+        if lost:
+            raise damaged(folder / INDEX, f"{name} is in {lost[0]}, which it does not list")
+        if total > _MOST or any(part.start + part.count > total for part in tensor.parts):
+            raise damaged(folder / INDEX, f"{name} has parts that its shape {tensor.shape} has no place for")
+    return index
 
 
-def check_file(folder: Path, name: str, told: dict[str, Any]) -> None:
+def check_file(folder: Path, name: str, told: File) -> None:
     """Raise E612 unless a file has the length and the bytes that were written."""
     path = folder / name
     try:
         size = path.stat().st_size
-        if size != told["bytes"]:
-            raise damaged(path, f"it has {size} bytes, {told['bytes']} were written")
+        if size != told.bytes:
+            raise damaged(path, f"it has {size} bytes, {told.bytes} were written")
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from None
-    if found != told["sha256"]:
+    if found != told.sha256:
         raise damaged(path, "its bytes are not those that were written (sha256 differs)")
 
 

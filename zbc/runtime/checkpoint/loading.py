@@ -34,7 +34,7 @@ def load(worker: Worker, board: Board, folder: Path) -> Loaded:
     def look() -> dict[str, Any]:
         reader = SafetensorsReader(folder)
         _check_training(reader, manifest.training)
-        reader.check_files(range(worker.rank, len(reader.index["files"]), manifest.world))
+        reader.check_files(range(worker.rank, len(reader.index.files), manifest.world))
         found.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
 
@@ -46,8 +46,8 @@ def load(worker: Worker, board: Board, folder: Path) -> Loaded:
         return {}
 
     together(board, "checkpoint loaded", fill)
-    steps = int(reader.index["step"])
-    worker.resume(steps, int(reader.index["samples"]))
+    steps = reader.index.step
+    worker.resume(steps, reader.index.samples)
     counts = {one["data_samples"] for one in told if "data_samples" in one}
     return Loaded(steps, _notes(reader, counts))
 
@@ -55,7 +55,7 @@ def load(worker: Worker, board: Board, folder: Path) -> Loaded:
 def _check_training(reader: SafetensorsReader, training: dict[str, Any]) -> None:
     """Raise E613 where training could not go on as it was."""
     ours = {"train.seed": training["train"]["seed"], "optimizer.kind": training["optimizer"]["kind"]}
-    theirs = {"train.seed": reader.index["seed"], "optimizer.kind": reader.index["optimizer"]}
+    theirs = {"train.seed": reader.index.seed, "optimizer.kind": reader.index.optimizer}
     for key, value in ours.items():
         if theirs[key] != value:
             text = f"run: {reader.folder} was trained with {key} = {theirs[key]}, this job has {value}"
@@ -63,7 +63,7 @@ def _check_training(reader: SafetensorsReader, training: dict[str, Any]) -> None
 
 
 def _notes(reader: SafetensorsReader, counts: set[int]) -> tuple[str, ...]:
-    before = reader.index["data_samples"]
+    before = reader.index.data_samples
     if before is None or not counts or before in counts:
         return ()
     now = counts.pop()

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zbc.errors import ZbcError
+from zbc.runtime.checkpoint.folder import File
 from zbc.runtime.checkpoint.storage import Place, SafetensorsReader, SafetensorsWriter
 
 
@@ -121,14 +122,14 @@ def write_parts(writer: SafetensorsWriter, parts: Sequence[Part]) -> dict[str, A
         place = places[MetadataIndex(part.name, torch.Size([part.start]))]
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         told.append([part.name, list(part.shape), part.start, part.tensor.numel(), dtype, place.file, place.key])
-    return {"files": writer.files, "parts": told}
+    return {"files": {name: file.model_dump() for name, file in writer.files.items()}, "parts": told}
 
 
 def complete(writer: SafetensorsWriter, told: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Complete a checkpoint from what every rank told. Raises E703 if the parts overlap or leave something out."""
     plans, results = [], []
     for one in told:
-        writer.files |= one["files"]
+        writer.files |= {name: File(**file) for name, file in one["files"].items()}
         items, found = [], []
         for name, shape, start, count, dtype, file, key in one["parts"]:
             index = MetadataIndex(name, torch.Size([start]))

@@ -146,7 +146,7 @@ def _refuse(folder: Path | None, step: int) -> None:
 
 def _run_of(checkpoint: Path | None) -> Path | None:
     """The run directory that a checkpoint was written from, if it is still there."""
-    named = None if checkpoint is None else disk.read_index(checkpoint).get("run")
+    named = None if checkpoint is None else disk.read_index(checkpoint).run
     return Path(named) if named and (Path(named) / RUN).is_file() else None
 
 

@@ -130,7 +130,7 @@ class Checkpoints:
         writer = SafetensorsWriter(folder, rank, self._alive)
         told = together(self.board, f"checkpoint {number} written", lambda: self._write(writer, found), folder)
         together(self.board, f"checkpoint {number} complete", lambda: self._complete(writer, told, step), folder)
-        size = sum(one["bytes"] for one in writer.files.values())
+        size = sum(one.bytes for one in writer.files.values())
         return f"wrote {_shown(folder)}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
 
     def _write(self, writer: SafetensorsWriter, found: Sequence[Entry]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan import meeting
+from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint.planning import Part, read_parts
-from zbc.runtime.checkpoint.storage import SafetensorsReader, check_type
+from zbc.runtime.checkpoint.storage import NAMES, SafetensorsReader, check_type
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.sharded import Piece, deal
 from zbc.runtime.stage import Layer
@@ -138,7 +138,7 @@ def check_fits(worker: Worker, reader: SafetensorsReader) -> None:
             told = theirs.get(held.name)
             if told is None:
                 continue
-            here, there = _kind(held.tensor.dtype, held.shape), f"{told['dtype']} {told['shape']}"
+            here, there = _kind(held.tensor.dtype, held.shape), f"{told.dtype} {told.shape}"
             if here != there:
                 differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")
     if differences:
@@ -163,8 +163,10 @@ def _restore_weights(optimizer: StageOptimizer, reader: SafetensorsReader) -> No
         for key in kept.get(one.name, ()) if one.tensor.requires_grad else ():
             name = f"{OPTIM}{one.name}.{key}"
             about = reader.tensors[name]
-            whole = about["shape"] == list(one.shape)
-            value = torch.empty(one.tensor.shape if whole else about["shape"], dtype=_dtype(about))
+            whole = about.shape == list(one.shape)
+            if not whole and about.shape:
+                raise disk.damaged(reader.folder / disk.INDEX, f"{name} is {about.shape}, its parameter {one.shape}")
+            value = torch.empty(one.tensor.shape if whole else about.shape, dtype=NAMES[about.dtype])
             states.setdefault(place, {})[key] = value
             wanted.setdefault(name, []).append((value, one.start if whole else 0))
     _read(reader, wanted)
@@ -201,8 +203,8 @@ def _restore_buffers(worker: Worker, stage: int, reader: SafetensorsReader) -> N
             if source is None:
                 continue
             about, now = reader.tensors[source], module._buffers[key]
-            if now is None or list(now.shape) != about["shape"] or now.dtype != _dtype(about):
-                now = torch.empty(about["shape"], dtype=_dtype(about), device=worker.device)
+            if now is None or list(now.shape) != about.shape or now.dtype != NAMES[about.dtype]:
+                now = torch.empty(about.shape, dtype=NAMES[about.dtype], device=worker.device)
                 module._buffers[key] = now
             wanted.setdefault(source, []).append((now, 0))
     _read(reader, wanted)
@@ -218,15 +220,10 @@ def _read(reader: SafetensorsReader, wanted: Mapping[str, list[tuple[Tensor, int
                 continue
             about = reader.tensors[name]
             if (name, start) not in parts:  # pieces of one parameter all want its step
-                flat = torch.empty(target.numel(), dtype=_dtype(about))
-                parts[name, start] = Part(name, tuple(about["shape"]), start, flat)
+                flat = torch.empty(target.numel(), dtype=NAMES[about.dtype])
+                parts[name, start] = Part(name, tuple(about.shape), start, flat)
             targets.append((target, parts[name, start].tensor))
     read_parts(reader, list(parts.values()))
     with torch.no_grad():
         for target, flat in targets:
             target.copy_(flat.view(target.shape))
-
-
-def _dtype(about: Mapping[str, Any]) -> torch.dtype:
-    found: torch.dtype = getattr(torch, about["dtype"])
-    return found

@@ -25,7 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -45,7 +52,7 @@ _TYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
 
 class Place(NamedTuple):
@@ -63,7 +70,7 @@ class SafetensorsWriter(StorageWriter):
 
     def __init__(self, folder: Path, rank: int, alive: Callable[[], None] = lambda: None) -> None:
         self._folder, self._name, self._alive = folder, f"rank-{rank:04d}.safetensors", alive
-        self.files: dict[str, dict[str, Any]] = {}  # what was written: name -> bytes, sha256
+        self.files: dict[str, disk.File] = {}  # what was written
         self.about: dict[str, Any] = {}  # what else the index is to say
         self.shapes: dict[str, list[int]] = {}
 
@@ -90,7 +97,7 @@ class SafetensorsWriter(StorageWriter):
         size, sha = _write(part, parts, shapes, self._alive)
         os.replace(part, path)
         disk.sync_folder(self._folder)
-        self.files[self._name] = {"bytes": size, "sha256": sha}
+        self.files[self._name] = disk.File(bytes=size, sha256=sha)
         results = []
         for item in plan.items:
             tensor = parts[_key(item)]
@@ -113,10 +120,11 @@ class SafetensorsWriter(StorageWriter):
             parts = []
             for chunk in about.chunks:
                 place = places[MetadataIndex(name, chunk.offsets)]
-                parts.append([chunk.offsets[0], chunk.sizes[0], place.file, place.key])
+                parts.append(disk.Part(start=chunk.offsets[0], count=chunk.sizes[0], file=place.file, key=place.key))
             dtype = str(about.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": self.shapes[name], "parts": parts}
-        disk.write_index(self._folder, {**self.about, "files": self.files, "tensors": tensors})
+        own: dict[str, Any] = {"format": disk.FORMAT, "version": disk.VERSION, "files": self.files, "tensors": tensors}
+        disk.write_index(self._folder, disk.Index(**own, **self.about))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -133,17 +141,14 @@ class SafetensorsReader(StorageReader):
         self._metadata: Metadata | None = None
 
     @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Name -> dtype (a string), shape, parts."""
-        found: Mapping[str, Any] = self.index["tensors"]
-        return found
+    def tensors(self) -> Mapping[str, disk.Whole]:
+        return self.index.tensors
 
     def check_files(self, numbers: Iterable[int] | None = None) -> None:
         """Compare files with what was written; `numbers` chooses some by their place in the sorted list."""
-        names = sorted(self.index["files"])
+        names = sorted(self.index.files)
         for number in range(len(names)) if numbers is None else numbers:
-            if number < len(names):
-                disk.check_file(self.folder, names[number], self.index["files"][names[number]])
+            disk.check_file(self.folder, names[number], self.index.files[names[number]])
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._places = {}
@@ -158,11 +163,11 @@ class SafetensorsReader(StorageReader):
         places: dict[MetadataIndex, Place] = {}
         for name, about in self.tensors.items():
             chunks = []
-            for start, count, file, key in about["parts"]:
-                chunks.append(ChunkStorageMetadata(torch.Size([start]), torch.Size([count])))
-                places[MetadataIndex(name, torch.Size([start]))] = Place(file, key)
-            properties = TensorProperties(dtype=_NAMES[about["dtype"]])
-            found[name] = TensorStorageMetadata(properties, torch.Size([math.prod(about["shape"])]), chunks)
+            for part in about.parts:
+                chunks.append(ChunkStorageMetadata(torch.Size([part.start]), torch.Size([part.count])))
+                places[MetadataIndex(name, torch.Size([part.start]))] = Place(part.file, part.key)
+            properties = TensorProperties(dtype=NAMES[about.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size([math.prod(about.shape)]), chunks)
         return Metadata(found, storage_data=places)  # type: ignore[arg-type]  # a dict is invariant in its values
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -185,15 +190,21 @@ class SafetensorsReader(StorageReader):
             try:
                 with safe_open(str(self.folder / name), framework="pt") as file:
                     for key, item in items:
-                        start, count = item.storage_offsets[0], item.lengths[0]
                         target = planner.resolve_tensor(item)
-                        target.copy_(file.get_tensor(key).reshape(-1)[start : start + count])
+                        target.copy_(self._elements(file, name, key, item, target.dtype))
                         planner.commit_tensor(item, target)
             except (OSError, SafetensorError) as error:
                 raise disk.damaged(self.folder / name, str(error)) from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _elements(self, file: Any, name: str, key: str, item: ReadItem, dtype: torch.dtype) -> Tensor:
+        start, count = item.storage_offsets[0], item.lengths[0]
+        found: Tensor = file.get_tensor(key).reshape(-1)
+        if found.dtype != dtype or len(found) < start + count:
+            raise disk.damaged(self.folder / name, f"{key} is not what {disk.INDEX} says")
+        return found[start : start + count]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
