@@ -88,7 +88,7 @@ RUNTIME = [
     ["zbc.runtime.evaluate"],
     ["zbc.runtime.checkpoint.folder"],
     ["zbc.runtime.checkpoint.storage", "zbc.runtime.checkpoint.together"],
-    ["zbc.runtime.checkpoint.planning", "zbc.runtime.checkpoint.resume"],
+    ["zbc.runtime.checkpoint.planning", "zbc.runtime.checkpoint.resume", "zbc.runtime.checkpoint.tryout"],
     ["zbc.runtime.checkpoint.state"],
     ["zbc.runtime.checkpoint.saving"],
     ["zbc.runtime.checkpoint.loading"],

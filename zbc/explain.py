@@ -755,9 +755,10 @@ Some features need a package that zbc itself does not:
     "E611": _entry(
         "a checkpoint cannot be written",
         """
-The disk is full, the folder cannot be written, or a tensor is of a type that
-safetensors files cannot hold. The run ends, since going on unsaved is no better
-later; the newest complete checkpoint stays as it is, and
+The disk is full, the folder cannot be written (which every rank tries before
+the first step) or is not the same on all machines, or a tensor is of a type
+that safetensors files cannot hold. The run ends, since going on unsaved is no
+better later; the newest complete checkpoint stays as it is, and
 
     zbc run plan --resume auto ...
 

@@ -21,7 +21,8 @@ class Trouble(nn.Module):
             self.left -= 1
             if self.left < 0:
                 self.misbehave()
-        return self.linear(x)
+        y = self.linear(x)
+        return y * float("nan") if self.how == "nan" and self.left < 0 else y
 
     def misbehave(self) -> None:
         if self.how == "raise":

@@ -21,6 +21,7 @@ from zbc.plan import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.checkpoint import resume
+from zbc.runtime.checkpoint.tryout import try_out
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
 from zbc.runtime.identity import identity
@@ -182,9 +183,11 @@ def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, l
     if not options.every:
         return None
     run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
+    folder = resume.save_folder(manifest, run)
+    try_out(board, folder)
     from zbc.runtime.checkpoint.saving import Checkpoints
 
-    return Checkpoints(worker, seat.board(), options, resume.save_folder(manifest, run), str(run), seat.emit)
+    return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit)
 
 
 def _train(

@@ -1,0 +1,211 @@
+"""Ten ways for a run to go wrong. Each ends as docs/failures.md says, and leaves no process and no open port.
+
+SIGKILL                   test_local, test_restarts, test_torchrun
+SIGSTOP                   test_local (the report), here (the restart)
+full disk                 here, on a small tmpfs where one can be mounted
+read-only directory       here
+truncated shard           here
+edited plan               test_local (a rank file), here (plan.json)
+wrong number of ranks     test_local, test_torchrun
+gradients that are NaN    here; which step and stage: runtime/test_nonfinite
+data that shrink          here
+Ctrl-C twice              test_local
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from tests.processes.leftovers import forked, ports
+from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
+from zbc.errors import ZbcError
+from zbc.runtime.board import Board
+from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.tryout import try_out
+
+
+def fails(*args, **options):
+    with pytest.raises(ZbcError) as raised:
+        run_here(*args, **options)
+    return raised.value.with_traceback(None)
+
+
+def at_step(step, action):
+    """Calls `action` once, when the line of that step is shown."""
+    left = [action]
+
+    def each(line):
+        if left and line.split()[0] == "step" and line.split()[1].startswith(f"{step}/"):
+            left.pop()()
+
+    return each
+
+
+def mounted(folder, *options):
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder, how to leave next to no room in it for the processes of a run, and how to give the room back."""
+    folder = tmp_path / "disk"
+    if not mounted(folder, "-o", "size=8m"):  # files of the ranks may not grow beyond a few bytes instead
+
+        def limit(pids):
+            for pid in pids:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+        yield folder, limit, lambda: None
+        return
+
+    def fill(pids):
+        free = os.statvfs(folder)
+        (folder / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 8192))
+
+    yield folder, fill, (folder / "filler").unlink
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder that nobody can write to, not even root."""
+    folder = tmp_path / "disk"
+    if mounted(folder, "-o", "ro"):
+        yield folder
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+        return
+    folder.chmod(0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("root writes everywhere, and nothing can be mounted here")
+    yield folder
+    folder.chmod(0o700)
+
+
+def saving(tmp_path, name="plan", **changes):
+    tables = {"parallel": {"pp": 2}, "train": {"steps": 6}, "checkpoint": {"every": 2}}
+    merged = {key: {**tables.get(key, {}), **changes.get(key, {})} for key in {**tables, **changes}}
+    return write_plan(tmp_path, name, **merged)
+
+
+def test_the_check_for_leftovers_sees_a_run_while_it_lasts(tmp_path, out):
+    before, listening = forked(), ports()
+    seen = []
+    each = at_step(1, lambda: seen.append((len(forked() - before), len(ports() - listening))))
+    run_here(saving(tmp_path, checkpoint={"every": 0}), 2, out, each=each)
+    assert seen == [(2, 1)]
+
+
+def test_a_stopped_rank_is_replaced_when_the_run_may_restart(tmp_path, out):
+    plan = saving(tmp_path, train={"watchdog_s": 2.0})
+    stop = at_step(5, lambda: os.kill(processes(out)[1], signal.SIGSTOP))
+    lines = run_here(plan, 2, out, each=stop, max_restarts=1)
+    assert any(line.startswith("restart 1 of 1, since no progress for 2 s at step ") for line in lines), lines
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, out, small_disk):
+    folder, fill, release = small_disk
+    plan = saving(tmp_path, checkpoint={"dir": str(folder), "asynchronous": False})
+
+    def each(line):
+        if line.startswith("wrote"):
+            fill(processes(out))
+
+    error = fails(plan, 2, out, each=each, max_restarts=3)
+    assert (error.code, error.exit_code) == ("E611", 6)
+    assert error.message.startswith(f"run: cannot write {folder / 'step-00000004'}")
+    assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in error.details
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
+    release()
+    lines = run_here(plan, 2, out, resume="auto")
+    assert f"going on from {folder / 'step-00000002'}, behind step 2" in lines[0]
+    assert sorted(disk.complete(folder)) == [2, 4, 6]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path, out, read_only):
+    error = fails(saving(tmp_path, checkpoint={"dir": str(read_only / "checkpoints")}), 2, out)
+    assert (error.code, error.exit_code) == ("E611", 6)
+    assert error.message.startswith(f"run: cannot write {read_only / 'checkpoints'}") and "checkpoint.dir" in error.hint
+    assert metrics(out) == []
+
+
+def test_machines_with_a_folder_each_are_told_so_before_the_first_step(tmp_path):
+    store, errors = dist.HashStore(), {}
+
+    def rank(number, folder):
+        try:
+            try_out(Board(store, number, 2), folder)
+        except ZbcError as error:
+            errors[number] = error
+
+    for folders in (("one", "one"), ("one", "two")):
+        store, errors = dist.HashStore(), {}
+        threads = [threading.Thread(target=rank, args=(i, tmp_path / name)) for i, name in enumerate(folders)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(errors) == (0 if len(set(folders)) == 1 else 2)
+    for error in errors.values():
+        assert error.code == "E611" and error.message.startswith("run: rank 1 does not see what rank 0 wrote")
+    assert list((tmp_path / "one").iterdir()) == []
+
+
+def test_a_checkpoint_that_was_cut_off_later_is_refused_and_the_one_before_is_named(tmp_path, out):
+    plan = saving(tmp_path)
+    run_here(plan, 2, out, steps=4)
+    shard = out / "checkpoints/step-00000004/rank-0001.safetensors"
+    os.truncate(shard, shard.stat().st_size - 100)
+    error = fails(plan, 2, out, resume="auto")
+    assert (error.code, error.exit_code) == ("E612", 6) and str(shard) in error.message
+    assert error.hint == f"go on from the one before: --resume {out / 'checkpoints/step-00000002'}"
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
+
+
+def test_a_plan_edited_between_planning_and_running_is_refused(tmp_path, out):
+    plan = saving(tmp_path)
+    path = plan / "plan.json"
+    path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
+    error = fails(plan, 2, out, max_restarts=1)
+    assert (error.code, error.exit_code) == ("E402", 4) and "plan.json" in error.message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("policy", [{"nonfinite": "stop"}, {"skip_limit": 2}])
+def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out, policy):
+    changes = troubled("nan", good=8)  # in its third step and ever after
+    tables = {"train": {"steps": 9, **policy}, "checkpoint": {"every": 1}, "log": {"every": 100}}
+    lines = []
+    error = fails(write_plan(tmp_path, **changes, **tables), 4, out, each=lines.append, max_restarts=2)
+    last = 3 if "nonfinite" in policy else 4
+    assert (error.code, error.exit_code) == ("E704", 7)
+    assert error.message.startswith(f"run: step {last} has gradients that are not finite")
+    assert error.details[0].endswith("for microbatches 0, 1, 2, 3, so it happened in forward")
+    assert [row["skipped"] for row in metrics(out)] == [False, False, *[True] * (last - 2)]
+    assert len([line for line in lines if "SKIPPED" in line]) == last - 2
+    assert not [line for line in lines if line.startswith("restart ")]
+    assert max(disk.complete(out / "checkpoints")) == last - 1
+
+
+def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out):
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(range(256)) * 64)
+    data = {"kind": "tokens", "path": str(tokens), "dtype": "uint16"}
+    plan = write_plan(tmp_path, model={"vocab": 65536}, data=data, train={"steps": 10**6})
+    error = fails(plan, 4, out, each=at_step(2, lambda: os.truncate(tokens, 100)), max_restarts=1)
+    assert (error.code, error.exit_code) == ("E531", 6)
+    assert error.message.startswith(f"data: {tokens} ends at byte 100, token ")
+    assert any(line.startswith("while rank ") for line in error.details)
+    assert 2 <= len(metrics(out)) < 10**6
