@@ -22,6 +22,7 @@ from zbc.section import Count, NotNegative, Section
 
 FORMAT, VERSION = "zbc-profile", 1
 WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be trusted
+FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
 _DIGITS = 6  # significant ones in the file
 # What costs the same whatever it is set to; `layers` counts blocks where a family has one kind of them.
 _FREE = ("pretrained", "compile", "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
@@ -144,7 +145,7 @@ class Origin(Section):
 
 
 class Profile(Section):
-    """`profile.json`. `order` names the kind of each layer; of a built-in family it is embed, block, head."""
+    """`profile.json`. `order` names the kind of each layer; embed, block, head stand for all of a built-in family."""
 
     format: Literal["zbc-profile"] = "zbc-profile"
     version: Literal[1] = 1
@@ -209,10 +210,11 @@ def _incomplete(profile: Profile, model: Model) -> list[str]:
     unknown = sorted(set(profile.order) - profile.layers.keys())
     if unknown:
         return [f"order names {', '.join(unknown)}, which layers does not have"]
-    if not model.builtin and len(profile.order) != model.layers:
-        return [f"order has {len(profile.order)} layers, model.layers is {model.layers}"]
-    if model.builtin and profile.order != ["embed", "block", "head"]:
-        return [f"order is {profile.order}, of a {model.family} it is embed, block, head"]
+    if model.builtin and profile.order == FAMILY:
+        return []
+    extra = 2 if model.builtin else 0  # embedding and head
+    if len(profile.order) != model.layers + extra:
+        return [f"order has {len(profile.order) - extra} layers, model.layers is {model.layers}"]
     return []
 
 

@@ -10,6 +10,7 @@ from tests.jobs import job
 from tests.recorded_runs import MS, World, record
 from zbc.compiler.compile import compile_job
 from zbc.compiler.recorded import blame, report
+from zbc.compiler.recorded.derive import derive
 from zbc.compiler.recorded.replan import replan
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import step_of, typical
@@ -232,9 +233,8 @@ def test_a_new_plan_where_nothing_deviates_is_the_plan(tmp_path):
 def test_a_new_plan_that_cannot_be_made_says_why(tmp_path):
     plan = compiled("1f1b")
     trace = record(plan, tmp_path, as_predicted(plan))
-    costs = measured(plan.costs, times_of([step_of(trace, 4)]))
     manifest = trace.plan.manifest.model_copy(
         update={"planning": {**trace.plan.manifest.planning, "hardware": {"memory_gib": 1e-6}}}
     )
-    found = replan(manifest, plan.program, costs)
+    found = replan(manifest, plan.program, derive(trace).profile)
     assert found.planned_ms is None and found.gain is None and "does not fit" in found.why_not

@@ -39,6 +39,41 @@ def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
     run_here(tmp_path / "plan", 2, tmp_path / "run", steps=1)
 
 
+def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(zbc, tmp_path):
+    (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, kind="zb-h1", data={"kind": "synthetic"}))
+    assert zbc("plan", "zbc.toml", "-q")[0] == 0
+    run_here(tmp_path / "plan", 2, tmp_path / "run", steps=4, trace=frozenset({1, 2, 3}))
+    code, out, err = zbc("report", "run", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    first, second = told["replan_command"].split(" && ")
+    code, out, err = zbc(*first.split()[1:])
+    assert code == 0 and "not told" in out, err
+    assert read(tmp_path / "profile.json").on.source == "trace"
+    code, out, err = zbc(*second.split()[1:], "--json")
+    assert code == 0, err
+    planned = json.loads(out)
+    assert planned["barrier_ms"] == pytest.approx(told["replan"]["planned_ms"], rel=1e-3)
+    code, out, err = zbc("profile", "--from-trace", "run", "--base", "profile.json", "--json")
+    assert code == 0 and json.loads(out)["on"]["together"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give JOB.toml to measure"),
+        (["zbc.toml", "--from-trace", "run"], "no place beside it"),
+        (["--from-trace", "run", "--threads", "2"], "no place beside it"),
+        (["zbc.toml", "--base", "p.json"], "goes with --from-trace"),
+        (["zbc.toml", "--rounds", "1"], "--rounds"),
+        (["zbc.toml", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_wrong_usage_is_said(zbc, arguments, text):
+    code, out, err = zbc("profile", *arguments)
+    assert code == 2 and out == "" and text in err
+
+
 def test_what_a_users_layer_raises_reaches_the_console(zbc, tmp_path):
     model = {"family": "tests.processes.user_layers:layers", "loss": "mse", "args": {"how": "raise"}}
     data = {"kind": "tests.processes.user_layers:Vectors"}

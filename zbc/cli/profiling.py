@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.cli.console import indented, labelled, progress, show, show_json, table, write_text
-from zbc.cli.options import AsJson, JobFile, Quiet, Settings
+from zbc.cli.options import AsJson, Quiet, Settings
+from zbc.cli.summary import not_to_be_trusted
 from zbc.text import aligned, percent, short, size
 
 if TYPE_CHECKING:
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
     from zbc.profile import Profile
 
 
+_ANY = 1e5  # GB/s; no link is as fast
+
+
 class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
 
 
 def profile(
-    job: JobFile,
+    job: Annotated[Path | None, typer.Argument(metavar="[JOB.toml]", help="The job description.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
     device: Annotated[Device | None, typer.Option(help="Measure here; default hardware.device.")] = None,
     threads: Annotated[
@@ -36,6 +40,13 @@ def profile(
         typer.Option(min=1, metavar="N", help="Ranks that compute at once; default as many as fit on the cores."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
+    from_trace: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Derive it from a recorded run (`zbc run --trace`) instead.")
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --from-trace: the profile that has the rest; default the plan's own."),
+    ] = None,
     settings: Settings = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -43,7 +54,19 @@ def profile(
     """Measure what the layers of a job cost on this machine: times, memory, transfers.
 
     One layer of each kind runs as training would run it. `zbc plan JOB.toml --profile FILE` plans with the result.
+    With --from-trace nothing runs: layers get the costs that the stages of a recorded run lead to.
     """
+    if from_trace is not None:
+        if job is not None or device or threads or together or settings:
+            raise typer.BadParameter(
+                "--from-trace measures nothing, so JOB.toml and how to measure have no place beside it"
+            )
+        _derive(from_trace, base, output, as_json=json, quiet=quiet)
+        return
+    if job is None:
+        raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
+    if base is not None:
+        raise typer.BadParameter("--base goes with --from-trace")
     from zbc.compiler.compile import load_job
 
     loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
@@ -58,29 +81,47 @@ def profile(
     _write(found, job, output, as_json=json, quiet=quiet)
 
 
-def _write(found: Profile, job: Path, output: Path, *, as_json: bool, quiet: bool) -> None:
+def _derive(run: Path, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
+    """The profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
+    from zbc import profile as profiles
+    from zbc import trace
+    from zbc.compiler.recorded.derive import derive
+    from zbc.compiler.recorded.replan import refuse_misfit
+
+    recorded = trace.read(run)
+    known = None if base is None else profiles.read(base)
+    if known is not None:
+        refuse_misfit(recorded.plan.manifest, known, str(base))
+    found = derive(recorded, known)
+    _write(found.profile, run / trace.FOLDER / trace.PLAN, output, as_json=as_json, quiet=quiet, notes=found.notes)
+
+
+def _write(found: Profile, job: Path, output: Path, *, as_json: bool, quiet: bool, notes: Sequence[str] = ()) -> None:
     write_text(output, found.dumps())
     if as_json:
-        show_json({**found.plain(), "file": str(output)})
+        show_json({**found.plain(), "file": str(output), "notes": list(notes)})
     elif not quiet:
         show(*summary(found))
+        if notes:
+            show(labelled("not told", *notes))
         show(labelled("profile", str(output)), labelled("next", f"zbc plan {job} --profile {output}"))
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:
     """What was measured, for people."""
-    from zbc.profile import WIDE
-
     on = found.on
-    how = [f"{on.name or on.device}, torch {on.torch}"]
-    if on.device == "cpu":
+    how = [f"{on.name or on.device}" + (f", torch {on.torch}" if on.torch else "")]
+    if on.source == "trace":
+        how.append(f"{on.rounds} recorded step{'s' if on.rounds > 1 else ''} of {on.together} ranks")
+    elif on.device == "cpu":
         ranks = f"{on.together} rank{'s' if on.together > 1 else ''} at once"
         how.append(f"{on.threads} thread{'s' if on.threads > 1 else ''} per rank, {ranks}")
     yield labelled("on", *how)
     yield labelled("layers", "ms per microbatch, medians; spread: the widest distance of quartiles")
     yield indented(_layers(found))
-    yield labelled("memory", "per layer; kept for one microbatch, from F to B and from B to W")
-    yield indented(_memory(found))
+    if any(layer.bytes is not None for layer in found.layers.values()):
+        yield labelled("memory", "per layer; kept for one microbatch, from F to B and from B to W")
+        yield indented(_memory(found))
     yield labelled("link", _link(found))
     if found.copies is not None:
         speeds = (
@@ -90,12 +131,9 @@ def summary(found: Profile) -> Iterator[RenderableType]:
     host = found.host
     rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
     yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")
-    wide = list(found.wide())
-    if wide:
-        names = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide)
-        yield labelled(
-            "note", f"spread above {WIDE:.0%}, too wide to trust: {names}", "profile again on a quiet machine"
-        )
+    doubts = list(not_to_be_trusted(found))
+    if doubts:
+        yield labelled("note", *doubts)
 
 
 def _layers(found: Profile) -> RenderableType:
@@ -118,12 +156,15 @@ def _memory(found: Profile) -> RenderableType:
     made = table("kind", "parameters", "weights", "gradients", "masters", "optimizer", "F to B", "B to W", "output")
     for kind, layer in found.layers.items():
         z = layer.bytes
-        held = [] if z is None else [z.weights, z.gradients, z.masters, z.optimizer, z.kept_b, z.kept_w, z.output]
+        held: list[int] = (
+            [] if z is None else [z.weights, z.gradients, z.masters, z.optimizer, z.kept_b, z.kept_w, z.output]
+        )
         made.add_row(kind, str(layer.parameters), *map(size, held))
     return made
 
 
 def _link(found: Profile) -> str:
     if found.link is None:
-        return "not measured, for want of a second device: taken from [hardware]"
-    return f"{short(found.link.latency_us, 3)} us and {short(found.link.gbps, 3)} GB/s between two ranks"
+        return "not measured: taken from [hardware]"
+    speed = f"{short(found.link.gbps, 3)} GB/s" if found.link.gbps < _ANY else "as fast for any size"
+    return f"{short(found.link.latency_us, 3)} us and {speed} between two ranks"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report import Report
+    from zbc.profile import Profile
 
 _ROWS = 16  # of a table before its middle is left out
 
@@ -113,11 +114,17 @@ def _costs(compiled: Compiled) -> Iterator[str]:
     how = "measured" if on.source == "measured" else "read off a recorded run"
     threads = f", {on.threads} thread{'s' if on.threads > 1 else ''} per rank" if on.device == "cpu" else ""
     yield f"{how} on {on.name or on.device}{threads}, torch {on.torch}"
-    wide = list(profile.wide())
+    yield from not_to_be_trusted(profile)
+
+
+def not_to_be_trusted(profile: Profile) -> Iterator[str]:
+    """Which times of a profile are spread too wide, if any are."""
+    wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
     if wide:
-        shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:4])
-        more = f" and {len(wide) - 4} more" if len(wide) > 4 else ""
-        yield f"not to be trusted, for its spread: {shown}{more}; profile again on a quiet machine"
+        shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:3])
+        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        yield f"spread too wide to trust: {shown}{more}"
+        yield "what else ran here? profile again on a quiet machine, or with more --rounds"
 
 
 _COSTS = {

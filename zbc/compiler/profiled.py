@@ -14,7 +14,7 @@ from operator import add
 
 from zbc.compiler.footprint import Footprint
 from zbc.ir import Placement
-from zbc.profile import Host, LayerBytes, LayerProfile, Measured, Profile
+from zbc.profile import FAMILY, Host, LayerBytes, LayerProfile, Measured, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def measurements(profile: Profile, names: Sequence[str], optimizer: str) -> list
     Where the job has another `optimizer` than was measured, its time is not known.
     """
     kinds = profile.order
-    if "embed" in names:
+    if kinds == FAMILY and "embed" in names:
         kinds = [name if name in ("embed", "head") else "block" for name in names]
     found = [profile.layers[kind] for kind in kinds]
     before = [None, *found[:-1]]

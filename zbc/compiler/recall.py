@@ -18,6 +18,7 @@ from zbc import toml
 from zbc.compiler import cost, estimate
 from zbc.compiler.cost import Costs
 from zbc.compiler.estimate import Layer
+from zbc.compiler.machine import Machine
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
 from zbc.plan import MANIFEST, Manifest, Plan, read_manifest
@@ -80,10 +81,10 @@ def costs_of(manifest: Manifest) -> Costs:
 def costs_for(job: Job, manifest: Manifest) -> Costs:
     """What the ops of a plan cost where its job is `job`, with the cut of the plan."""
     table = estimate.layers(job)
-    return cost.build(job, manifest.to_placement(), _stages(manifest, table), table)
+    return cost.build(job, manifest.to_placement(), stages_of(manifest, table), table)
 
 
-def _stages(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:
+def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:
     """The cut of a plan as indices into the layers of its model. Raises E404 if it names a layer the model has not."""
     index = {layer.name: i for i, layer in enumerate(table)}
     unknown = [name for names in manifest.layers for name in names if name not in index]
@@ -91,6 +92,17 @@ def _stages(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]
         text = f"plan: {MANIFEST} places the layer {unknown[0]!r}, which its model has not"
         raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`")
     return [tuple(index[name] for name in names) for names in manifest.layers]
+
+
+def boundary_sizes(job: Job, manifest: Manifest, table: Sequence[Layer]) -> list[float]:
+    """Bytes of the tensor behind each stage but the last; 0 where nobody knows."""
+    known = estimate.boundary_bytes(job.model, manifest.microbatch_size)
+    return [known or table[part[-1]].size.result for part in stages_of(manifest, table)[:-1]]
+
+
+def link_gbps(job: Job) -> float:
+    """GB/s of a link within a node, as the job or its defaults have it."""
+    return Machine.of(job).near.speed / 1e6
 
 
 def timeline_of(plan: Plan) -> tuple[Timeline, Costs]:

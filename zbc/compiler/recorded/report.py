@@ -11,8 +11,8 @@ from zbc.compiler import recall
 from zbc.compiler.cost import Costs
 from zbc.compiler.recorded import blame, deviations
 from zbc.compiler.recorded.blame import Shares
+from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
-from zbc.compiler.recorded.times import measured as measured_costs
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import Step, step_of, typical
 from zbc.compiler.simulate import Timeline, simulate
@@ -148,7 +148,9 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         ops=tuple(ops),
         links=tuple(links),
         memory=_memory(trace),
-        replan=replan(manifest, program, measured_costs(costs, times)) if again else None,
+        replan=replan(manifest, program, derive_from(manifest, times, rounds=len(steps), device=trace.device).profile)
+        if again
+        else None,
     )
 
 

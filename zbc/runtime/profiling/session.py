@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.profile import Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
+from zbc.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
 from zbc.runtime.forking import fork_server
 from zbc.runtime.local import cores
 from zbc.runtime.network import bind_loopback
@@ -110,7 +110,7 @@ def assemble(job: Job, how: Effort, found: Found) -> Profile:
         microbatch_size=job.schedule.microbatch_size,
         optimizer=job.optimizer.name,
         layers={kind: _layer(times, kind, host, found.bytes.get(kind)) for kind in dict.fromkeys(found.order)},
-        order=["embed", "block", "head"] if job.model.builtin else list(found.order),
+        order=FAMILY if job.model.builtin else list(found.order),
         link=fit(found.link),
         copies=None if found.copies is None else Copy(to_device_gbps=found.copies[0], to_host_gbps=found.copies[1]),
         host=Host(

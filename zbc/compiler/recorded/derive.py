@@ -1,0 +1,293 @@
+"""A profile from a recorded run: what its layers must cost for its stages to take what they took.
+
+Stages are measured, layers are asked for. Layers of one kind cost the same wherever they lie, so the stages of a run
+are equations for the kinds in them. They are solved from what was assumed before (a profile, or the cost model) by the
+steps of Richardson and Lucy: each kind is corrected by what its stages took beside what they were to take, which ends
+where the equations hold as well as they can, nothing is negative, and what they leave open keeps its proportions.
+
+Where they do not hold, since a rank is slower than the others or layers of one kind do not cost the same after all, the
+layers of every stage are kinds of their own, and each has its share of what its stage took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zbc.compiler import estimate, profiled, recall
+from zbc.compiler.estimate import Layer
+from zbc.compiler.recorded.times import Times, median_ms, times_of
+from zbc.compiler.recorded.view import step_of, typical
+from zbc.ir import Kind
+from zbc.plan import Manifest
+from zbc.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of
+from zbc.spec import Job
+from zbc.trace import Trace
+
+MOST_STEPS = 32  # recorded steps that are looked at, the last ones
+_ROUNDS = 3000
+_SURE = 1e-9  # a round that corrects less, as a share, is the last
+_OFF = 0.05  # of what a stage took; beyond that its layers are not like those of other stages
+
+Counts = list[Counter[str]]  # stage -> how many layers of each kind
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The profile, and what of it the run did not tell."""
+
+    profile: Profile
+    notes: tuple[str, ...]
+
+
+def derive(trace: Trace, base: Profile | None = None) -> Derived:
+    """The profile that a recorded run leads to; `base`, by default the profile its plan was made with, has the rest."""
+    numbers = typical(trace)[-MOST_STEPS:]
+    times = times_of([step_of(trace, number) for number in numbers])
+    return derive_from(trace.plan.manifest, times, rounds=len(numbers), device=trace.device, base=base)
+
+
+def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, base: Profile | None = None) -> Derived:
+    """The same from the times of the steps that count."""
+    job = recall.job_of(manifest)
+    base = base or job.profile
+    work = _Work(manifest, replace(job, profile=base), times, base)
+    layers = work.layers()
+    if work.off > _OFF:
+        work = _Work(manifest, replace(job, profile=base), times, base, by_stage=True)
+        layers = work.layers()
+    about = None if base is None else base.on
+    profile = Profile(
+        on=Origin(
+            source="trace",
+            device="cuda" if device == "cuda" else "cpu",
+            name="" if about is None else about.name,
+            threads=1 if about is None else about.threads,
+            together=manifest.world,
+            rounds=rounds,
+            torch="" if about is None else about.torch,
+        ),
+        model=model_of(job.model),
+        microbatch_size=manifest.microbatch_size,
+        optimizer=job.optimizer.name,
+        layers=layers,
+        order=FAMILY if {*work.kinds} == {*FAMILY} else work.kinds,
+        link=work.link(),
+        copies=None if base is None else base.copies,
+        host=work.host(),
+    )
+    return Derived(profile, tuple(work.notes))
+
+
+class _Work:
+    """The kinds of layers of a run, their costs so far, and what they must be."""
+
+    def __init__(
+        self, manifest: Manifest, job: Job, times: Times, base: Profile | None, *, by_stage: bool = False
+    ) -> None:
+        self.manifest, self.job, self.times, self.base, self.by_stage = manifest, job, times, base, by_stage
+        self.notes: list[str] = []
+        self._f: dict[str, float] = {}
+        self.placement = manifest.to_placement()
+        self.table = estimate.layers(job)
+        stages = recall.stages_of(manifest, self.table)
+        alike = self._kinds(stages)
+        stage_of = {i: s for s, part in enumerate(stages) for i in part}
+        self.kinds = _apart(alike, [stage_of[i] for i in range(len(alike))]) if by_stage else alike
+        self._alike = dict(zip(self.kinds, alike, strict=True))  # kind -> as the base calls it
+        self._took, self._explained = ([0.0] * len(stages) for _ in range(2))
+        self.counts: Counts = [Counter(self.kinds[i] for i in part) for part in stages]
+        self.first: dict[str, Layer] = {}
+        for kind, layer in zip(self.kinds, self.table, strict=True):
+            self.first.setdefault(kind, layer)
+        if base is None:
+            self.notes.append("memory is that of the cost model, for want of a profile of layers")
+        if by_stage:
+            self.notes.append("stages differ by more than their kinds of layers: each layer has the share of its stage")
+
+    @property
+    def off(self) -> float:
+        """The largest share by which a stage took more, or less, than its layers explain."""
+        pairs = zip(self._took, self._explained, strict=True)
+        return max((abs(took / meant - 1) for took, meant in pairs if meant > 0), default=0.0)
+
+    def _kinds(self, stages: Sequence[Sequence[int]]) -> list[str]:
+        """Of a factory's layers that nobody measured those of one stage are one kind."""
+        if self.base is not None and self.base.order != FAMILY:
+            return list(self.base.order)
+        if self.job.model.builtin:
+            return [layer.name if layer.name in ("embed", "head") else "block" for layer in self.table]
+        self.notes.append("which layers are alike is not known: those of a stage share its time evenly")
+        stage_of = {i: s for s, part in enumerate(stages) for i in part}
+        return [f"stage-{stage_of[i]}" for i in range(len(self.table))]
+
+    # ---- times of layers ---------------------------------------------------------------------------------------
+
+    def layers(self) -> dict[str, LayerProfile]:
+        f = self._f = self._solved(Kind.F, {kind: layer.f for kind, layer in self.first.items()})
+        b, w, bw = self._backward()
+        steps = self._steps()
+        found = {}
+        for kind, layer in self.first.items():
+            known = None if self.base is None else self.base.layers[self._alike[kind]]
+            wide = self._spread(kind)
+            found[kind] = LayerProfile(
+                f=Measured(ms=f[kind], spread=wide[Kind.F]),
+                b=Measured(ms=b[kind], spread=max(wide[Kind.B], wide[Kind.BW])),
+                w=Measured(ms=w[kind], spread=max(wide[Kind.W], wide[Kind.BW])),
+                bw=None if bw is None else Measured(ms=bw[kind], spread=wide[Kind.BW]),
+                again=None if known is None else known.again,
+                step=None if steps is None else Measured(ms=steps[kind]),
+                norm=None,
+                tentative=None if known is None else known.tentative,
+                parameters=layer.params,
+                bytes=None if known is None else known.bytes,
+            )
+        return found
+
+    def _backward(self) -> tuple[dict[str, float], dict[str, float], dict[str, float] | None]:
+        """B, W and BW of each kind; the last None where the run says nothing of it and nobody did before."""
+        b = {kind: layer.b for kind, layer in self.first.items()}
+        w = {kind: layer.w for kind, layer in self.first.items()}
+        bw = {kind: b[kind] + w[kind] if (m := one.measured) is None else m.bw for kind, one in self.first.items()}
+        ran = {kind for kind in (Kind.B, Kind.W, Kind.BW) if any(key[0] is kind for key in self.times.cost)}
+        after = self._solved(Kind.BW, bw)
+        if Kind.B in ran:
+            split_b, split_w = self._solved(Kind.B, b), self._solved(Kind.W, w)
+            if Kind.BW in ran:
+                return split_b, split_w, after
+            self.notes.append("no backward ran in one piece: B and W together")
+            scale = {kind: _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
+            return split_b, split_w, None if self.base is None else {kind: bw[kind] * scale[kind] for kind in b}
+        self.notes.append("B and W never ran apart: their proportions are those assumed before")
+        scale = {kind: _ratio(after[kind], bw[kind]) for kind in b}
+        return {k: b[k] * scale[k] for k in b}, {k: w[k] * scale[k] for k in b}, after
+
+    def _solved(self, op: Kind, prior: Mapping[str, float]) -> dict[str, float]:
+        """ms of each kind in an op; stages in which it did not run keep what was assumed."""
+        host = profiled.host_ms(self._host(), self.placement)[{"BW": "B"}.get(op.value, op.value)]
+        totals: list[float | None] = []
+        for stage, counts in enumerate(self.counts):
+            samples = self.times.cost.get((op, stage))
+            if not samples:
+                totals.append(None)
+                continue
+            again = 0.0
+            if op in (Kind.B, Kind.BW) and self.job.memory.of(stage) == "recompute":
+                again = sum(count * self._again(kind) for kind, count in counts.items())
+            totals.append(max(0.0, median_ms(samples) - host[stage] - again))
+        found = solve(prior, self.counts, totals)
+        for stage, (counts, total) in enumerate(zip(self.counts, totals, strict=True)):
+            if total is not None:
+                self._took[stage] += total
+                self._explained[stage] += sum(count * found[kind] for kind, count in counts.items())
+        return found
+
+    def _again(self, kind: str) -> float:
+        """ms that recompute adds to a backward."""
+        known = None if self.base is None else self.base.layers[self._alike[kind]].again
+        return self._f[kind] if known is None else known.ms
+
+    def _steps(self) -> dict[str, float] | None:
+        """ms of the optimizer's step of each kind; None where the run tells nothing of it."""
+        closing = [
+            self.times.closing.get((Kind.STEP, s)) or self.times.closing.get((Kind.COMMIT, s)) for s in self._all()
+        ]
+        if not any(closing):
+            return None
+        prior = {kind: float(layer.params) or 1.0 for kind, layer in self.first.items()}
+        return solve(prior, self.counts, [median_ms(found) if found else None for found in closing])
+
+    def _all(self) -> range:
+        return range(len(self.counts))
+
+    def _spread(self, kind: str) -> dict[Kind, float]:
+        """The widest spread of each op among the stages that hold a kind."""
+        found = {}
+        for op in (Kind.F, Kind.B, Kind.W, Kind.BW):
+            columns = [self.times.cost.get((op, s), []) for s in self._all() if kind in self.counts[s]]
+            found[op] = max((_spread(column) for column in columns), default=0.0)
+        return found
+
+    # ---- the link, and what ranks add ----------------------------------------------------------------------------
+
+    def link(self) -> Link | None:
+        """The link of before, with the latency that the messages of the run had at the median."""
+        known = None if self.base is None else self.base.link
+        behind = recall.boundary_sizes(self.job, self.manifest, self.table)
+        points = [
+            Point(bytes=max(1, round(behind[edge])), us=statistics.median(found) / 1e3, spread=_spread(found))
+            for (_, edge), found in sorted(self.times.lags.items())
+            if found
+        ]
+        if not points:
+            return known
+        gbps = known.gbps if known is not None else recall.link_gbps(self.job)
+        latency = statistics.median(max(0.0, one.us - one.bytes / (gbps * 1e3)) for one in points)
+        self.notes.append("the bandwidth of the link is that assumed before, the latency that of the run's messages")
+        return Link(latency_us=latency, gbps=gbps, points=points)
+
+    def _host(self) -> Host:
+        return Host() if self.base is None else self.base.host
+
+    def host(self) -> Host:
+        """What is in the times of layers already counts there; the norm is a part of the end of a step."""
+        if not self.times.norm:
+            return self._host()
+        rounds = max(1, (self.manifest.world - 1).bit_length())
+        close, agree = 1e3 * median_ms(self.times.norm), 1e3 * median_ms(self.times.sums) / rounds
+        return self._host().model_copy(update={"close_us": close, "agree_us": agree})
+
+
+def _apart(alike: Sequence[str], stages: Sequence[int]) -> list[str]:
+    """Names that tell layers of different stages apart, as `block@2`; those of one kind and stage share one."""
+    names: dict[tuple[str, int], str] = {}
+    for kind, stage in zip(alike, stages, strict=True):
+        if (kind, stage) not in names:
+            wanted = f"{kind.partition('@')[0]}@{stage}"
+            same = sum(name.partition("'")[0] == wanted for name in names.values())
+            names[kind, stage] = wanted + "'" * same
+    return [names[pair] for pair in zip(alike, stages, strict=True)]
+
+
+def solve(prior: Mapping[str, float], counts: Counts, totals: Sequence[float | None]) -> dict[str, float]:
+    """What each kind costs, from what stages of so many of each took in all (None: it is not known).
+
+    A kind that was assumed to cost nothing goes on to cost nothing where there is another in its stages that may. Kinds
+    in stages of which nothing is known change as all others together do.
+    """
+    found = {kind: float(ms) for kind, ms in prior.items()}
+    known = [(counted, total) for counted, total in zip(counts, totals, strict=True) if total is not None]
+    for counted, total in known:
+        if total > 0 and not any(found[kind] for kind in counted):
+            found |= {kind: total / counted.total() for kind in counted}
+    weight = Counter[str]()
+    for counted, _ in known:
+        weight.update(counted)
+    for _ in range(_ROUNDS):
+        correct = dict.fromkeys(found, 0.0)
+        for counted, total in known:
+            ratio = _ratio(total, sum(count * found[kind] for kind, count in counted.items()))
+            for kind, count in counted.items():
+                correct[kind] += count * ratio
+        factors = {kind: correct[kind] / count for kind, count in weight.items()}
+        found |= {kind: found[kind] * factor for kind, factor in factors.items()}
+        if all(abs(factor - 1) < _SURE for kind, factor in factors.items() if found[kind] > 0):
+            break
+    before = sum(count * prior[kind] for kind, count in weight.items())
+    overall = _ratio(sum(count * found[kind] for kind, count in weight.items()), before)
+    return {kind: ms if kind in weight else ms * overall for kind, ms in found.items()}
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 1.0
+
+
+def _spread(samples: Sequence[int]) -> float:
+    """The distance of the quartiles as a share of the median."""
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
