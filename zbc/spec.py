@@ -610,15 +610,10 @@ def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
 def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
     """What cannot go together with copies of a stage, or with weights that two stages share."""
     model: Model | None = draft.sections.get("model")
-    optimizer: Optimizer | None = draft.sections.get("optimizer")
     where = draft.document.where
     if model is not None and model.tie_embeddings and not model.builtin:
         text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
-    if optimizer is not None and optimizer.zero1 and optimizer.sync == "post-validate":
-        text = 'config: optimizer.zero1 needs the barrier, optimizer.sync is "post-validate"'
-        hint = 'set sync = "before-step", or zero1 = false'
-        yield ZbcError("E110", text, where=where(("optimizer", "zero1")), hint=hint)
 
 
 def _unsupported(draft: Draft) -> Iterator[ZbcError]:

@@ -86,7 +86,7 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
     if op.kind is Kind.VALIDATE:
         return other.kind.is_compute or other.kind in SUM
     if op.kind is Kind.GATHER:
-        return other.kind is Kind.STEP and op.stage == other.stage
+        return other.kind in (Kind.STEP, Kind.TENTATIVE) and op.stage == other.stage
     return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
 
 

@@ -273,7 +273,8 @@ class Machine:
         rank, kind = self.ranks[r], op.kind.value
         require(r in self.members(op), f"rank {r} has no part in {op}")
         if kind == "GATHER":
-            require(self.sharded and op.stage in rank.stepped, f"{op} has nothing to gather")
+            stepped = rank.tentative if self.ahead else rank.stepped
+            require(self.sharded and op.stage in stepped, f"{op} has nothing to gather")
             require(op.stage not in rank.gathered, f"{op} again")
             rank.gathered.add(op.stage)
         else:
@@ -359,11 +360,18 @@ class Machine:
         for other in before:
             require(other.kind.value in REPEATABLE, f"{other} cannot run again")
         if self.redo:
-            if any(channel.posted for (_, receiver), channel in self.channels.items() if receiver == r):
+            if self.sharded and not rank.judging:  # the weights as they are to be, from all who stepped a part of them
+                rank.judging = True
+                mine = [stage for stage in range(self.stages) if r % self.p in self.holders(stage)]
+                gathers = [Op(Kind.GATHER, stage) for stage in mine]
+                rank.queue += [gather for gather in gathers if len(self.members(gather)) > 1]
+                self.settle()
+            if rank.queue or any(channel.posted for (_, receiver), channel in self.channels.items() if receiver == r):
                 return False
             rank.outputs.clear()
             rank.arrived.clear()
             again = tuple(other for other in before if other.kind.value not in AHEAD)
+            rank.judging = False
             rank.ops = (*rank.ops[: rank.pc + 1], *again, *rank.ops[rank.pc + 1 :])
         rank.agreed.add("REDO")
         return True
@@ -379,7 +387,6 @@ class Machine:
     def tentative(self, r: int, op: Op) -> bool:
         rank = self.ranks[r]
         require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
-        require(not self.sharded, f"{op} has only a part of the weights")
         require(op.stage not in rank.tentative, f"{op} again")
         sums = [op.stage, *(["TIE"] if self.tied and op.stage in (0, self.stages - 1) else [])]
         for what in sums:
@@ -411,7 +418,9 @@ class Machine:
         if self.ahead:
             for r, rank in enumerate(self.ranks):
                 mine = {stage for stage in range(self.stages) if r % self.p in self.holders(stage)}
+                shared = {s for s in mine if self.sharded and len(self.holders(s)) * self.copies > 1}
                 require(rank.agreed == {"NORM", "VERDICT", "REDO"}, f"rank {r} did not agree")
+                require(rank.gathered == shared, f"rank {r} did not gather its stages")
                 require(rank.tentative == mine and rank.committed == mine, f"rank {r} did not step all its stages")
         if barrier:
             for stage in range(self.stages):

@@ -30,10 +30,9 @@ def either_way(order, costs):
     """Of an order, from both of its complete programs alike."""
     timeline = simulate(order, costs)
     found = of_complete(lower(order, costs=costs), simulate(lower(order, costs=costs), costs), costs)
-    if not order.sharded:
-        ahead = lower(order, "post-validate", costs)
-        assert of_complete(ahead, simulate(ahead, costs), costs) == pytest.approx(found)
-        assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
+    ahead = lower(order, "post-validate", costs)
+    assert of_complete(ahead, simulate(ahead, costs), costs) == pytest.approx(found)
+    assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
     assert found[0] >= timeline.makespan
     return found
 
@@ -97,9 +96,13 @@ def test_steps_follow_one_another_without_a_gap_they_do_not_need():
     assert timelines[3].last_end(0) - timelines[2].last_end(0) == pytest.approx(settled(program, costs))
 
 
-def test_stages_that_are_stepped_in_parts_need_the_barrier():
+def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_parts():
+    """Behind each step, with a barrier or without: a forward needs all of them."""
     program = replace(make("1f1b", 2, 4), copies=2, sharded=True)
-    assert either_way(program, costs_of(program))[1] is None
+    free, gathered = (replace(costs_of(program), gather=(ms,) * 2) for ms in (0.0, 2.0))
+    (barrier, less), (longer, more) = either_way(program, free), either_way(program, gathered)
+    assert longer == pytest.approx(barrier + 2.0)
+    assert more == pytest.approx(less + 2.0)
 
 
 def test_the_sum_over_copies_holds_up_the_tentative_step():

@@ -10,7 +10,7 @@ import torch
 
 from zbc.ir import Kind
 from zbc.plan import Plan, RankPlan
-from zbc.runtime.execute import run_step
+from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.state import Worker
 from zbc.runtime.worker import build_worker
@@ -30,7 +30,8 @@ def open_worker(rank: int, plan: Plan) -> Worker:
 def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
     """Losses, norms, and the gradients (plans without STEP leave them) and weights of this rank, packed."""
     worker = open_worker(rank, plan)
-    results = [run_step(worker, step) for step in range(steps)]
+    found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]
+    results = [result for result in found if result is not None]
     worker.transport.close()
     parameters = worker.primary()
     weights = {name: p.detach() for name, p in parameters.items()}

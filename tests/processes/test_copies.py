@@ -28,11 +28,11 @@ def one_thread_per_kernel():
     torch.set_num_threads(before)
 
 
-def plan_of(schedule, *, zero1=False, tied=False, low=False):
+def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step"):
     model = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16, "tie_embeddings": tied}
     model |= {"dtype": "bfloat16", "parameters": "bfloat16"} if low else {}
-    options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1}
-    program = make_program(schedule, 2, 4, copies=2, sharded=zero1, tied=tied)
+    options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1, "sync": sync}
+    program = make_program(schedule, 2, 4, sync=sync, copies=2, sharded=zero1, tied=tied)
     return make_plan(program, model=model, optimizer=options)
 
 
@@ -42,6 +42,7 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False):
         ("1f1b", {}),
         ("zb-v", {"zero1": True}),
         ("zb-v", {"zero1": True, "low": True}),
+        ("zb-v", {"zero1": True, "sync": "post-validate"}),
         ("zb-h1", {"tied": True}),
         ("zb-h1", {"tied": True, "zero1": True}),
     ],

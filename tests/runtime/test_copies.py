@@ -133,9 +133,9 @@ def test_optimizer_state_is_shared_out():
     assert max(parts) < 0.8 * max(all_of_it)  # whole matrices are dealt, and here there are few
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1):
-    plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1})
+@pytest.mark.parametrize(("zero1", "sync"), [(False, "before-step"), (True, "before-step"), (True, "post-validate")])
+def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1, sync):
+    plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1, "sync": sync})
 
     def poison(worker):
         stage = worker.stages[worker.plan.rank]
@@ -332,16 +332,27 @@ def test_tied_weights_and_copies_together(schedule, zero1):
 
 @pytest.mark.parametrize("largest", [0.5, 1e6])
 @pytest.mark.parametrize(
-    ("schedule", "p", "copies", "tied"),
-    [("1f1b", 2, 2, False), ("zb-h1", 2, 1, True), ("zb-v", 2, 2, True), ("interleaved-1f1b", 2, 2, True)],
+    ("schedule", "p", "copies", "tied", "zero1"),
+    [
+        ("1f1b", 2, 2, False, False),
+        ("zb-h1", 2, 1, True, False),
+        ("zb-v", 2, 2, True, False),
+        ("interleaved-1f1b", 2, 2, True, False),
+        ("1f1b", 2, 2, False, True),
+        ("zb-v", 2, 2, True, True),
+        ("zb-h2", 2, 3, False, True),
+        ("chimera", 2, 1, False, True),
+        ("dualpipe", 2, 2, True, True),
+    ],
 )
-def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, p, copies, tied, largest):
-    """Clipped in every step, and never."""
+def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, p, copies, tied, zero1, largest):
+    """Clipped in every step, and never; the optimizer whole or shared out."""
     options = {"lr": 1e-2, "clip_grad_norm": largest}
     plain, ahead = (
-        run_threads(copies_of(schedule, p, 4, copies, tied=tied, optimizer={**options, "sync": sync}), 4)
-        for sync in ("before-step", "post-validate")
+        run_threads(copies_of(schedule, p, 4, copies, tied=tied, optimizer={**options, "sync": sync, **more}), 4)
+        for sync, more in (("before-step", {}), ("post-validate", {"zero1": zero1}))
     )
+    assert all(isinstance(o, Sharded) is zero1 for w in ahead for o in w.optimizers.values())
     assert results(plain) == results(ahead)
     before, after = alike(plain), alike(ahead)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -81,6 +81,11 @@ class Timeline:
         """When its last op and the last sum it takes part in are over."""
         return max([self.last_end(rank), *(one.end for one in self.sums if rank in one.ranks)])
 
+    def summed(self, rank: int) -> float:
+        """When the last sum of gradients it takes part in is over."""
+        gradients = [one.end for one in self.sums if rank in one.ranks and one.op.kind is not Kind.GATHER]
+        return max(gradients, default=0.0)
+
     def busy(self, rank: int) -> float:
         ops = range(self.dag.first[rank], self.dag.first[rank + 1])
         return sum(self.end[i] - self.start[i] for i in ops)
@@ -208,11 +213,19 @@ def _awaits(at: int, op: int, paired: bytes) -> bool:
 
 
 def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -> tuple[Sum, ...]:
-    """When the collectives run; `free` is when each rank has ended its last op. Weights are gathered after all sums."""
+    """When the collectives run; `free` is when each rank has ended its last op.
+
+    Weights are gathered behind the barrier, after all sums; without one behind TENTATIVE, which waits for those of its
+    rank.
+    """
     found: list[Sum] = []
     over = [0.0] * len(free)  # per rank, the end of its last collective
+    summed = [0.0] * len(free)  # and of its last sum of gradients
+    ahead = any(op.kind is Kind.TENTATIVE for op in dag.ops)
     for op, behind in dag.meetings:
-        if op.kind is Kind.GATHER:
+        if op.kind is Kind.GATHER and ahead:
+            begin = max(max(end[i], summed[rank] + costs.duration(dag.ops[i])) for rank, i in behind)
+        elif op.kind is Kind.GATHER:
             begin = max(*free, *(one.end for one in found if one.op.kind is not Kind.GATHER), 0.0)
         else:
             begin = max(end[i] if i >= 0 else 0.0 for _, i in behind)
@@ -220,6 +233,7 @@ def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -
         close = begin + costs.duration(op)
         for rank, _ in behind:
             over[rank] = close
+            summed[rank] = close if op.kind is not Kind.GATHER else summed[rank]
         found.append(Sum(op, tuple(rank for rank, _ in behind), begin, close))
     return tuple(found)
 

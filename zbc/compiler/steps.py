@@ -15,7 +15,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
 from zbc.compiler.passes.post_validate import post_validate
 from zbc.compiler.simulate import SAME, Timeline, run
-from zbc.ir import AHEAD, BARRIER, Program
+from zbc.ir import AHEAD, BARRIER, Kind, Program
 
 SETTLES = 8  # steps after which their length no longer changes
 
@@ -34,8 +34,8 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
         timeline = run(dag, program, costs, free)
         yield timeline
         if ahead:  # a sum that ends behind the ops holds up the tentative steps
-            sums = [max((one.end for one in timeline.sums if r in one.ranks), default=0.0) for r in ranks]
-            free = [max(timeline.last_end(r), sums[r] + tentative[r], free[r]) for r in ranks]
+            sums = [timeline.summed(r) for r in ranks]
+            free = [max(timeline.closes(r), sums[r] + tentative[r], free[r]) for r in ranks]
         else:
             free = [_all_stepped(timeline, program, costs)] * len(free)
 
@@ -71,9 +71,8 @@ def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[floa
     """
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.agree + max(optimizer_ms(program, costs, r) for r in ranks)
-    if program.sharded:
-        return with_barrier, None
     if not any(op.kind in AHEAD for op in program.ranks[0]):
-        open_end = [[op for op in ops if op.kind not in BARRIER] for ops in program.ranks]
+        closing = {*BARRIER, Kind.GATHER}
+        open_end = [[op for op in ops if op.kind not in closing] for ops in program.ranks]
         program = post_validate(program.with_ranks(open_end, by="without-barrier"), costs)
     return with_barrier, settled(program, costs)

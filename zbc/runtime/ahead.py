@@ -22,6 +22,7 @@ from zbc.plan import judges
 from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.pending import Ahead, Pending
 from zbc.runtime.progress import StepResult
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Again, Signal
 from zbc.runtime.validate import peak_bytes
@@ -105,23 +106,26 @@ def _settle(worker: Worker, pending: Pending) -> bool:
     scale = verdict.clip(worker.clip)
     if not verdict.skipped and scale is None:
         return True
-    for optimizer in worker.optimizers.values():
-        if not isinstance(optimizer, Masters):
-            raise _not_ahead(Kind.REDO.value)
+    for stage, optimizer in sorted(worker.optimizers.items()):
+        masters = masters_of(worker, Op(Kind.COMMIT, stage))
         if not verdict.skipped:
-            optimizer.commit(scale)
-        optimizer.publish()
+            masters.commit(scale)
+        masters.publish()
         optimizer.drop()
+        if isinstance(optimizer, Sharded):  # all its copies are here, in this order, as they all know the verdict
+            optimizer.start_gather(worker.transport)
+            worker.gathering.append(optimizer)
+    worker.finish_gathers()
     pending.final = pending.redone = True
     return False
 
 
 def commit(worker: Worker, op: Op) -> None:
     """COMMIT: the ordinary step of a stage, unless REDO has made it."""
-    pending, optimizer = _ahead(worker, op).pending, masters_of(worker, op)
+    pending, masters = _ahead(worker, op).pending, masters_of(worker, op)
     if pending is not None and not pending.final:
-        optimizer.commit(None)
-        optimizer.drop()
+        masters.commit(None)
+        worker.optimizers[op.stage].drop()
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------
@@ -172,10 +176,12 @@ def _ahead(worker: Worker, op: Op) -> Ahead:
 
 
 def masters_of(worker: Worker, op: Op) -> Masters:
+    """The optimizer of a stage's masters, or of the pieces of them that are this rank's."""
     optimizer = worker.optimizers[op.stage]
-    if not isinstance(optimizer, Masters):
+    masters = optimizer.masters if isinstance(optimizer, Sharded) else optimizer
+    if not isinstance(masters, Masters):
         raise _not_ahead(str(op))
-    return optimizer
+    return masters
 
 
 def _not_ahead(what: str) -> ZbcError:

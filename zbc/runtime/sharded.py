@@ -7,6 +7,9 @@ are dealt to the ranks as evenly as they go. A rank keeps state for its own piec
     STEP     and updates them, in place: a piece is a view of the working weights
     GATHER   all ranks collect all pieces (an all-gather)
 
+Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
+it is to be, and gathered once more.
+
 Element by element that is the arithmetic of the ordinary optimizer.
 """
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime.bucket import gradient_type
-from zbc.runtime.optimizer import Held, build_optimizer
+from zbc.runtime.optimizer import Held, Masters, build_optimizer
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.transport import Pending, Transport
@@ -81,6 +84,7 @@ class Sharded:
         rank: int,
         whole: frozenset[str] = frozenset(),
         lowered: torch.dtype | None = None,
+        ahead: bool = False,
     ) -> None:
         self.parameters = parameters
         self._casts = tuple(casts)
@@ -97,7 +101,7 @@ class Sharded:
         self._own = {piece: nn.Parameter(self._view(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         working = {str(piece): p for piece, p in self._own.items()} | self._whole
-        self._inner = build_optimizer(options, working, self._casts, lowered=lowered)
+        self._inner = build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead)
         if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
@@ -122,6 +126,11 @@ class Sharded:
 
     def step(self, scale: float | None) -> None:
         self._inner.step(scale)
+
+    @property
+    def masters(self) -> Masters | None:
+        """Those of its pieces, if the weights that forward reads are copies."""
+        return self._inner if isinstance(self._inner, Masters) else None
 
     def drop(self) -> None:
         self._inner.drop()

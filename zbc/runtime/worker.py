@@ -143,10 +143,12 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
 def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) -> StageOptimizer:
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index))
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
+    ahead = options.sync == "post-validate"
     if manifest.sharded and len(ranks) > 1:
         whole = frozenset({model.TIED} & stage.parameters.keys()) if manifest.tied else frozenset()
-        return Sharded(options, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole, lowered=lowered)
-    ahead = settings.optimizer.sync == "post-validate"
+        return Sharded(
+            options, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole, lowered=lowered, ahead=ahead
+        )
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 

@@ -161,16 +161,13 @@ def _missing_step_ops(n: Numbered) -> Iterator[ZbcError]:
         if used and closing:
             text = f"program: {n.op(used[0])} belongs to a step without a barrier, which this one has"
             yield ZbcError("E202", text, where=n.where(used[0]), hint="drop the ops of one kind of step or the other")
-        elif used and family is AHEAD and n.program.sharded:
-            text = f"program: {n.op(used[0])} steps whole stages, this program shares out their steps"
-            yield ZbcError("E202", text, where=n.where(used[0]), hint="close the step with VALIDATE, STEP and GATHER")
         closing |= family if used else set()
     for op in _step_ops(n.program):
         ranks = n.program.members(op)
         if op.kind in EVERYWHERE:
             ranks = tuple(range(max(len(ranks), len(n.program.ranks))))
         shared = op.kind in COLLECTIVE and op.kind is not Kind.VALIDATE
-        always = bool(closing) if op.kind in SUM else op.kind in closing
+        always = bool(closing) if op.kind in SUM or op.kind is Kind.GATHER else op.kind in closing
         always = always and (not shared or n.program.shared(op))
         missing = [rank for rank in ranks if (rank, op.kind, op.stage) not in seen]
         if always or len(missing) < len(ranks):
@@ -194,7 +191,7 @@ def _step_ops(program: Program) -> Iterator[Op]:
 _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a copy of the stage sums its gradients, behind the last W or BW of the stage",
     Kind.TIE: "every rank with the first or the last stage sums the shared weight's gradients, behind both",
-    Kind.GATHER: "one GATHER for each stage a rank holds, behind its STEP",
+    Kind.GATHER: "one GATHER for each stage a rank holds, behind its STEP or TENTATIVE",
     Kind.VALIDATE: "one VALIDATE on each rank, behind its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, behind VALIDATE",
     Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, behind its last op of compute",

@@ -8,7 +8,7 @@
     VALIDATE  after all backward work, every REDUCE and TIE
     STEP s, GATHER s  after VALIDATE, after STEP s
     NORM, VERDICT, REDO, COMMIT s, B or BW s and all sums  in this order; before REDO only F and their transfers
-    TENTATIVE s  after the last W or BW of s, after its REDUCE and TIE
+    TENTATIVE s, GATHER s  after the last W or BW of s, after its REDUCE and TIE; after TENTATIVE s
 
 Op ids grow along a rank, so an order is kept where the needed op's id is smaller and on the same rank.
 """
@@ -117,6 +117,8 @@ def _late_ahead(n: Numbered, work: dict[tuple[int, int], int]) -> Iterator[Late]
     for (rank, kind, stage), i in first.items():
         if kind is Kind.TENTATIVE:
             needs = [work.get((rank, stage), -1), *_sums(first, rank, stage, ends)]
+        elif kind is Kind.GATHER:
+            needs = [first.get((rank, Kind.TENTATIVE, stage), -1)]
         elif kind in _BEFORE:
             needs = [first.get((rank, _BEFORE[kind], 0), -1)]
         else:

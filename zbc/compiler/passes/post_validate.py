@@ -47,6 +47,8 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
     Where NORM and VERDICT stand depends on when their messages arrive, by `costs` (by default all ops take equally
     long): behind the last forward that does not have to wait for them. REDO stands as early as its forwards can be run
     again by themselves, so that little is lost when they are; all messages between them are received before it.
+
+    Where the copies of a stage share out its step, GATHER collects the tentative weights behind TENTATIVE.
     """
     costs = costs or Costs.uniform(program.placement)
     dag = build(program)
@@ -60,8 +62,13 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
             inserted.setdefault(place[rank], []).append(Op(kind, 0))
         inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
         woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
-        ranks.append([*woven, *(Op(Kind.TENTATIVE, s) for s in stages)])
+        ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
     return program.with_ranks(ranks, by="post-validate")
+
+
+def _tentative(program: Program, stage: int) -> list[Op]:
+    gather = Op(Kind.GATHER, stage)
+    return [Op(Kind.TENTATIVE, stage), *([gather] if program.sharded and program.shared(gather) else [])]
 
 
 # ---- where ---------------------------------------------------------------------------------------------------
@@ -70,7 +77,8 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
 def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
     ranks = len(program.ranks)
     reach = forwards(dag)
-    tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in range(ranks)]
+    closing = [[op for s in program.placement.stages_of(r) for op in _tentative(program, s)] for r in range(ranks)]
+    tentative = [sum(map(costs.duration, ops)) for ops in closing]
     ends = [0.0] * ranks
     for _ in range(SETTLES):
         timeline, last = run(dag, program, costs, ends), ends  # `last`: when each rank ended the step before
