@@ -37,7 +37,13 @@ LAYERS = [
         "zbc.compiler.check",
     ],
     ["zbc.compiler.warmup"],
-    ["zbc.compiler.report", "zbc.interop.refused", "zbc.interop.torch_csv", "zbc.interop.sheet_check"],
+    [
+        "zbc.compiler.report",
+        "zbc.interop.refused",
+        "zbc.interop.torch_csv",
+        "zbc.interop.torch_lowered",
+        "zbc.interop.sheet_check",
+    ],
     [
         "zbc.compiler.schedules.request",
         "zbc.compiler.schedules.lagged",

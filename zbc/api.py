@@ -34,7 +34,7 @@ from zbc.compiler.recorded.report import RunReport
 from zbc.compiler.recorded.report import build as build_report
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
-from zbc.interop import as_json, dot, megatron, torch_csv, torchtitan
+from zbc.interop import as_json, dot, megatron, torch_csv, torch_lowered, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
@@ -157,11 +157,17 @@ class Plan:
         """What a notebook shows: the picture, of the first ranks only where there are very many."""
         return self.svg(width=960, ranks=range(min(_NOTEBOOK, self.timeline.ranks)))
 
-    def export(self, target: str, *, csv_name: str = "order.csv") -> dict[str, str]:
+    def export(self, target: str, *, csv_name: str = "order.csv", dialect: str = "compute_only") -> dict[str, str]:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
-        `csv_name` is how torchtitan's settings name their CSV file. Raises E413 for what the tool cannot express.
+        `csv_name` is how torchtitan's settings name their CSV file; `dialect` is for torch-csv: "compute_comms" has the
+        transfers too. Raises E413 for what the tool cannot express.
         """
+        if dialect != "compute_only":
+            if (target, dialect) != ("torch-csv", "compute_comms"):
+                text = f"export: {target} has no dialect {dialect!r}"
+                raise ZbcError("E413", text, hint="compute_only and compute_comms are forms of torch-csv")
+            return {".csv": torch_lowered.dumps(self.complete)}
         return EXPORTS[target](self, csv_name)
 
     def described(self, target: str) -> plans.Manifest:

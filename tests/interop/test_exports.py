@@ -120,3 +120,18 @@ def test_every_target_of_the_command_line_has_a_writer():
     from zbc.cli.exchanging import Target
 
     assert [target.value for target in Target] == list(EXPORTS)
+
+
+def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(plans):
+    plan = plans["zb-v"]
+    rows = [row.split(",") for row in plan.export("torch-csv", dialect="compute_comms")[".csv"].splitlines()]
+    for row, ops in zip(rows, plan.program.ranks, strict=True):
+        expected = [f"{op.stage}{op.kind.value}{op.mb}" for op in ops if op.kind.is_transfer]
+        assert [cell for cell in row if "SEND" in cell or "RECV" in cell] == expected
+        assert sorted(cell for cell in row if cell.endswith("REDUCE_GRAD")) == sorted(
+            f"{stage}REDUCE_GRAD" for stage in {op.stage for op in ops if op.kind.value == "F"}
+        )
+    assert rows[0][-1] == "0REDUCE_GRAD", "behind the last backward"
+    with pytest.raises(ZbcError) as caught:
+        plan.export("megatron", dialect="compute_comms")
+    assert caught.value.code == "E413"

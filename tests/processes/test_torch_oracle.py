@@ -10,7 +10,7 @@ from tests.runtime.small_plans import make_plan, make_program
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
-from zbc.interop import torch_csv
+from zbc.interop import torch_csv, torch_lowered
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is the same bits
@@ -39,12 +39,27 @@ def test_torch_runs_groups_of_two_to_the_same_bits(pool, tmp_path):
     agrees(pool, tmp_path, program, text)
 
 
-def agrees(pool, folder, program, text):
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule):
+    """In the dialect compute_comms, which torch takes as it is; dualpipe-v in groups of two."""
+    overlap = schedule == "dualpipe-v"
+    try:
+        program = lower(SCHEDULES[schedule].make(Request(4, M, SCHEDULES[schedule].default_chunks, overlap=overlap)))
+        text = torch_lowered.dumps(program)
+    except ZbcError as error:
+        assert error.code == "E413"
+        pytest.skip(error.details[0])
+    assert overlap == ("OVERLAP_F_B" in text)
+    agrees(pool, tmp_path, program, text, "compute_comms")
+
+
+def agrees(pool, folder, program, text, form="compute_only"):
     """Both runtimes train one step with the order."""
     path = folder / "order.csv"
     path.write_text(text)
     plan = make_plan(program, keep=gloo_ranks.without_step)
-    theirs = pool.run(torch_peer.train, plan, str(path))
+    theirs = pool.run(torch_peer.train, plan, str(path), form)
     ours = pool.run(gloo_ranks.train, plan, 1)
     (losses,) = [losses for losses, _ in theirs if losses]
     assert sum(losses) / M == ours[0][0][0]

@@ -14,7 +14,7 @@ from zbc.runtime.data import Batches, build_samples
 from zbc.runtime.worker import Settings
 
 
-def train(rank: int, plan: Plan, path: str) -> tuple[list[float], bytes]:
+def train(rank: int, plan: Plan, path: str, form: str = "compute_only") -> tuple[list[float], bytes]:
     """One step: the losses of all microbatches (on the rank that has them) and the gradients, packed."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
@@ -29,7 +29,7 @@ def train(rank: int, plan: Plan, path: str) -> tuple[list[float], bytes]:
     schedule.stage_index_to_group_rank = ranks
     for stage in stages:
         stage.stage_index_to_group_rank = ranks
-    schedule._load_csv(path, format="compute_only")
+    schedule._load_csv(path, format=form)
     samples = build_samples(settings.data, settings.model, seed)
     batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
     inputs = (torch.cat([batches.inputs(0, mb) for mb in range(m)]),) if 0 in layers else ()

@@ -29,12 +29,22 @@ class Target(StrEnum):
     PERFETTO = "perfetto"
 
 
+class Dialect(StrEnum):
+    """The forms of a torch CSV."""
+
+    COMPUTE_ONLY = "compute_only"
+    COMPUTE_COMMS = "compute_comms"
+
+
 def export(
     target: PlanJobOrCsv,
     to: Annotated[Target, typer.Option("--to", help="The form to write.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,
+    dialect: Annotated[
+        Dialect, typer.Option("--dialect", help="Of torch-csv: compute ops alone, or with the transfers of the plan.")
+    ] = Dialect.COMPUTE_ONLY,
     quiet: Quiet = False,
 ) -> None:
     """Write a plan in another tool's form; what that tool cannot express is refused.
@@ -44,7 +54,7 @@ def export(
     from zbc.api import open_plan
 
     csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
-    files = open_plan(target).export(to.value, csv_name=csv_name)
+    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
     main, *others = files
     if output is None:
         show(files[main].rstrip("\n"))

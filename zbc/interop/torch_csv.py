@@ -209,6 +209,16 @@ def dumps(program: Program) -> str:
 
     Raises E413 for what torch cannot express.
     """
+    refuse(program)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for ops in program.ranks:
+        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind in MARK]))
+    return out.getvalue()
+
+
+def refuse(program: Program) -> None:
+    """Raise E413 for what torch cannot express, everything at once."""
     refused = Refused("torch-csv", "torch's pipelining runtime")
     if len(program.placement.pipes) > 1:
         refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
@@ -224,11 +234,6 @@ def dumps(program: Program) -> str:
     if others:
         refused.add(f"it has no action for {', '.join(others)}")
     refused.raise_any()
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for ops in program.ranks:
-        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind in MARK]))
-    return out.getvalue()
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:
