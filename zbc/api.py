@@ -27,6 +27,7 @@ from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.difference import RankDifference, difference
+from zbc.compiler.noise import Noise, Spread, spread
 from zbc.compiler.passes import lower
 from zbc.compiler.recorded.log import is_run
 from zbc.compiler.recorded.log import read as read_log
@@ -122,6 +123,12 @@ class Plan:
     def simulate(self) -> Timeline:
         """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
         return self.timeline
+
+    def noisy(self, noise: Noise) -> Spread:
+        """Steps with op times that jitter or a rank that is slow, as `zbc simulate` prints them. Raises E201, E411."""
+        if self.sheet is not None:
+            check_sheet(self.sheet)
+        return spread(self.program, self.costs, noise, barrier=self.barrier)
 
     def drawn(self, steps: int = 1, *, barrier: bool | None = None) -> Drawn:
         """What pictures of this plan are made from."""

@@ -157,6 +157,15 @@ There is a zbc.toml already. Move it away, or write the new one elsewhere:
 Codes look like E201. `zbc explain` without a code lists all of them.
 """,
     ),
+    "E113": _entry(
+        "noise that cannot be simulated",
+        """
+Noise is a share of the predicted times: 5% or 0.05, and 0 for none. The number
+of trials is one or more.
+
+    zbc simulate plan --jitter 5% --straggler 10% --trials 200
+""",
+    ),
     "E120": _entry(
         "the schedule cannot have that many stages per rank, ranks, or that option",
         """

@@ -434,13 +434,26 @@ def test_doctor_works_without_torch(zbc, monkeypatch):
 
 def test_help_lists_every_command_and_option_of_the_interface(zbc):
     out = zbc("--help").out
-    for command in ["init", "schedules", "plan", "check", "compare", "visualize", "run", "config", "explain", "doctor"]:
+    for command in [
+        "init",
+        "schedules",
+        "plan",
+        "check",
+        "compare",
+        "simulate",
+        "visualize",
+        "run",
+        "config",
+        "explain",
+        "doctor",
+    ]:
         assert re.search(rf"^  {command} ", out, re.MULTILINE)
     assert "--install-completion" in out
     wanted = {
         "plan": "--output -o --schedule --set --dump-ir --json --quiet --verbose",
         "check": "--strict --json --quiet --verbose",
         "compare": "--schedules --sweep --set --json --csv --md --quiet --verbose",
+        "simulate": "--jitter --straggler --trials --seed --json --quiet",
         "visualize": "--as --output -o --by --ranks --zoom --width",
         "run": "--steps --local --out",
         "init": "--template --quiet",

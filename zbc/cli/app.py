@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zbc import __version__
-from zbc.cli import data, differing, drawing, exchanging, jobs, planning, profiling, reporting, running
+from zbc.cli import data, differing, drawing, exchanging, jobs, planning, profiling, reporting, running, simulating
 
 app = typer.Typer(
     name="zbc",
@@ -38,6 +38,7 @@ app.command()(drawing.schedules)
 app.command()(planning.plan)
 app.command()(planning.check)
 app.command()(planning.compare)
+app.command()(simulating.simulate)
 app.command()(drawing.visualize)
 app.command()(differing.diff)
 app.command()(exchanging.export)

@@ -27,6 +27,18 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """`5%` or `0.05` as a share."""
+    number, scale = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        value = float(number) / scale
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1e3:
+        raise typer.BadParameter(f"{text!r} is no share; write 5% or 0.05")
+    return value
+
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job description.")]
 PlanJobCsvOrRun = Annotated[
     Path,

@@ -141,9 +141,9 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
     """
     ranks = len(dag.first) - 1
     ends, period = [0.0] * ranks, 0.0
-    length, lag = _durations(dag, costs), _lags(dag, costs)
+    length, lag = lengths(dag, costs), lags(dag, costs)
     for _ in range(steps):
-        timeline = _run(dag, costs, length, lag, ends)
+        timeline = replay(dag, costs, length, lag, ends)
         fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
         periods = [b - a for a, b in zip(ends, fresh, strict=True)]
         ends, period = fresh, max(periods)
@@ -154,12 +154,13 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
 
 def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:
     """The same with the dag at hand; `free_from` is when each rank can begin, in ms."""
-    return _run(dag, costs, _durations(dag, costs), _lags(dag, costs), free_from)
+    return replay(dag, costs, lengths(dag, costs), lags(dag, costs), free_from)
 
 
-def _run(
-    dag: Dag, costs: Costs, length: Sequence[float], lag: Sequence[float], free_from: Sequence[float] | None
+def replay(
+    dag: Dag, costs: Costs, length: Sequence[float], lag: Sequence[float], free_from: Sequence[float] | None = None
 ) -> Timeline:
+    """The same with ms of every op and of the transfer before it; `costs` is asked for groups and sums only."""
     ops, source, target = dag.ops, dag.source, dag.target
     start, end = [0.0] * len(ops), [-1.0] * len(ops)
     paired = dag.paired or bytes(len(ops))
@@ -238,7 +239,8 @@ def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -
     return tuple(found)
 
 
-def _durations(dag: Dag, costs: Costs) -> list[float]:
+def lengths(dag: Dag, costs: Costs) -> list[float]:
+    """ms of every op."""
     known: dict[tuple[Kind, int], float] = {}
     result = []
     for op in dag.ops:
@@ -250,7 +252,7 @@ def _durations(dag: Dag, costs: Costs) -> list[float]:
     return result
 
 
-def _lags(dag: Dag, costs: Costs) -> list[float]:
+def lags(dag: Dag, costs: Costs) -> list[float]:
     """ms from the end of the op's source to its own earliest start."""
     result = [0.0] * len(dag.ops)
     for j, i in enumerate(dag.target):

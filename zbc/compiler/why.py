@@ -39,11 +39,15 @@ class WhatIf:
 
 
 def critical_path(compiled: Compiled) -> Path:
-    """Where the time of the critical path goes (see `chain`)."""
-    timeline, costs = compiled.timeline, compiled.costs
-    dag = timeline.dag
+    """Where the time of the critical path of a plan goes (see `chain`)."""
     rank = _longest(compiled)
-    begin = timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
+    begin = compiled.timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
+    return path_of(compiled.timeline, rank, begin)
+
+
+def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
+    """Where the time of the critical path goes that ends `rank`'s step, back to `begin` ms."""
+    dag = timeline.dag
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     transfers, changes = 0.0, 0
@@ -57,8 +61,7 @@ def critical_path(compiled: Compiled) -> Path:
         by_kind[op.kind.value] = by_kind.get(op.kind.value, 0.0) + length
         by_rank[r] = by_rank.get(r, 0.0) + length
         if before >= 0 and dag.rank[before] != r:
-            later = dag.ops[before]
-            transfers += costs.transfer(min(op.stage, later.stage), later.pipe)
+            transfers += timeline.start[before] - timeline.end[i]
             changes += 1
         before = i
     return Path(by_kind, by_rank, transfers, changes)
