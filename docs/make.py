@@ -6,6 +6,7 @@ Screenshots of the page need a Chromium on the machine; without one the old ones
 from __future__ import annotations
 
 import io
+import random
 import re
 import shutil
 import sys
@@ -20,17 +21,20 @@ from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 import zbc  # noqa: E402
+from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc.api import Plan  # noqa: E402
 from zbc.cli.drawing import card_text  # noqa: E402
+from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.cost import Costs  # noqa: E402
 from zbc.compiler.passes import lower  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, Schedule  # noqa: E402
 from zbc.compiler.simulate import simulate  # noqa: E402
+from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
 from zbc.viz import svg  # noqa: E402
 from zbc.viz.strip import Drawn, once, repeated  # noqa: E402
-from zbc.viz.terminal import View, draw  # noqa: E402
+from zbc.viz.terminal import View, draw, draw_all  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = ROOT / "docs" / "schedules"
@@ -46,6 +50,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     tutorial()
     terminals()
+    recorded()
     screenshots()
     schedules()
 
@@ -87,6 +92,29 @@ def terminals() -> None:
         write(PICTURES / f"terminal-{width}-plain.svg", terminal(Text(text.plain), width))
 
 
+def made_up(folder: Path) -> zbc.Run:
+    """A recorded run with a slow rank 2 and one op out of line: made up, so that it is always the same."""
+    plan = compile_job(load_job(LESSON, ["schedule.kind=zb-h1"]))
+    draw = random.Random(1)
+
+    def took(op: Op, rank: int, step: int) -> float:
+        usual = plan.costs.duration(op) * (1.5 if rank == 2 else 1.02) * draw.uniform(0.97, 1.05)
+        return usual + (3.0 if (str(op), step) == ("F s0 m5", 5) else 0.0)
+
+    world = World(took, lambda sender, receiver: 0.08, transfer=0.01, data=0.02, agree=0.1)
+    return zbc.Run(folder / "run", record(plan, folder, world))
+
+
+def recorded() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        run = made_up(Path(name))
+        write(PICTURES / "recorded.svg", svg.draw(run.drawn(first=5), svg.Sheet(width=WIDTH)))
+        for width in (80, 160):
+            text = draw_all(run.drawn(first=5), View(width=width))
+            write(PICTURES / f"recorded-{width}.svg", terminal(text, width))
+            write(PICTURES / f"recorded-{width}-plain.svg", terminal(Text(text.plain), width))
+
+
 def terminal(text: Text, width: int) -> str:
     """What a terminal of that width shows; the fonts are those of the reader."""
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor", force_terminal=True)
@@ -111,6 +139,19 @@ def screenshots() -> None:
             chromium.picture(PICTURES / f"page-{theme}.png")
             chromium.key("c")
             print((PICTURES / f"page-{theme}.png").relative_to(ROOT))
+        (folder / "run.html").write_text(made_up(folder).html(), encoding="utf-8")
+        chromium.call("Emulation.setDeviceMetricsOverride", width=1100, height=580, deviceScaleFactor=1, mobile=False)
+        chromium.open(folder / "run.html")
+        at = """zbc.rows.filter(row => row.rank === 1).slice(-1).map(row => {
+          const box = document.getElementById("time").getBoundingClientRect();
+          for (let i = 0; i < row.n; i++) if (D.kinds[row.k[i]].op === "B" && row.m[i] === 4)
+            return [box.left + zbc.xOf((row.start[i] + row.end[i]) / 2), box.top + zbc.tops()[row.index] + 4];
+        })[0]"""
+        chromium.key("c")
+        chromium.mouse("mouseMoved", *chromium.run(at))
+        chromium.frame()
+        chromium.picture(PICTURES / "recorded-page.png")
+        print((PICTURES / "recorded-page.png").relative_to(ROOT))
         chromium.close()
 
 

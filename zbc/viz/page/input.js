@@ -22,7 +22,7 @@ function described({ row, i }) {
   const tiny = full * 1e-7;
   if (panel.waited) {
     if (panel.waited[id] > 0) lines.push("waited " + round(panel.waited[id]) + " for it");
-    lines.push(round(panel.delayed[id]) + " more for data and the runtime");
+    if (panel.delayed[id] > 0) lines.push(round(panel.delayed[id]) + (panel.waited[id] > 0 ? " more" : "") + " for data and the runtime");
     if (panel.twin !== undefined) {
       const home = D.panels[panel.twin].rowOf(id), k = id - home.first;
       lines.push("predicted: " + round(home.start[k]) + " to " + round(home.end[k]) + ", takes " + round(home.end[k] - home.start[k]));
