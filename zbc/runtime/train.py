@@ -169,8 +169,8 @@ def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdo
         return 0
     from zbc.runtime.checkpoint.loading import load  # takes a second to import
 
-    watchdog.phase("loading the checkpoint")
-    loaded = load(worker, board, start.checkpoint)
+    # As long as something is read this is no stand-still, however long it takes.
+    loaded = load(worker, board, start.checkpoint, lambda: watchdog.phase("loading the checkpoint"))
     for note in loaded.notes if seat.rank == 0 else ():
         seat.emit(note)
     return loaded.steps

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,7 @@ COMPLETE, INDEX = ".complete", "index.json"
 FORMAT, VERSION = "zbc-checkpoint", 1
 FOLDER = "checkpoints"  # in a run directory
 _STEP = re.compile(r"step-(\d{8,})")
+BLOCK = 2**22  # bytes read, written and hashed in one go
 _MOST = 2**62  # elements of a tensor
 _Index = Annotated[int, Field(ge=0)]
 _File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # beside the index, never elsewhere
@@ -210,18 +212,20 @@ def _parse(folder: Path, raw: bytes) -> Index:
     return index
 
 
-def check_file(folder: Path, name: str, told: File) -> None:
-    """Raise E612 unless a file has the length and the bytes that were written."""
-    path = folder / name
+def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = lambda: None) -> None:
+    """Raise E612 unless a file has the length and the bytes that were written; `alive` is called now and then."""
+    path, sha = folder / name, hashlib.sha256()
     try:
         size = path.stat().st_size
         if size != told.bytes:
             raise damaged(path, f"it has {size} bytes, {told.bytes} were written")
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                sha.update(block)
+                alive()
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from None
-    if found != told.sha256:
+    if sha.hexdigest() != told.sha256:
         raise damaged(path, "its bytes are not those that were written (sha256 differs)")
 
 

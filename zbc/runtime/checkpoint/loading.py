@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load(worker: Worker, board: Board, folder: Path) -> Loaded:
-    """Overwrite the state of all ranks, which call this together, before the first step.
+def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] = lambda: None) -> Loaded:
+    """Overwrite the state of all ranks, which call this together, before the first step; it calls `alive` meanwhile.
 
     Raises E612 (damaged; the ranks share out the files and look at every byte), E613 (of another model, optimizer or
     seed).
@@ -32,7 +33,7 @@ def load(worker: Worker, board: Board, folder: Path) -> Loaded:
     found: list[SafetensorsReader] = []
 
     def look() -> dict[str, Any]:
-        reader = SafetensorsReader(folder)
+        reader = SafetensorsReader(folder, alive)
         _check_training(reader, manifest.training)
         reader.check_files(range(worker.rank, len(reader.index.files), manifest.world))
         found.append(reader)

@@ -39,7 +39,7 @@ from torch.futures import Future
 from zbc.errors import ZbcError
 from zbc.runtime.checkpoint import folder as disk
 
-_BLOCK = 2**22  # bytes written and hashed in one go
+_SYNCED = 2**28  # bytes after which the disk is waited for, so that no wait is long
 _TYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -132,10 +132,10 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads a complete checkpoint. Raises E612 where it is damaged."""
+    """Reads a complete checkpoint; `alive` is called now and then while it does. Raises E612 where it is damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, alive: Callable[[], None] = lambda: None) -> None:
+        self.folder, self._alive = folder, alive
         self.index = disk.read_index(folder)
         self._places: dict[MetadataIndex, Place] = {}
         self._metadata: Metadata | None = None
@@ -148,7 +148,7 @@ class SafetensorsReader(StorageReader):
         """Compare files with what was written; `numbers` chooses some by their place in the sorted list."""
         names = sorted(self.index.files)
         for number in range(len(names)) if numbers is None else numbers:
-            disk.check_file(self.folder, names[number], self.index.files[names[number]])
+            disk.check_file(self.folder, names[number], self.index.files[names[number]], self._alive)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._places = {}
@@ -193,6 +193,7 @@ class SafetensorsReader(StorageReader):
                         target = planner.resolve_tensor(item)
                         target.copy_(self._elements(file, name, key, item, target.dtype))
                         planner.commit_tensor(item, target)
+                        self._alive()
             except (OSError, SafetensorError) as error:
                 raise disk.damaged(self.folder / name, str(error)) from None
         done: Future[None] = Future()
@@ -245,15 +246,17 @@ def _write(
         header[key] = {"dtype": _TYPES[tensor.dtype], "shape": shapes[key], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    sha = hashlib.sha256()
+    sha, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         for view in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
-            for start in range(0, len(view), _BLOCK):
-                block = view[start : start + _BLOCK]
+            for start in range(0, len(view), disk.BLOCK):
+                block = view[start : start + disk.BLOCK]
                 sha.update(block)
                 _write_all(file, block)
                 alive()
-        size = file.tell()
+                size += len(block)
+                if size // _SYNCED > (size - len(block)) // _SYNCED:
+                    os.fsync(file.fileno())
         os.fsync(file.fileno())
     return size, sha.hexdigest()
 
