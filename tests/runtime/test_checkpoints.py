@@ -27,7 +27,7 @@ ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "warm
 TWO = {"every": 2, "asynchronous": False}
 
 
-def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimizer=ADAMW, seed=7, **how):
+def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimizer=ADAMW, seed=7, size=1, **how):
     """`m` microbatches over all copies; `zero1`, `ahead` and `tied` as their keys in a job say."""
     optimizer = {**optimizer, **({"zero1": True} if how.get("zero1") else {})}
     sync = "post-validate" if how.get("ahead") else "before-step"
@@ -35,7 +35,7 @@ def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimi
     program = make_program(schedule, p, m // dp, sync=sync, copies=dp, tied=tied, sharded=bool(how.get("zero1")))
     optimizer = {**optimizer, "sync": sync}
     data = how.get("data", {"kind": "synthetic"})
-    return make_plan(program, model=model, data=data, optimizer=optimizer, size=1, checkpoint=checkpoint, seed=seed)
+    return make_plan(program, model=model, data=data, optimizer=optimizer, size=size, checkpoint=checkpoint, seed=seed)
 
 
 def train(plan, steps, folder=None, resume=None, **options):
@@ -166,17 +166,28 @@ def test_copies_share_out_the_writing_and_write_everything_once(tmp_path):
         assert sum(part["count"] for part in about["parts"]) == math.prod(about["shape"]), name
 
 
-NORMS = {"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}
+VECTORS = {"kind": "tests.runtime.user_models:Vectors"}
 
 
-def test_buffers_that_forwards_change_go_on_too(tmp_path):
-    vectors = {"kind": "tests.runtime.user_models:Vectors"}
-    one = plan(model=NORMS, data=vectors)
+@pytest.mark.parametrize("kind", ["averages", "batchnorm", "dropped", "frozen", "strided", "tied", "unused"])
+def test_layers_of_users_go_on_with_all_they_have(kind, tmp_path):
+    """Buffers that forwards change or make, dropout, parameters that do not train or are never used."""
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    one, other = (plan(p=p, model=model, data=VECTORS, size=2) for p in (2, 4))
+    whole = train(one, 4, tmp_path / "whole")
+    train(one, 2, tmp_path / "part")
+    assert train(other, 4, tmp_path / "part", at(tmp_path / "part", 2)) == whole[2:]
+    same(at(tmp_path / "part", 4), at(tmp_path / "whole", 4))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "tied", "unused"])
+def test_zero1_goes_on_with_layers_of_users(kind, small_pieces, tmp_path):
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    one = plan(dp=2, zero1=True, model=model, data=VECTORS)
     whole = train(one, 4, tmp_path / "whole")
     train(one, 2, tmp_path / "part")
     assert train(one, 4, tmp_path / "part", at(tmp_path / "part", 2)) == whole[2:]
     same(at(tmp_path / "part", 4), at(tmp_path / "whole", 4))
-    assert any(name.startswith("buffer.") for name in tensors(at(tmp_path / "whole", 4)))
 
 
 def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):

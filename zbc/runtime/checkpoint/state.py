@@ -2,7 +2,7 @@
 
     model.<parameter>           its value: the master's where there is one
     optim.<parameter>.<key>     what the optimizer keeps for it: exp_avg, exp_avg_sq, step, momentum_buffer
-    buffer.<buffer>             a module's buffer; buffer.<buffer>@2 that of the third rank with a copy of the stage
+    buffer.<buffer>             a module's buffer, if it is in its state_dict or forwards change it
 
 Random numbers need no state of their own: all of them are drawn from seeds made of names, steps and microbatches.
 """
@@ -87,24 +87,13 @@ def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, in
 
 
 def _buffers(worker: Worker, stage: int) -> Iterator[Entry]:
-    """Buffers. What forwards change differs between copies, which see other data, so each keeps its own."""
+    """Buffers. Those that forwards change are of a stage with one copy, any others are alike on all that hold one."""
     holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
     for layer in worker.stages[stage].layers:
-        changing = {(id(module), key) for module, key in layer.buffers}
         for name, module, key in _places(layer):
             value = module._buffers[key]
-            if value is None:
-                continue
-            own = (id(module), key) in changing
-            if own:
-                name += _mark(holders, worker.rank)
-            shared = (worker.rank,) if own else holders
-            yield Entry(BUFFER + name, tuple(value.shape), 0, value, shared, shared[0])
-
-
-def _mark(holders: tuple[int, ...], rank: int) -> str:
-    number = holders.index(rank)
-    return f"@{number}" if number else ""
+            if value is not None:
+                yield Entry(BUFFER + name, tuple(value.shape), 0, value, holders, holders[0])
 
 
 def _places(layer: Layer) -> Iterator[tuple[str, nn.Module, str]]:
@@ -195,18 +184,16 @@ def _set_state(optimizer: StageOptimizer, held: list[Held], states: Mapping[int,
 
 
 def _restore_buffers(worker: Worker, stage: int, reader: SafetensorsReader) -> None:
-    mark = _mark(meeting(worker.plan.manifest, Op(Kind.REDUCE, stage)), worker.rank)
     wanted: dict[str, list[tuple[Tensor, int]]] = {}
     for layer in worker.stages[stage].layers:
         for name, module, key in _places(layer):
-            source = next((one for one in (BUFFER + name + mark, BUFFER + name) if one in reader.tensors), None)
-            if source is None:
+            about, now = reader.tensors.get(BUFFER + name), module._buffers[key]
+            if about is None:
                 continue
-            about, now = reader.tensors[source], module._buffers[key]
             if now is None or list(now.shape) != about.shape or now.dtype != NAMES[about.dtype]:
                 now = torch.empty(about.shape, dtype=NAMES[about.dtype], device=worker.device)
                 module._buffers[key] = now
-            wanted.setdefault(source, []).append((now, 0))
+            wanted[BUFFER + name] = [(now, 0)]
     _read(reader, wanted)
 
 
