@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from zbc.runtime.signals import Signals
 
 
@@ -31,6 +33,22 @@ def test_the_first_signal_asks_and_a_later_one_insists():
         os.kill(os.getpid(), signal.SIGINT)
         assert heard.second.wait(10)
     assert (heard.asked, heard.insisted) == (["SIGTERM"], ["SIGINT"])
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed_asks_unless_nohup_has_said_otherwise(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        heard = Heard()
+        with Signals(heard.ask, heard.insist):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert ignored or heard.first.wait(10)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.first.wait(10)
+        assert heard.asked == ["SIGTERM" if ignored else "SIGHUP"]
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_a_launcher_repeats_at_once_counts_as_one():

@@ -32,7 +32,7 @@ from zbc.runtime.board import Board, Connect, connector, plain_name, prefixed
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
-from zbc.runtime.signals import Signals
+from zbc.runtime.signals import Signals, handled
 from zbc.runtime.train import Failure, RankFailed, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
 
@@ -278,7 +278,7 @@ class Line:
 
 def _rank(order: Order, pipe: Connection) -> None:
     """The main function of a rank's process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in handled():
         signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent says when to stop
     line, stop = Line(pipe), StopFlag()
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks, a second one insists.
+"""SIGINT, SIGTERM and SIGHUP (a terminal that is closed): the first asks, a second one insists.
 
 Python runs signal handlers in the main thread between two bytecodes, and a rank's main thread may be inside a transfer
 for as long as a peer takes. The operating system's handler, though, writes to the wakeup descriptor at once, and a
@@ -14,7 +14,12 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_ALWAYS = (signal.SIGINT, signal.SIGTERM)
+
+
+def handled() -> list[signal.Signals]:
+    """The signals that ask this process to end. `nohup` has SIGHUP ignored, and that stands."""
+    return [*_ALWAYS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
 
 
 class Signals:
@@ -33,7 +38,7 @@ class Signals:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
             self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._old = [signal.signal(number, _nothing) for number in _HANDLED]
+            self._old = [(number, signal.signal(number, _nothing)) for number in handled()]
             self._thread = threading.Thread(target=self._watch, name="zbc-signals", daemon=True)
             self._thread.start()
         return self
@@ -42,7 +47,7 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._active:
-            for number, handler in zip(_HANDLED, self._old, strict=True):
+            for number, handler in self._old:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._old_fd)
             os.close(self._write)
@@ -52,7 +57,7 @@ class Signals:
     def _watch(self) -> None:
         first: float | None = None
         while byte := os.read(self._read, 1):
-            if byte[0] not in _HANDLED:
+            if byte[0] not in dict(self._old):
                 continue
             now, name = time.monotonic(), signal.Signals(byte[0]).name
             if first is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -91,6 +92,8 @@ def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
     What goes wrong ends the process through `seat`, never with an exception.
     """
     watchdog: Watchdog | None = None
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows what called it
     try:
         manifest = read_manifest(folder)
         watchdog = Watchdog(
