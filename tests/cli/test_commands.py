@@ -78,9 +78,24 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
 
 
 @pytest.mark.parametrize("verbose", [[], ["-v"]])
-def test_the_summary_fits_eighty_columns_unless_all_is_asked_for(verbose, zbc, job):
+def test_the_summary_fits_eighty_columns(verbose, zbc, job):
     lines = zbc("plan", job(kind="zb-v"), *verbose).out.split("\n")
-    assert (max(len(line.rstrip()) for line in lines) <= 80) is not bool(verbose)
+    assert max(len(line.rstrip()) for line in lines) <= 80
+
+
+def test_memory_by_category_is_that_of_the_report(zbc, job):
+    out = zbc("plan", job(kind="zb-v", hardware={"device": "cuda"}), "-v").out
+    (entry,) = zbc("compare", "zbc.toml", "--schedules", "zb-v", "--json").json()["schedules"]
+    lines = out.splitlines()
+    at = lines.index(next(line for line in lines if line.startswith("memory")))
+    heads = lines[at + 2].split()
+    assert heads == ["rank", "MiB", "weights", "grads", "masters", "state", "kept", "logits", "buffers"]
+    for rank, line in zip(entry["per_rank"], lines[at + 3 : at + 7], strict=True):
+        cells = dict(zip(heads, map(float, line.split()), strict=True))
+        assert cells["MiB"] == pytest.approx(rank["peak_bytes"] / 2**20, abs=0.01)
+        parts = ("weights", "grads", "masters", "state", "kept", "buffers")
+        assert cells["MiB"] == pytest.approx(sum(cells[part] for part in parts), abs=0.01)
+        assert cells["logits"] == pytest.approx(rank["logit_bytes"] / 2**20, abs=0.01)
 
 
 def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, job):
@@ -89,7 +104,8 @@ def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, j
     assert "5 more: -v" in short
     assert "more: -v" not in full
     what_if = full[full.index("what if") : full.index("\ncosts")].count("\n") + 1
-    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4 + what_if
+    memory = 3 + 20  # its own table, and no word of -v
+    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4 + what_if + memory - 1
 
 
 def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):

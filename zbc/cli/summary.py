@@ -39,6 +39,9 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
     yield labelled("ranks", *_ranks_note(report))
     yield indented(_ranks(report, verbose=verbose))
+    if verbose and report.bytes_known:
+        yield labelled("memory", *_MEMORY)
+        yield indented(_memory(report))
     yield labelled("stages", "layers, and ms per microbatch")
     yield indented(_stages(compiled, verbose=verbose))
     if compiled.ramp:
@@ -144,35 +147,54 @@ def _ranks_note(report: Report) -> list[str]:
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
-    """One row per rank; with `verbose` idle time by cause and memory by what fills it."""
-    idle = ["warm-up", "message", "drain", "sums"] if verbose else ["idle ms"]
-    unit, scale = ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
-    parts = [unit] if report.bytes_known else []
-    if parts and verbose:
-        parts += ["weights", "gradients", "masters", "optimizer", "activations", "buffers"]
+    """One row per rank; with `verbose` idle time by cause, and memory has a table of its own."""
+    known = report.bytes_known and not verbose
+    unit, scale = _unit(report)
+    times = [aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE]
+    idle = aligned([sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank])
     columns = [
         [str(rank.rank) for rank in report.per_rank],
         [ranges(rank.stages) for rank in report.per_rank],
         aligned([rank.busy_ms for rank in report.per_rank]),
-        *([aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE] if verbose else []),
-        *([] if verbose else [aligned([sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank])]),
+        *(times if verbose else [idle]),
         [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
-        *(aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in _BYTES[: len(parts)]),
+        *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
     ]
-    made = table("rank", "stages", "busy ms", *idle, "units", *parts, left=2)
+    heads = ["warm-up", "message", "drain", "sums"] if verbose else ["idle ms"]
+    made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
     return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
 
 
+def _memory(report: Report) -> RenderableType:
+    """What fills the memory of every rank, each part at its own peak."""
+    unit, scale = _unit(report)
+    made = table("rank", unit, *_BYTES.values(), left=1)
+    keys = ("peak_bytes", *_BYTES)
+    columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
+    for rank, cells in zip(report.per_rank, zip(*columns, strict=True), strict=True):
+        made.add_row(str(rank.rank), *cells)
+    filled: RenderableType = made
+    return filled
+
+
+def _unit(report: Report) -> tuple[str, float]:
+    return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
+
+
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
-_BYTES = (
-    "peak_bytes",
-    "weight_bytes",
-    "gradient_bytes",
-    "master_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "buffer_bytes",
+_MEMORY = (
+    "at most on each rank, and what fills it; grads: gradients; state: of",
+    "the optimizer; kept: activations; logits: part of them",
 )
+_BYTES = {
+    "weight_bytes": "weights",
+    "gradient_bytes": "grads",
+    "master_bytes": "masters",
+    "optimizer_bytes": "state",
+    "activation_bytes": "kept",
+    "logit_bytes": "logits",
+    "buffer_bytes": "buffers",
+}
 
 
 def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
