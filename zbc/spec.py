@@ -173,7 +173,8 @@ class Train(Section):
         0, description="steps between evaluations, and one in the end; 0: none"
     )
     eval_batches: Count | None = Field(
-        None, description="of as many samples as a step has, per evaluation; default all that the data kept for it make"
+        None,
+        description="of as many samples as a step has; default all whole microbatches of the data kept for it",
     )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
     nonfinite: Literal["skip", "stop"] = Field(
@@ -215,6 +216,9 @@ class Log(Section):
 
     every: Count = Field(10, description="steps between console lines")
     dir: str = Field("runs", description="folder of the run directories")
+    peak_tflops: Positive | None = Field(
+        None, description="what MFU is a share of, such as 989 for bfloat16 on an H100; default hardware.tflops"
+    )
     tensorboard: bool = Field(False, description="also event files; pip install 'zbc[tensorboard]'")
     wandb: str | None = Field(
         None, description="a Weights & Biases project to log to as well; pip install 'zbc[wandb]'"

@@ -178,6 +178,10 @@ def test_mfu_is_the_share_of_the_given_peak(open_log, tmp_path):
     flops = 8 * 6 * 8 * (weights + 4 * 8 * 16)  # 8 sequences of 8 tokens
     assert metrics(tmp_path / "run")[0]["mfu"] == pytest.approx(flops / (0.1 * 4 * 1e9))
     assert "MFU 1.6%" in line
+    with open_log(out=tmp_path / "other", hardware={"tflops": 7.0}, log={"peak_tflops": 0.002}) as log:
+        assert "MFU 0.8%" in log.record(result()), (
+            "the peak of the device, where costs are estimated with another number"
+        )
 
 
 def test_without_a_given_peak_there_is_no_mfu(open_log, tmp_path):

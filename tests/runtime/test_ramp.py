@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, ramped, reference
+from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
 from zbc.compiler.schedules import SCHEDULES
 from zbc.course import Course, Leg
 from zbc.learning_rate import Schedule
+from zbc.runtime.checkpoint.folder import folder_of
 from zbc.runtime.data import Batches, Noise
-from zbc.runtime.execute import run_step
 from zbc.runtime.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
@@ -83,7 +83,7 @@ def test_evaluation_has_its_own_number_of_microbatches():
     workers, plain = (run_threads(growing("1f1b", train={"eval_every": every}, data=data), STEPS) for every in (1, 0))
     assert numbers(workers) == numbers(plain)
     found = workers[0].evaluation.results
-    assert [r.samples for r in found] == [16] * STEPS
+    assert [r.samples for r in found] == [20] * STEPS
     assert len({r.loss for r in found}) == STEPS - 1, "the rate of the last step is 0"
 
 
@@ -126,15 +126,35 @@ def test_a_rate_by_samples_counts_what_was_read():
     assert [course.full(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
 
 
-def test_a_worker_goes_on_in_the_middle_of_a_ramp():
-    """Weights and optimizers of the steps before are there; what is read and run follows from step and position."""
-    plan = growing("zb-h1", p=1)
-    whole, parts = make_worker(plan), make_worker(plan)
-    expected = [run_step(whole, step).loss for step in range(STEPS)]
-    found = [run_step(parts, step).loss for step in range(3)]
-    again = make_worker(plan)
-    again.stages, again.optimizers = parts.stages, parts.optimizers
-    again.prepare(op for act in again.acts for op in act.plan.ops)
-    again.resume(3, parts.course.position(3))
-    found += [run_step(again, step).loss for step in range(3, STEPS)]
-    assert found == expected
+@pytest.mark.parametrize(
+    ("after", "sync"), [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")]
+)
+def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
+    """On another schedule and other ranks: step, position in the data and rate are those of the run without a break."""
+    how = {"optimizer": {**FAST, "sync": sync}, "checkpoint": {"every": 1, "keep": 9}}
+    whole = run_threads(growing("1f1b", **how), STEPS, folder=tmp_path)
+    rest = run_threads(growing("zb-v", p=3, **how), STEPS, folder=tmp_path / "rest", resume=folder_of(tmp_path, after))
+    assert [r.loss for r in rest[0].results] == [r.loss for r in whole[0].results][after:]
+    assert rest[0].course.position(STEPS) == whole[0].course.position(STEPS) == 2 * 13
+    before, now = parameters(whole), parameters(rest)
+    assert all(torch.equal(before[name], now[name]) for name in before)
+
+
+def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(tmp_path):
+    seen = []
+
+    class Watched(Noise):
+        def targets(self, indices):
+            seen.append(tuple(indices))
+            return super().targets(indices)
+
+    def watch(worker):
+        if worker.batches is not None:
+            samples = Watched(61, 16, seed=7, count=40)
+            worker.batches = Batches(samples, seed=7, microbatches=4, size=2, course=worker.course)
+
+    run_threads(growing("1f1b", checkpoint={"every": 3, "keep": 9}), 3, folder=tmp_path, setup=watch)
+    plain = make_plan(make_program("1f1b", 2, 2), optimizer=FAST, steps=STEPS)
+    run_threads(plain, STEPS, resume=folder_of(tmp_path, 3), setup=watch)
+    order = Batches(Noise(61, 16, seed=7, count=40), seed=7, microbatches=1, size=2)
+    assert seen == [tuple(order.indices(step, 0)) for step in range(5 + 2 * 2)], "5 microbatches, then 2 a step"

@@ -38,7 +38,7 @@ def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Sa
     if kept is not None:
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         batches = Batches(kept, seed=seed_of(train.seed, "evaluation"), microbatches=per_step, size=size)
-        count = min(len(kept) // (per_step * size), train.eval_batches or len(kept))
+        count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     ops = forward_only(worker.placement, manifest.microbatches).ranks[worker.plan.rank]
     worker.prepare(ops)
     handlers = {**HANDLERS, Kind.F: _forward}
@@ -59,9 +59,10 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     manifest, progress = worker.plan.manifest, worker.progress
     count = _agreed_count(worker, evaluation)
     per_batch = evaluation.microbatches * manifest.copies
-    losses = torch.zeros(count * per_batch, dtype=torch.float64, device=worker.device)
+    batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
+    losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
     with _evaluating(worker):
-        for batch in range(count):
+        for batch in range(batches):
             worker.step = batch
             for handler, op, text in evaluation.script:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
@@ -72,11 +73,11 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)
     total = 0.0
-    for value in losses.tolist():  # in order, so that the sum does not depend on the cut
+    for value in losses[:count].tolist():  # in order, so that the sum does not depend on the cut
         total += value
     worker.step = step
-    samples = len(losses) * manifest.microbatch_size
-    result = EvaluationResult(step, total / len(losses), samples, time.monotonic() - began)
+    samples = count * manifest.microbatch_size
+    result = EvaluationResult(step, total / count, samples, time.monotonic() - began)
     evaluation.results.append(result)
     return result
 
@@ -88,7 +89,7 @@ def _of(worker: Worker) -> Evaluation:
 
 
 def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
-    """The rank with the first stage, which reads the data, says how many batches there are."""
+    """The rank with the first stage, which reads the data, says how many microbatches count."""
     first = worker.copy == 0 and worker.placement.rank_of(0) == worker.plan.rank
     count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)

@@ -111,7 +111,12 @@ class RunLog:
         numbers = self._numbers(result)
         self._write(numbers)
         step = numbers["step"]
-        shown = step in (1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
+        shown = (
+            step in (self._settings.first + 1, self._steps)
+            or step % self._log["every"] == 0
+            or result.stop
+            or result.skipped
+        )
         return self._line(numbers) if shown else None
 
     def record_evaluation(self, result: EvaluationResult) -> str:
@@ -157,10 +162,10 @@ class RunLog:
         }
 
     def _mfu(self, samples: int, seconds: float) -> float | None:
-        """Operations of the model per second and rank over hardware.tflops; None where either is not known."""
+        """Operations of the model per second and rank over the peak of a rank; None where either is not known."""
         planning, m = self._manifest.planning, self._manifest
         flops = training_flops(Model.model_validate(planning["model"], strict=False))
-        peak = planning.get("hardware", {}).get("tflops")
+        peak = self._log.get("peak_tflops") or planning.get("hardware", {}).get("tflops")
         if flops is None or not peak or seconds <= 0:
             return None
         return flops * samples / (seconds * m.world * float(peak) * 1e12)

@@ -57,7 +57,7 @@ class Evaluation:
     every: int
     microbatches: int  # of a batch, per copy of the pipeline
     batches: Batches | None  # None on ranks with neither the first nor the last stage
-    count: int  # batches per evaluation; 0 where the rank does not know
+    count: int  # microbatches per evaluation, in all copies; 0 where the rank does not know
     script: Script
     results: list[EvaluationResult] = field(default_factory=list)
 
