@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
 from zbc.errors import ZbcError
 from zbc.runtime import sharded, validate
 from zbc.runtime.checkpoint import folder as disk
@@ -206,6 +206,19 @@ def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):
     run_threads(plan(m=4), 4, setup=lambda w: fresh.append(w) if w.rank == 0 else None)
     expected = [fresh[0].batches._batches.indices(step, mb) for step in (2, 3) for mb in range(4)]
     assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_that_grows_goes_on_growing(ahead, tmp_path):
+    """Three steps of 2 microbatches, then steps of 4; from the middle of the first, and from the second, elsewhere."""
+
+    def growing(p):
+        return ramped(plan(p=p, m=4, ahead=ahead), (plan(p=p, m=2, ahead=ahead), 3))
+
+    whole = train(growing(2), 6, tmp_path / "whole")
+    for at_step, p in ((2, 4), (4, 1)):
+        assert train(growing(p), 6, tmp_path / str(p), at(tmp_path / "whole", at_step)) == whole[at_step:]
+        same(at(tmp_path / str(p), 6), at(tmp_path / "whole", 6))
 
 
 # ---- beside the steps ----------------------------------------------------------------------------------------
