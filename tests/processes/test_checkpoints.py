@@ -7,11 +7,13 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
+from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint.resume import Start, choose
 from zbc.runtime.options import RunOptions
@@ -90,6 +92,16 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_be
     (folder / "step-00000004").unlink()
     run_here(plan, 2, out, resume="auto")
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_ranks_leave_may_be_longer_than_a_value_of_the_store():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    texts = ["é" * 5_000_000, "", "x"]
+    for board, text in zip(boards, texts, strict=True):
+        board.leave("parts", "of the save before" * 10**6)
+        board.leave("parts", text)
+    assert boards[0].collect("parts") == texts
 
 
 # ---- where a run begins --------------------------------------------------------------------------------------

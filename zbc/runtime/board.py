@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but without saying that it exports it
 
 
+_PIECE = 2**20  # characters of one value; torch's store takes 8 MiB at most
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
     """One sign of life of a rank. `count` grows with each; `seconds` is how long it has been in `op` by then."""
@@ -106,6 +109,21 @@ class Board:
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
         self._store.wait(keys, limit)
         return [text.decode() for text in self._store.multi_get(keys)]
+
+    def leave(self, name: str, text: str) -> None:
+        """Leave something long for one rank to collect once all have met; it replaces what was left before."""
+        pieces = range(0, len(text), _PIECE)
+        self._store.set(f"{name}/{self.rank}", str(len(pieces)))
+        for number, start in enumerate(pieces):
+            self._store.set(f"{name}/{self.rank}/{number}", text[start : start + _PIECE])
+
+    def collect(self, name: str) -> list[str]:
+        """What every rank has left."""
+        found = []
+        for rank in range(self.ranks):
+            count = int(self._store.get(f"{name}/{rank}"))
+            found.append(b"".join(self._store.get(f"{name}/{rank}/{number}") for number in range(count)).decode())
+        return found
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
         """Wait until every rank has said its `identity`. Raises E605 that names the ranks that differ, and in what.

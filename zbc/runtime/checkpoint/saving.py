@@ -9,6 +9,7 @@ Until `.complete` is in place the checkpoint before is the newest, and it stays 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from zbc.runtime.checkpoint.together import together
 from zbc.runtime.state import Worker
 
 _LOOK_S = 1.0
+_PARTS = "parts of a checkpoint"  # what ranks have written, for rank 0
 
 
 @dataclass
@@ -128,8 +130,8 @@ class Checkpoints:
         began, rank = time.monotonic(), self.worker.rank
         folder = disk.folder_of(self.folder, step)
         writer = SafetensorsWriter(folder, rank, self._alive)
-        told = together(self.board, f"checkpoint {number} written", lambda: self._write(writer, found), folder)
-        together(self.board, f"checkpoint {number} complete", lambda: self._complete(writer, told, step), folder)
+        together(self.board, f"checkpoint {number} written", lambda: self._write(writer, found), folder)
+        together(self.board, f"checkpoint {number} complete", lambda: self._complete(writer, step), folder)
         size = sum(one.bytes for one in writer.files.values())
         return f"wrote {_shown(folder)}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
 
@@ -140,15 +142,17 @@ class Checkpoints:
             if len(entry.holders) > 1:
                 copies[entry.name] = digest(entry.tensor)
                 self._alive()
-        return {**write_parts(writer, mine), "copies": copies, **self._own()}
+        self.board.leave(_PARTS, json.dumps({**write_parts(writer, mine), "copies": copies, **self._own()}))
+        return {}
 
     def _own(self) -> dict[str, Any]:
         batches = self.worker.batches
         return {} if batches is None else {"data_samples": batches.count}
 
-    def _complete(self, writer: SafetensorsWriter, told: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+    def _complete(self, writer: SafetensorsWriter, step: int) -> dict[str, Any]:
         if self.worker.rank != 0:
             return {}
+        told = [json.loads(text) for text in self.board.collect(_PARTS)]
         check_copies([one["copies"] for one in told], self.worker.plan.manifest.name)
         complete(writer, told, self._about(step, told))
         disk.prune(self.folder, self.options.keep)
