@@ -4,9 +4,9 @@
 
 A run on four gloo processes with a checkpoint every few steps and `max_restarts`; ranks are killed with SIGKILL. In one
 run at random moments, whatever it is doing then: a step, a checkpoint, a start. In another while a checkpoint is being
-written: its folder is there, and its `.complete` is not (a kill that would come too late is not made). In the end the
-losses of all steps are compared with those of a run that nobody disturbed, and so is every byte of the last
-checkpoint: weights, optimizer, everything.
+written: its folder is there, and its `.complete` never came (other kills do not count). In the end the losses of all
+steps are compared with those of a run that nobody disturbed, and so is every byte of the last checkpoint: weights,
+optimizer, everything.
 """
 
 from __future__ import annotations
@@ -97,14 +97,18 @@ class Killer:
                         self.missed += 1
                     else:
                         seen.discard(name)
-                        self._kill(f"{name} was being written")
+                        self._kill(f"{name} was being written", lambda name=name: not _complete(self.out, name))
                         self._others_started()
 
-    def _kill(self, when: str) -> None:
+    def _kill(self, when: str, counts: Callable[[], bool] = lambda: True) -> None:
         rank, pid = self.random.choice(sorted(_ranks().items()))
         os.kill(pid, signal.SIGKILL)
-        self.done += 1
-        self.tell(f"kill {self.done}: {rank}, {when}")
+        time.sleep(0.02)  # for the others to be gone too
+        if counts():
+            self.done += 1
+            self.tell(f"kill {self.done}: {rank}, {when}")
+        else:
+            self.missed += 1
 
     def _others_started(self) -> bool:
         """Wait until other processes are the ranks; whether that came to be."""
@@ -124,7 +128,7 @@ def _ranks() -> dict[str, int]:
 
 def _checkpoints(out: Path) -> set[str]:
     folder = out / "checkpoints"
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    return {entry.name for entry in folder.glob("step-*")}
 
 
 def _complete(out: Path, name: str) -> bool:
@@ -166,7 +170,7 @@ def disturbed(record: Record, plan: Path, out: Path, kills: int, seed: int, step
         killer.over.set()
         thread.join()
     restarts = sum(line.startswith("restart ") for line in lines)
-    late = f" ({killer.missed} more would have come too late)" if killer.missed else ""
+    late = f" ({killer.missed} more came, or would have come, when it was complete)" if killer.missed else ""
     record(f"{killer.done} kills{late}; {restarts} restarts, {seconds:.1f} s")
     return killer.done
 

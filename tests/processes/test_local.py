@@ -29,6 +29,7 @@ from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.plan import Plan
 from zbc.runtime import local
+from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.forking import fork_server
 
 QUICK = {"watchdog_s": 2.0, "steps": 10**6}
@@ -98,15 +99,20 @@ def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
 # ---- asked to stop -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_all_ranks_after_a_step(tmp_path, out, number):
-    plan, lines = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}), []
+@pytest.mark.parametrize(
+    ("number", "sync"),
+    [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],
+)
+def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_path, out, number, sync):
+    tables = {"train": {"steps": 10**6}, "optimizer": {"sync": sync}, "checkpoint": {"every": 10**5}}
+    plan, lines = write_plan(tmp_path, parallel={"pp": 2}, **tables), []
     stop = at_step(2, lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
-        run_here(plan, 2, out, each=lambda line: (lines.append(line), stop(line)))
+        run_here(plan, 2, out, each=lambda line: (lines.append(line), stop(line)), max_restarts=1)
     last = len(metrics(out))
     assert lines[-1] == f"stopped after step {last} (asked by {signal.Signals(number).name})"
-    assert lines[-2].startswith(f"step {last:7d}/1000000 ") and 2 <= last < 10**6
+    assert sum(line.startswith(f"step {last:7d}/1000000 ") for line in lines) == 1 and 2 <= last < 10**6
+    assert disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", last)
 
 
 def test_a_second_signal_ends_ranks_that_do_not_come_to_an_end(tmp_path, out):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.processes.plans import compiled, metrics, run_here, write_plan
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
-from zbc.runtime import launch
+from zbc.runtime import launch, torchrun
 from zbc.runtime.live import LiveLine
 from zbc.runtime.metrics import RunLog, RunSettings
 from zbc.runtime.progress import EvaluationResult, StepResult
@@ -227,3 +228,19 @@ def test_nccl_keeps_its_last_operations_unless_told_otherwise(tmp_path, monkeypa
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     launch._flight_recorder(gpu)
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+
+
+def test_what_the_flight_recorder_holds_is_written_where_torch_would(tmp_path, monkeypatch):
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch._recorder_file(3) == "/tmp/nccl_trace_rank_3"
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/nccl_")
+    assert launch._recorder_file(3) == f"{tmp_path}/nccl_3"
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/fr_")
+    path = Path(launch._recorder_file(3))
+    torchrun.write_flight_record(path)  # a torch without NCCL has nothing
+    assert path == tmp_path / "fr_3" and not path.exists()
+    monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", lambda: b"ops", raising=False)
+    torchrun.write_flight_record(path)
+    assert path.read_bytes() == b"ops"
+    torchrun.write_flight_record(tmp_path / "not" / "there")

@@ -142,6 +142,12 @@ def _flight_recorder(manifest: Manifest) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
+def _recorder_file(rank: int) -> str:
+    """Where torch would write what NCCL's flight recorder holds."""
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return next((os.environ[name] for name in names if name in os.environ), "/tmp/nccl_trace_rank_") + str(rank)
+
+
 def _check_torch() -> None:
     wanted = ".".join(map(str, _TORCH))
     try:
@@ -216,4 +222,5 @@ def _place() -> Place:
         hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         run=f"zbc/{env.get('TORCHELASTIC_RUN_ID', '')}",
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+        recorder_file=_recorder_file(rank) if env.get("TORCH_NCCL_DUMP_ON_TIMEOUT") != "0" else None,
     )

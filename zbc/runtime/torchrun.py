@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from zbc.closed_pipe import EXIT_PIPE
-from zbc.errors import EXIT_INTERRUPTED, ZbcError
+from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, open_store
 from zbc.runtime.interface import bind_towards
@@ -44,6 +45,7 @@ class Place:
     hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
     run: str  # keeps runs apart in a store they share
     error_file: str | None  # what torchrun shows of a failure in its own summary
+    recorder_file: str | None = None  # for NCCL's flight recorder
 
 
 def check_devices(manifest: Manifest, place: Place) -> None:
@@ -102,6 +104,8 @@ def _run(
             end(EXIT_INTERRUPTED)
 
     def leave(code: int) -> NoReturn:
+        if code == RUN_FAILED and place.recorder_file is not None and device.type == "cuda":
+            in_time(functools.partial(write_flight_record, Path(place.recorder_file)), 5.0)
         _linger(place)
         end(code)
 
@@ -148,6 +152,17 @@ def _device(manifest: Manifest, place: Place) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
+
+
+def write_flight_record(path: Path) -> None:
+    """Write down NCCL's last operations, for `torchfrtrace`.
+
+    torch does so when NCCL times out, which it does not get to: the watchdog ends the run long before.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private, and only where torch has NCCL
+    if dump is not None:
+        with suppress(OSError, TypeError):
+            path.write_bytes(dump())
 
 
 def _tell_torchrun(failure: Failure, path: str | None) -> None:
