@@ -233,6 +233,22 @@ def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
         assert beside.read_bytes() == between.read_bytes()
 
 
+def test_a_file_in_many_blocks_is_the_file_in_one(monkeypatch, tmp_path):
+    tensors = {"a": torch.arange(700.0), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros((), dtype=torch.bool)}
+    shapes = {"a": [7, 100], "b": [3], "c": []}
+    one = storage._write(tmp_path / "one", tensors, shapes, lambda: None)
+    monkeypatch.setattr(disk, "BLOCK", 64)
+    monkeypatch.setattr(storage, "_SYNCED", 1000)
+    synced, alive = [], []
+    monkeypatch.setattr(storage.os, "fsync", synced.append)
+    assert storage._write(tmp_path / "many", tensors, shapes, lambda: alive.append(1)) == one
+    raw = (tmp_path / "many").read_bytes()
+    assert raw == (tmp_path / "one").read_bytes() and one == (len(raw), hashlib.sha256(raw).hexdigest())
+    assert len(synced) == 1 + len(raw) // 1000 and len(alive) > len(raw) // 64
+    found = load_file(tmp_path / "many")
+    assert all(found[name].equal(tensor.view(shapes[name])) for name, tensor in tensors.items())
+
+
 def test_so_many_stay_and_the_last_step_is_saved(tmp_path):
     train(plan(checkpoint={"every": 2, "keep": 2}), 7, tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
