@@ -207,6 +207,40 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
     assert eight.w == pytest.approx(table[1].w + 6 * 3 * 2 * 4096 * 14336 * tokens / 1e9, rel=1e-3)
 
 
+def test_all_experts_have_weights_to_read_and_gradients_to_write():
+    """Where memory is the limit, F of six experts more reads six MLPs more, and W writes and adds as many."""
+    slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
+    two, eight = (
+        estimate.layers(job(model={"hidden": 64, "experts": experts}, hardware=slow))[1] for experts in (2, 8)
+    )
+    mlp, router, tokens = 6 * 2 * 64 * 256, 6 * 64, 2 * 16
+    assert 1e6 * (eight.f - two.f) == pytest.approx(4 * (mlp + router + 6 * tokens) + 6 * 8 * tokens)
+    biases = 6 * (256 + 64)
+    assert 1e6 * (eight.w - two.w) == pytest.approx(4 * (mlp + router + 6 * tokens) + 12 * (mlp + router + biases))
+
+
+def test_activations_grow_with_the_experts_a_token_meets():
+    """Per expert more: its rows on their way there and back, and what an MLP keeps."""
+    for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
+        sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
+        one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
+        tokens = 2 * 16
+        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128)
+        assert two.act_w - one.act_w == 4 * tokens * (2 * 64 + given * 128)
+
+
+def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
+    slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
+    tokens, h, vocab = 2 * 16, 32, 256
+    for low, n, cast in (({}, 4, 0), ({"dtype": "bfloat16", "parameters": "bfloat16"}, 2, 6)):
+        head = estimate.layers(job(model=low, hardware=slow))[-1]
+        product = n * (tokens * (h + vocab) + h * vocab)
+        norm = h * tokens * (2 * 4 + 2 * cast), h * tokens * (5 * 4 + 2 * cast)
+        assert 1e6 * head.f == pytest.approx(product + norm[0] + (12 + cast) * vocab * tokens)
+        assert 1e6 * head.b == pytest.approx(product + norm[1] + (20 + cast) * vocab * tokens)
+        assert 1e6 * head.w == pytest.approx(product + (12 + cast) * h * vocab)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [

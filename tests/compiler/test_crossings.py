@@ -3,14 +3,81 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from tests.jobs import toml_text
-from zbc.compiler.compare import combinations, compare, row
+from zbc.compiler.compare import Row, combinations, compare, row
 from zbc.compiler.crossings import crossings, unlocated
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
+
+
+def made_up(name, value, ms, held=1):
+    """A row without a plan behind it."""
+    report = SimpleNamespace(bytes_known=True, peak_bytes=held, peak_activation_units=float(held))
+    return Row(name, (("costs.comm", f"{value:.12g}"),), report, step_ms=ms)
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Crossings of schedules whose times are functions of the transfer time."""
+
+    def find(functions, *values, every=True):
+        def plan(path, overrides, name, settings, budget):
+            value = float(dict(settings)["costs.comm"])
+            return made_up(name, value, functions[name](value))
+
+        monkeypatch.setattr("zbc.compiler.crossings.row", plan)
+        rows = [made_up(name, value, functions[name](value)) for value in values for name in functions]
+        found = crossings(None, (), rows, every=every)
+        return [(one.before[0], one.after[0], one.at, one.leading) for one in found]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("rising", "level"),
+    [
+        (lambda x: 1 + 2 * x, 1.5),
+        (lambda x: 1 + x * x, 3**0.5),
+        (lambda x: 2 + max(0.0, 8 * (x - 3)), 3.25),  # level ground, then steep
+        (lambda x: 5 - 3 / (x + 0.1), 2.9),
+        (lambda x: 3 if x < 6.25 else 5, 6.25),  # a jump
+    ],
+)
+def test_functions_cross_where_they_are_level_within_a_fifth_of_a_percent(curves, rising, level):
+    ((before, after, at, leading),) = curves({"rising": rising, "flat": lambda x: 4.0}, 0.0, 10.0)
+    assert (before, after, leading) == ("rising", "flat", True) and at == pytest.approx(level, rel=2.5e-3)
+
+
+def test_a_value_at_which_two_are_level_does_not_hide_that_they_change_places(curves):
+    falling = {"a": lambda x: x, "b": lambda x: 4 - x, "far": lambda x: 100.0}
+    ((before, after, at, _),) = curves(falling, 1.0, 2.0, 3.0)
+    assert (before, after) == ("a", "b") and at == pytest.approx(2.0)
+    assert curves({"a": lambda x: 1 + abs(x - 2), "b": lambda x: 1.0}, 1.0, 2.0, 3.0) == []
+
+
+def test_every_leader_between_two_values_is_found(curves):
+    lines = {f"{slope}": (lambda x, slope=slope: slope * x + (4 - slope) ** 2) for slope in range(5)}
+    found = [one for one in curves(lines, 0.0, 9.0, every=False) if one[3]]
+    assert [(before, after) for before, after, _, _ in found] == [("4", "3"), ("3", "2"), ("2", "1"), ("1", "0")]
+    assert [at for _, _, at, _ in found] == pytest.approx([1.0, 3.0, 5.0, 7.0], rel=2.5e-3)
+
+
+def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_same_memory(monkeypatch, tmp_path):
+    rows = {"a": (1.0, 9), "b": (1.0, 7), "c": (2.0, 7), "d": (2.0, 5), "e": (3.0, 6), "f": (2.0, 5)}
+    monkeypatch.setattr("zbc.compiler.compare.row", lambda _p, _o, name, *_: made_up(name, 1, *rows[name]))
+    ranked = compare(tmp_path, (), [(name, ()) for name in rows])
+    assert [(one.schedule, one.front) for one in ranked] == [
+        ("b", True),
+        ("a", False),
+        ("d", True),
+        ("f", True),
+        ("c", False),
+        ("e", False),
+    ]
 
 
 @pytest.fixture
