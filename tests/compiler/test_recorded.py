@@ -116,6 +116,15 @@ def test_each_cause_gets_what_is_its(tmp_path):
     assert first.drain == 0.0 and second.drain > 0.0
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h2", "zb-v"])
+def test_what_is_predicted_of_a_step_without_a_barrier_adds_up_to_it(kind):
+    plan = compiled(kind, optimizer={"sync": "post-validate"})
+    for rank, shares in enumerate(blame.predicted(plan.program, plan.timeline, plan.costs)):
+        assert shares.total == pytest.approx(plan.report.ahead_ms, rel=1e-6)
+        assert shares.compute == pytest.approx(plan.timeline.busy(rank)) and shares.optimizer >= 2 * 2.0
+        assert shares.drain == 0.0 and sum(shares.senders.values()) <= shares.message + 1e-6
+
+
 def test_waiting_is_put_down_to_the_rank_that_is_late(tmp_path):
     plan = compiled("zb-h1")
     usual, slow = (

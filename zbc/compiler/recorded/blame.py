@@ -13,13 +13,14 @@ The prediction knows the same causes, but for `host`, which it counts into the o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.recorded.view import Step
 from zbc.compiler.simulate import Timeline
-from zbc.compiler.steps import optimizer_ms
+from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import AHEAD, COMPUTE, Kind, Op, Placement, Program
 from zbc.trace import Cause, Recorded
 
@@ -125,25 +126,52 @@ def _sender(placement: Placement, op: Op, rank: int) -> int:
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
-    """The same as predicted of a step with its optimizer and the barrier, per rank of a pipeline, in ms."""
+    """The same as predicted of a settled step with its optimizer, per rank of a pipeline, in ms."""
     ranks = range(timeline.ranks)
+    if any(op.kind in AHEAD for op in program.ranks[0]):
+        *_, before, last = islice(consecutive(program, costs), SETTLES)
+        return [_settled(before.closes(rank), last, rank) for rank in ranks]
     steps = [optimizer_ms(program, costs, rank) for rank in ranks]
     found = []
     for rank in ranks:
         idle = timeline.idle(rank)
         one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, idle.sums + costs.agree, steps[rank])
         one.drain += max(steps) - steps[rank]
-        one.senders = _predicted_senders(timeline, rank)
+        one.senders = dict(_waits(timeline, rank))
         found.append(one)
     return found
 
 
-def _predicted_senders(timeline: Timeline, rank: int) -> dict[int, float]:
-    """Whom a rank waits for between its ops, in ms."""
-    dag, found = timeline.dag, dict[int, float]()
-    for i in range(dag.first[rank] + 1, dag.first[rank + 1]):
-        idle = timeline.start[i] - timeline.end[i - 1]
-        source = dag.source[i]
-        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank:
-            found[dag.rank[source]] = found.get(dag.rank[source], 0.0) + idle
+def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
+    """Of a step without a barrier, which begins for a rank as it ends the one before."""
+    dag, free = timeline.dag, begin
+    found = Shares()
+    computes = False
+    for i in range(dag.first[rank], dag.first[rank + 1]):
+        idle, took = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i]
+        first = dag.ops[i].kind in COMPUTE and not computes
+        computes = computes or first
+        if computes and not first:
+            found.message += idle
+        else:
+            found.warm_up += idle
+        if dag.ops[i].kind in COMPUTE:
+            found.compute += took
+        else:
+            found.optimizer += took
+        free = timeline.end[i]
+    found.sums = max(0.0, timeline.closes(rank) - timeline.last_end(rank))
+    found.senders = dict(_waits(timeline, rank))
     return found
+
+
+def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
+    """Whom a rank waits for between its ops, and for how many ms."""
+    dag, found = timeline.dag, dict[int, float]()
+    mine = range(dag.first[rank], dag.first[rank + 1])
+    first = next((i for i in mine if dag.ops[i].kind in COMPUTE), mine.stop)
+    for i in range(first + 1, mine.stop):
+        idle, source = timeline.start[i] - timeline.end[i - 1], dag.source[i]
+        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank and dag.ops[i].kind in COMPUTE:
+            found[dag.rank[source]] = found.get(dag.rank[source], 0.0) + idle
+    yield from found.items()
