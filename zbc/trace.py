@@ -228,11 +228,12 @@ class RankTrace:
         """One step. KeyError if it was not recorded."""
         timing = self.timings[step]
         begins, own = self.aligned(timing.begin_ns), timing.begin_ns
+        aligned = self.aligned if any(clock.offset_ns for clock in self.clocks) else int
         leads = iter(timing.lead_ns)
         waits = tuple(_waits(timing.waits))
-        ahead = {index: 0 for index in range(len(self.ops))}
+        ahead = [0] * (len(self.ops) + 1)
         for wait in waits:
-            if wait.cause is not Cause.ALL and wait.op < len(self.ops):
+            if wait.cause is not Cause.ALL:
                 ahead[wait.op] += wait.ns
         start, work, end = list[int](), list[int](), list[int]()
         at = begins
@@ -240,7 +241,7 @@ class RankTrace:
             start.append(at)
             lead = next(leads) if op.kind in COMPUTE else min(ahead[index], took)
             own += took
-            close = self.aligned(own)
+            close = aligned(own)
             work.append(min(at + lead, close))
             end.append(close)
             at = close

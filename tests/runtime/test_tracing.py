@@ -24,8 +24,11 @@ from zbc.trace import Cause, Clock, Head, Writer
 LIMIT = timedelta(seconds=20)
 
 
-def traced(tmp_path, plan, steps, total):
-    """Train `total` steps with all ranks as threads and record `steps` (from 0); the workers and the trace."""
+def traced(tmp_path, plan, steps, total, change=lambda worker: None):
+    """Train `total` steps with all ranks as threads and record `steps` (from 0); the workers and the trace.
+
+    `change` may do something to each worker before.
+    """
     folder = tmp_path / "run"
     manifest = plan.manifest
     files = assemble(
@@ -43,6 +46,7 @@ def traced(tmp_path, plan, steps, total):
     tracers = {}
 
     def setup(worker):
+        change(worker)
         head = Head(manifest.id, worker.rank, "cpu", "here:1", len(worker.script))
         same = Clock(time.perf_counter_ns(), 0, 0)
         tracers[worker.rank] = Tracer(worker, Writer(folder, head), frozenset(steps), total, lambda: same)

@@ -41,7 +41,7 @@ class Recording:
     def dag(self) -> Dag:
         return build(self.steps[0].program, ahead=self.ahead)
 
-    @property
+    @cached_property
     def _origin(self) -> int:
         return self.steps[0].begins
 

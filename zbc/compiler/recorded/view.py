@@ -49,11 +49,11 @@ class Step:
         """Whether all ranks end a step before any begins the next."""
         return any(op.kind is Kind.VALIDATE for op in self.program.ranks[0])
 
-    @property
+    @cached_property
     def begins(self) -> int:
         return min(rank.begins for rank in self.ranks)
 
-    @property
+    @cached_property
     def ends(self) -> int:
         return max(rank.ends for rank in self.ranks)
 
@@ -66,11 +66,9 @@ class Step:
         """How long the step took."""
         return max(b - a for a, b in map(self.window, range(len(self.ranks))))
 
-    def compute(self, rank: int) -> Iterator[tuple[int, Op]]:
+    def compute(self, rank: int) -> list[tuple[int, Op]]:
         """The compute ops of a rank with their places."""
-        for index, op in enumerate(self.ranks[rank].ops):
-            if op.kind in COMPUTE:
-                yield index, op
+        return [(index, op) for index, op in enumerate(self.ranks[rank].ops) if op.kind in COMPUTE]
 
     @cached_property
     def own(self) -> list[tuple[int, int]]:
