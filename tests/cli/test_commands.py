@@ -412,7 +412,8 @@ def test_init_writes_into_the_current_directory(zbc):
 
 def test_config_show_is_a_job_file_of_the_same_job_with_the_origin_of_each_value(zbc, job):
     changes = ["--set", "train.steps=7", "--schedule", "zb-h1"]
-    out = zbc("config", "show", job(data={"args": {"a-b": [1, "x"], "c": True}, "kind": "m:f"}), *changes).out
+    tables = {"optimizer": {"schedule": {"kind": "cosine"}}, "schedule": {"ramp": [{"microbatches": 1, "steps": 1}]}}
+    out = zbc("config", "show", job(data={"args": {"a-b": [1, "x"], "c": True}, "kind": "m:f"}, **tables), *changes).out
     for line, origin in [
         ("hidden = 32", "zbc.toml:5:10"),
         ("steps = 7", "--set train.steps=7"),

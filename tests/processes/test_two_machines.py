@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -48,9 +49,9 @@ def written(start):
     return [line for line in PAGE.splitlines() if line.startswith(start)]
 
 
-def documented(start):
-    """The commands of the page that begin like this, for one rank a machine; `node1` is to be filled in."""
-    return [line.replace("--nproc-per-node 4", "--nproc-per-node 1") for line in written(start)]
+def documented(start, ranks=1):
+    """The commands of the page that begin like this, for so many ranks a machine; `node1` is to be filled in."""
+    return [line.replace("--nproc-per-node 4", f"--nproc-per-node {ranks}") for line in written(start)]
 
 
 def free_port():
@@ -78,15 +79,20 @@ def trains(plan, out, places, commands):
     with running(*processes):
         said = [process.communicate(timeout=80) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
+    hosts = [name.rpartition(":")[0] for name in json.loads((out / "run.json").read_text())["processes"]]
+    assert len(hosts) == Plan.read(plan).manifest.world
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = reference(Plan.read(plan), 3).losses
     torch.set_num_threads(before)
-    assert [row["loss"] for row in metrics(out)] == expected
+    assert [row["loss"] for row in metrics(out)] == pytest.approx(expected, abs=1e-6)
 
 
-def test_two_machines_with_fixed_numbers(places, plan, tmp_path):
-    commands = documented("torchrun --nnodes 2 --node-rank")
+def test_two_machines_with_fixed_numbers(places, tmp_path):
+    """Two copies of a pipeline of two ranks; a machine has both copies of a rank, and messages go to the other."""
+    hardware = {"ranks_per_node": 2}
+    plan = write_plan(tmp_path, parallel={"pp": 2, "dp": 2, "node": [1, 2]}, hardware=hardware)
+    commands = documented("torchrun --nnodes 2 --node-rank", ranks=2)
     assert len(commands) == 2
     port = free_port()
     filled = [command.replace("node1", places[0].address).replace("29500", port) for command in commands]

@@ -84,7 +84,7 @@ def listing(job: Job) -> Iterator[str]:
 def _toml(value: Any) -> str:
     """A plain value as TOML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped, JSON does not
