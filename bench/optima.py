@@ -1,25 +1,35 @@
 """Small pipelines and their proven optima, for tests/search/test_optimal.py: writes tests/search/optima.json.
 
     python bench/optima.py [SECONDS]
+    python bench/optima.py --new [COUNT] [--minutes N]
 
 Each case gets at most SECONDS (600) of CP-SAT; those not proven within them are named and left out. Which cases there
 are is fixed below, whatever a search finds on them.
+
+With `--new`, other random cases instead, until COUNT (40) are proven within SECONDS (20) each: how often the search,
+with the work that the plain engine does in two seconds, finds the optimum. The record is a dated file; the tests keep
+to the cases of the first form.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 
+from record import Record
+
+from zbc.compiler.bounds import bounds
 from zbc.compiler.cost import Costs
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least, one_by_one
-from zbc.compiler.search.portfolio import Effort, search
+from zbc.compiler.search.portfolio import PLAIN_RATE, Effort, search
 from zbc.compiler.search.problem import Problem
 from zbc.ir import Placement
 
@@ -87,8 +97,51 @@ def uneven(rng: Random, where: Placement) -> Costs:
     return Costs(*times, act_b, act_w, (links,))
 
 
-def main() -> None:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
+def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
+    """Random cases without end, as `cases`."""
+    rng = Random(seed)
+    for number in count():
+        kind, p, m = rng.choice(("linear", "V")), rng.randint(2, 4), rng.randint(2, 8)
+        where = Placement.linear(p) if kind == "linear" else Placement.vshape(p)
+        even = rng.random() < 0.3
+        costs = Costs.uniform(where, *PROFILES[rng.choice(sorted(PROFILES))]) if even else uneven(rng, where)
+        needs = max(least(Problem.make(where, costs, m, None)))
+        limit = round(needs * rng.uniform(1.0, 2.5) + 0.005, 2)
+        objective = rng.choice(("span", "makespan"))
+        name = f"new {number} {kind} p={p} m={m} {'even' if even else 'uneven'} {objective}"
+        yield name, where, costs, m, limit, objective
+
+
+def hit_rate(wanted: int, seconds: float, minutes: float) -> None:
+    """How often a search finds the optimum of a new case, and by how much it misses the others."""
+    record, engine = Record("optima-new"), Engine(available())
+    gaps: list[float] = []
+    tried, stop = 0, time.monotonic() + 60 * minutes
+    for name, where, costs, m, limit, objective in fresh(2027):
+        if len(gaps) == wanted or time.monotonic() > stop:
+            break
+        tried += 1
+        problem = Problem.make(where, costs, m, limit)
+        bound = getattr(bounds(where, costs, m, limit), objective)
+        orders = [("one by one", one_by_one(problem))]
+        found = search(problem, objective, Effort(2 * PLAIN_RATE), engine, orders=orders, target=bound).best
+        if found is None:
+            sys.exit(f"{name}: no order")
+        proof = solve(problem, objective, start=found.order, lower=bound, seconds=seconds, workers=1)
+        gap = found.cost(objective) / proof.cost - 1
+        outcome = "not proven" if not proof.optimal else "optimal" if gap <= 1e-6 else f"{100 * gap:.2f}% above"
+        record(f"{name} {limit} units: found {found.cost(objective):.3f}, proven {proof.lower:.3f}: {outcome}")
+        gaps += [gap] if proof.optimal else []
+    hits = sum(gap <= 1e-6 for gap in gaps)
+    record(
+        f"{tried} cases, {len(gaps)} of them proven within {seconds:g} s each: the search found {hits} of these optima,"
+    )
+    record(f"the worst of the rest {100 * max(gaps, default=0.0):.2f}% above (to reach: 90%, 2%)")
+    record.write()
+
+
+def prove(seconds: float) -> None:
+    """Write the file of the tests."""
     engine = Engine(available())
     rows, missing = [], []
     for name, where, costs, m, limit, objective in cases():
@@ -112,6 +165,18 @@ def main() -> None:
         rows.append(row | {"comm": costs.comm[0], "optimum": round(proof.cost, 6)})
     FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     print(f"{len(rows)} proven, in {FILE.name}; not proven: {', '.join(missing) or 'none'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Proven optima of small pipelines.")
+    parser.add_argument("seconds", type=float, nargs="?", help="of the solver, for each case")
+    parser.add_argument("--new", type=int, nargs="?", const=40, help="as many new cases instead, for a hit rate")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new case later than this")
+    options = parser.parse_args()
+    if options.new is not None:
+        hit_rate(options.new, options.seconds or 20.0, options.minutes)
+    else:
+        prove(options.seconds or 600.0)
 
 
 if __name__ == "__main__":

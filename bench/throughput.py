@@ -4,10 +4,10 @@
 
 Both runtimes run in the same processes and take turns, step by step, so that a busy machine slows both; one thread per
 kernel. The peer is torch's general runtime with our order of ops and its own split of backward; with recompute its
-layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer runs the same optimizer after its
-step, without the gradient norm over ranks that ours computes. A ratio above 1 says that ours is faster; `cpu` is the
-same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the time the
-main thread spends per op when stages compute nothing, and what as many bare transfers of torch take of it.
+layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer sums the norm of all gradients over
+the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
+is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
+time the main thread spends per op when stages compute nothing, and what bare transfers of torch and reading data take.
 """
 
 from __future__ import annotations
@@ -142,8 +142,11 @@ def over_ranks(number: float, how: str = "MAX") -> float:
     return tensor.item()
 
 
-def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float]:
-    """Ops of a step of rank 0, us of its main thread per op, and what torch's own calls for transfers take of that."""
+def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float, float]:
+    """Ops of a step of rank 0, us of its main thread per op, and of that torch's own calls for transfers, and the data.
+
+    A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
+    """
     import ours
 
     from zbc.plan import Plan
@@ -152,14 +155,18 @@ def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float
     ops = plan.program.ranks[rank]
     runtime = ours.build(plan, rank, limit)
     transfers = sum(op.kind.is_transfer for op in ops) / len(ops)
-    whole, bare = [], []
+    whole, bare, data = [], [], []
     for step in range(60):
         over_ranks(0.0)
         began = time.thread_time()
         runtime.step(step)
         whole.append((time.thread_time() - began) / len(ops) * 1e6)
         bare.append(transfers * bare_transfers(rank) * 1e6)
-    return len(ops), statistics.median(whole[10:]), statistics.median(bare[10:])
+        began = time.thread_time()
+        for mb in range(plan.manifest.microbatches if rank == 0 else 0):
+            runtime.worker.batches.inputs(step, mb)
+        data.append((time.thread_time() - began) / len(ops) * 1e6)
+    return len(ops), *(statistics.median(column[10:]) for column in (whole, bare, data))
 
 
 def bare_transfers(rank: int, count: int = 30) -> float:
@@ -202,10 +209,9 @@ def main() -> None:
         for case, count in zip(cases, counts, strict=True):
             report(record, case, count, next(found))
         for kind in IDLE:
-            ops, whole, bare = next(found)
-            record(
-                f"idle {kind:11} {ops:5} {whole:9.1f} us of the main thread per op, {bare:.1f} of it torch's transfers"
-            )
+            ops, whole, bare, data = next(found)
+            parts = f"{bare:.1f} of it torch's transfers, {data:.1f} reading a dataset of the user's"
+            record(f"idle {kind:11} {ops:5} {whole:9.1f} us of the main thread per op, {parts}")
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())

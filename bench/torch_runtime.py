@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peer import write_order
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -33,7 +34,7 @@ class Checkpointed(nn.Module):
 
 
 def build(plan: Plan, rank: int, folder: Path, *, recompute: bool) -> Callable[[int], None]:
-    """A function that trains one step on this rank, with the optimizer of the plan behind it."""
+    """A function that trains one step on this rank; behind it the norm of all gradients, clipping, the optimizer."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
     by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}
@@ -53,12 +54,17 @@ def build(plan: Plan, rank: int, folder: Path, *, recompute: bool) -> Callable[[
     samples = build_samples(settings.data, settings.model, seed)
     batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
     first, last = 0 in modules, placement.stages - 1 in modules
-    optimizer = torch_optimizer(settings.optimizer, [p for part in modules.values() for p in part.parameters()])
+    parameters = [p for part in modules.values() for p in part.parameters()]
+    optimizer, largest = torch_optimizer(settings.optimizer, parameters), settings.optimizer.clip_grad_norm
 
     def run(step: int) -> None:
         inputs = (torch.cat([batches.inputs(step, mb) for mb in range(m)]),) if first else ()
         options = {"target": torch.cat([batches.targets(step, mb) for mb in range(m)])} if last else {}
         schedule.step(*inputs, **options, return_outputs=False)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
+        dist.all_reduce(norm)
+        if largest is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm.sqrt())
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()

@@ -62,7 +62,7 @@ def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
     if key.stage == 0:
         return x
-    return x.detach().requires_grad_(x.is_floating_point())
+    return x.requires_grad_() if x.is_floating_point() else x  # made for this op alone, here or by the stage before
 
 
 def _batches(worker: Worker) -> Batches | Prefetched:
@@ -104,13 +104,15 @@ def _backward(worker: Worker, op: Op, *, split: bool) -> Slot | None:
     if not end:
         grad = _output_grad(worker, key, stage, message)
     worker.clock.start()
-    if slot is not None:
-        slot.split = split
-    before = swap_slot(slot)
-    try:
+    if slot is None:
         tape.backward(grad)
-    finally:
-        swap_slot(before)
+    else:
+        slot.split = split
+        before = swap_slot(slot)
+        try:
+            tape.backward(grad)
+        finally:
+            swap_slot(before)
     if key.stage > 0:
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if x.grad is None else x.grad

@@ -28,7 +28,7 @@ class Layer:
     traits: Traits
     buffers: tuple[Place, ...] = ()  # those its forward changes
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether nothing needs to be done around its forward."""
         return not (self.traits.random or self.traits.overwrites or self.buffers)
@@ -57,7 +57,7 @@ class Stage:
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
 
-    @property
+    @functools.cached_property
     def casts_weights(self) -> bool:
         """Whether its linear layers keep casts of their weights for all microbatches."""
         return not isinstance(self.autocast, nullcontext)
@@ -69,19 +69,24 @@ class Stage:
 
         Draws of dropout depend on (seed, step, microbatch, layer) alone.
         """
+        if slot is None:  # as it is between two ops
+            return self._forward(x, step, mb, finish)
         before = swap_slot(slot)
         try:
-            if self.recompute and self.layers:
-                return self._keep_inputs(x, step, mb, finish)
-            with self.autocast:
-                for layer in self.layers:
-                    if layer.buffers:
-                        renew(layer.buffers)
-                    x = self._run(layer, x, step, mb)
-                y = finish(x)
-            return y, Graph(y)
+            return self._forward(x, step, mb, finish)
         finally:
             swap_slot(before)
+
+    def _forward(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
+        if self.recompute and self.layers:
+            return self._keep_inputs(x, step, mb, finish)
+        with self.autocast:
+            for layer in self.layers:
+                if layer.buffers:
+                    renew(layer.buffers)
+                x = layer.module(x) if layer.plain else self._run(layer, x, step, mb)
+            y = finish(x)
+        return y, Graph(y)
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         """What `finish` makes of the stage's output, with nothing kept for a backward.

@@ -76,6 +76,11 @@ class Act:
     ahead: Ahead | None = None  # of a plan without a barrier
 
     @functools.cached_property
+    def microbatches(self) -> int:
+        """Of one copy of the pipeline."""
+        return self.plan.manifest.microbatches
+
+    @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
@@ -207,7 +212,7 @@ class Worker:
 
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
-        return self.copy * self.plan.manifest.microbatches + mb
+        return self.copy * self.act.microbatches + mb
 
     def share(self, dtype: torch.dtype) -> Tensor:
         """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
