@@ -203,6 +203,45 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting(monkeypatch):
     assert error.details[-1].startswith("the store of the run does not answer")
 
 
+class Mortal:
+    """A store that ends when it is told to."""
+
+    def __init__(self):
+        self.store, self.dead = dist.HashStore(), threading.Event()
+
+    def __getattr__(self, name):
+        def call(*args):
+            if self.dead.is_set():
+                raise RuntimeError("Connection reset by peer")
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
+    monkeypatch.setattr("zbc.runtime.watchdog._ALONE_S", 0.1)
+    store = Mortal()
+    dogs = [make(rank, 3, limit=60.0, store=store) for rank in range(3)]
+    for rank, (dog, _) in enumerate(dogs):
+        dog.start()
+        dog.watch(in_op("F s0 m0", since=0.0))
+        if rank == 2:
+            dog.nearly_done()
+    while any(len(dog._listener.heard) < 3 for dog, _ in dogs):
+        pass
+    store.dead.set()
+    (_, first), (_, second), (last, third) = dogs
+    assert first.any.wait(20) and second.any.wait(20)
+    (error,) = first.errors
+    assert error.code == "E702" and error.message == "run: the store of the run is gone, so its ranks cannot meet again"
+    assert second.orphaned == [7] and not second.errors
+    while not last._listener.cut_off:
+        pass
+    assert not third.any.is_set()  # has met the others for the last time
+    for dog, _ in dogs:
+        dog.stop()
+
+
 def test_a_call_that_fails_or_takes_too_long_gives_nothing():
     never = threading.Event()
     assert in_time(lambda: 3, 5.0) == 3
@@ -236,6 +275,7 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
         tell = one.ends.hung
         one.dog._hung = lambda error, tell=tell: (Board(store, 0, 2).report(7), tell(error))
         one.dog.phase("starting", waiting=True)
+        one.dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
         one.dog.start()
     while any(len(one.dog._listener.heard) < 2 for one in (late, waiting)):
         pass

@@ -161,6 +161,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         _save(worker, board, seat, options.save_hf, limit)
     watchdog.phase("ending")
     board.meet("ended", limit)
+    watchdog.nearly_done()
     worker.close()
     dist.destroy_process_group()
     return stopped

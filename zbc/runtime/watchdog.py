@@ -23,6 +23,7 @@ _ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
 _CLAIM_S = 5.0  # for the store to say who reports a failure
 _MUTE = "it was stopped, its machine is gone, or native code holds Python's lock"
+_ALONE_S = 5.0  # for what took the store with it to show in this rank itself
 _LATE = "it did not answer in time"
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
 
@@ -44,6 +45,7 @@ class Listener:
         self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
         self.failed: int | None = None
         self.reported: int | None = None
+        self.cut_off = False  # the store is gone
         self._thread = threading.Thread(target=self._run, name="zbc-listener", daemon=True)
 
     def start(self) -> None:
@@ -64,7 +66,7 @@ class Listener:
                 }
                 self.failed, self.reported = board.failed(), board.reported()
         except (RuntimeError, ZbcError):
-            return  # the store is gone; what was heard last stays, and ages
+            self.cut_off = True  # what was heard last stays, and ages
 
 
 class Watchdog:
@@ -90,7 +92,7 @@ class Watchdog:
         self._patience = self._long = max(60.0, 2 * limit)
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
-        self._standing_down = False
+        self._standing_down = self._nearly_done = False
         self._main = threading.get_ident()  # the thread that is watched
         self._done = threading.Event()
         self._listener = Listener(board, self.tick)
@@ -134,6 +136,10 @@ class Watchdog:
         """The rank's own thread ends the process; from here on the watchdog only beats and listens."""
         self._standing_down = True
 
+    def nearly_done(self) -> None:
+        """All ranks have met for the last time: the store may go from here on."""
+        self._nearly_done = True
+
     def await_report(self) -> None:
         """For a rank that failed because another did: stay until that one has told, so that it sees who is gone."""
         deadline = time.monotonic() + _GRACE_S
@@ -143,7 +149,7 @@ class Watchdog:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        count, ticked, failed_at = 0, time.monotonic(), None
+        count, ticked, failed_at, alone_since = 0, time.monotonic(), None, None
         board: Board | None = self._connect()
         while not self._done.wait(self.tick if count else 0.0):
             now = time.monotonic()
@@ -158,6 +164,11 @@ class Watchdog:
                     self._tell_stack(board)
                 if self._listener.reported is not None or now - failed_at > _GRACE_S:
                     self._leave()
+            elif self._listener.cut_off and not (self._standing_down or self._nearly_done):
+                alone_since = alone_since or now
+                if now - alone_since > _ALONE_S:
+                    self._end_alone()
+                    return
             elif self._stuck(now) and not self._standing_down:
                 self._report(now, board)
                 return
@@ -166,6 +177,15 @@ class Watchdog:
         if not self._standing_down:
             reported = self._listener.reported
             self._orphaned(_ENDED if reported is None else reported)
+
+    def _end_alone(self) -> None:
+        """Without the store ranks cannot meet again, for a checkpoint or the end: rank 0 says so, and all go."""
+        if self.rank != 0:
+            self._orphaned(_ENDED)
+            return
+        text = "run: the store of the run is gone, so its ranks cannot meet again"
+        hint = "torchrun's own process has ended, or the first machine: start the run again with --resume auto"
+        self._hung(ZbcError("E702", text, hint=hint))
 
     def _connect(self) -> Board | None:
         try:
@@ -216,7 +236,7 @@ class Watchdog:
         """The Python stacks of the ranks that hold the others up; `ask`: the store of the run answers."""
         mute = {*self.silent()} - {self.rank}
         wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
-        stacks = in_time(lambda: self._stacks(wanted), 4 * self.tick + 2.0) if ask and wanted else None
+        stacks = in_time(lambda: self._stacks(wanted), 3 * self.tick + 7.0) if ask and wanted else None
         found = {self.rank: frames.of_thread(self._main), **(stacks or {})}
         lines = []
         for rank in culprits:
@@ -228,7 +248,7 @@ class Watchdog:
 
     def _stacks(self, ranks: list[int]) -> dict[int, list[str]]:
         """Wait until these ranks have told where they are, or for a while."""
-        board, deadline = self._board(), time.monotonic() + 3 * self.tick + 1.0
+        board, deadline = self._board(), time.monotonic() + 3 * self.tick + 5.0
         while len(found := board.stacks(ranks)) < len(ranks) and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
         return found
