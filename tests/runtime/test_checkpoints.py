@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import shutil
+import threading
 
 import pytest
 import torch
@@ -233,6 +234,31 @@ def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
         assert beside.read_bytes() == between.read_bytes()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path):
+    """Nothing is written before the step behind the checkpoint has changed everything."""
+    later, original = threading.Event(), saving.write_parts
+
+    def write(writer, parts):
+        assert later.wait(60)
+        return original(writer, parts)
+
+    def watch(worker):
+        handler, op, text = worker.script[-1]
+
+        def run(worker, op):
+            handler(worker, op)
+            if worker.step == 3:
+                later.set()
+
+        worker.script[-1] = run, op, text
+
+    train(plan(ahead=ahead), 2, tmp_path / "between")
+    monkeypatch.setattr(saving, "write_parts", write)
+    train(plan(ahead=ahead, checkpoint={"every": 2, "at_end": False}), 4, tmp_path / "late", setup=watch)
+    same(at(tmp_path / "late", 2), at(tmp_path / "between", 2))
+
+
 def test_a_file_in_many_blocks_is_the_file_in_one(monkeypatch, tmp_path):
     tensors = {"a": torch.arange(700.0), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros((), dtype=torch.bool)}
     shapes = {"a": [7, 100], "b": [3], "c": []}
@@ -379,6 +405,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_too(damage, name, cop
     with pytest.raises(ZbcError) as caught:
         train(plan(), 4, resume=at(copy, 2))
     assert caught.value.code == "E612" and str(at(copy, 2) / name) in caught.value.message
+    if damage is cut_off and name == SHARD:
+        assert "bytes, " in caught.value.message and "were written" in caught.value.message
     assert caught.value.hint == f"go on from the one before: --resume {at(copy, 1)}"
     assert len(train(plan(), 3, resume=at(copy, 1))) == 2
 
