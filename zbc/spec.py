@@ -6,7 +6,7 @@ Each table is a frozen pydantic model. Reading collects every problem of a file 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,7 +25,7 @@ from zbc.section import Section as Section
 from zbc.wording import convert, did_you_mean, unknown
 
 VERSION = 1
-ACTIVATIONS = ("keep", "recompute", "offload")
+ACTIVATIONS = ("keep", "recompute", "auto", "offload")
 
 PerPart = NotNegative | list[NotNegative]  # one number for all ranks, stages or layers, or one each
 
@@ -131,12 +131,20 @@ class Memory(Section):
     """`[memory]`: what happens to activations between F and B."""
 
     activations: str | dict[str, str] = Field(
-        "keep", description='"keep" or "recompute", for all stages or some of them: { 0 = "recompute" }'
+        "keep",
+        description='"keep", "recompute", or "auto" where memory forces it; all stages or some: { 0 = "recompute" }',
     )
 
     def of(self, stage: int) -> str:
         """What happens to the activations of one stage."""
         return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
+
+    def settled(self, again: Collection[int], stages: int) -> Memory:
+        """With the stages that recompute, those of `again` where it was left open, in place of "auto"."""
+        if "auto" not in self.chosen():
+            return self
+        chosen = {str(s): "recompute" for s in range(stages) if s in again or self.of(s) == "recompute"}
+        return Memory(activations="keep" if not chosen else "recompute" if len(chosen) == stages else chosen)
 
     def chosen(self) -> set[str]:
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())
@@ -581,7 +589,7 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
             text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
             yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
         if choice not in ACTIVATIONS:
-            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep" or "recompute"'
+            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute" or "auto"'
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
 
 

@@ -73,7 +73,7 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
     assert f"id {plan.manifest.id}" in ran.out
     assert "zbc visualize plan" in ran.out
     assert "zbc run plan --local 4" in ran.out
-    for name in ("embed, layers.0", "layers.7, head"):
+    for name in ("embed", "head", *(str(names[-1]).removeprefix("layers.") for names in plan.manifest.layers)):
         assert name in ran.out
 
 
@@ -204,7 +204,7 @@ def test_compare_ranks_all_schedules_and_keeps_those_that_do_not_fit(zbc, job):
 def test_compare_finds_what_planning_one_by_one_finds(zbc, job):
     entries = zbc("compare", job(), "--schedules", "zb-v,1f1b", "--json").json()["schedules"]
     for entry in entries:
-        alone = compile_job(load_job(Path("zbc.toml"), schedule=entry["schedule"])).report.as_json()
+        alone = compile_job(load_job(Path("zbc.toml"), schedule=entry["schedule"]), budget=0.0).report.as_json()
         for key in set(alone) - {"compile_seconds"}:
             assert entry[key] == alone[key]
         gap = alone["makespan_ms"] / alone["lower_bound_makespan_ms"] - 1

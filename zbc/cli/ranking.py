@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zbc.cli import cuts
 from zbc.cli.console import table
 from zbc.text import GIB, aligned, percent, short, wrap
 
@@ -156,6 +157,7 @@ def as_table(
         left = [column.head for column in _columns(rows) if column not in columns]
         meanings = [f"{column.head}: {column.meaning}" for column in columns]
         yield from wrap([*meanings, *([f"-v: also {', '.join(left)}"] if left else [])], 78, between="; ")
+        yield from cuts.notes(rows)
 
 
 def _filled(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], columns: Sequence[Column]) -> RenderableType:

@@ -42,7 +42,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
-    yield labelled("stages", "layers, and ms per microbatch")
+    yield labelled("stages", *_cut_note(report))
     yield indented(_stages(compiled, verbose=verbose))
     if compiled.ramp:
         yield labelled("ramp", *_ramp(compiled))
@@ -197,13 +197,41 @@ _BYTES = {
 }
 
 
+def _cut_note(report: Report) -> Iterator[str]:
+    """What the cut loses, and how it was found."""
+    cut = report.cut
+    times = aligned([cut.busiest_ms, cut.balanced_ms])
+    unit, _ = _stage_unit(report)
+    kept = f" and {unit} kept for a microbatch, {unit} of weights, optimizer" if report.bytes_known else ""
+    yield f"layers, ms{kept or ' for a microbatch'}"
+    busy = f"rank {cut.busiest_rank} is busy for {times[0]} ms"
+    yield f"{busy}, {percent(cut.loss)} above perfect balance ({times[1]} ms)"
+    if cut.all_tried:
+        yield f"no other cut is better for this schedule ({cut.tried} simulated)"
+    elif cut.tried > 1:
+        yield f"the best of {cut.tried} cuts simulated"
+    again = [stage.stage for stage in cut.stages if stage.recompute]
+    if again:
+        some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
+        yield f"recomputed: {'all stages' if len(again) == len(cut.stages) else some}"
+
+
+def _stage_unit(report: Report) -> tuple[str, float]:
+    """In which memory of stages is shown."""
+    return ("GiB", GIB) if max(s.state_bytes for s in report.cut.stages) >= GIB / 10 else ("MiB", MIB)
+
+
 def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
-    made = table("stage", "rank", "layers", "F", "B", "W", left=3)
-    costs, placement = compiled.costs, compiled.program.placement
-    times = [aligned(column, 3) for column in (costs.f, costs.b, costs.w)]
+    """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
+    stages, known = compiled.report.cut.stages, compiled.report.bytes_known
+    _, scale = _stage_unit(compiled.report)
+    made = table("stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else []), left=3)
+    times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
+    sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
+    columns = [*times, *(sizes if known else [])]
     rows = [
-        [str(stage), ranges(placement.holders(stage)), layer_ranges(names), *(column[stage] for column in times)]
-        for stage, names in enumerate(compiled.layers)
+        [str(s.stage), ranges(s.ranks), layer_ranges(s.layers), *(column[row] for column in columns)]
+        for row, s in enumerate(stages)
     ]
     return _filled(made, rows, verbose=verbose)
 

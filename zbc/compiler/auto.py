@@ -8,15 +8,14 @@ is only what a lower bound rules out. So a budget is that of each search, and `a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zbc.compiler import estimate
-from zbc.compiler.check.memory import check_memory
-from zbc.compiler.limits import smallest
-from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
+from zbc.compiler.best import Best
+from zbc.compiler.judging import Case
 from zbc.compiler.schedules import BUDGET, SCHEDULES, Schedule
-from zbc.compiler.schedules.searched import OWN_LIMIT
-from zbc.compiler.single import Ordered, Prepared, cut, prepare
+from zbc.compiler.single import Ordered, Prepared
+from zbc.compiler.tailor import Tailor
 from zbc.errors import ZbcError
 from zbc.spec import Job
 
@@ -25,7 +24,21 @@ SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
 DEFAULT = (0.6, 0.2)  # of the usual budget, to the most promising ones, where none was asked for
 BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
-SAME = 1e-12
+WALKED = 2  # schedules whose cuts are walked where no budget was asked for
+INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A schedule that takes part, what it was first planned with and ms of these steps, and of the best of them."""
+
+    tailor: Tailor
+    plans: tuple[tuple[float, Prepared], ...]
+    step: float
+
+    @property
+    def case(self) -> Case:
+        return self.tailor.case
 
 
 def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
@@ -33,41 +46,102 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
 
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
-    best = _Best(job)
-    promising = _first_pass(best, table, budget)
-    promising.sort(key=lambda entry: entry[0])
-    for place, (_, prepared) in enumerate(promising):
-        if not best.rules_out(prepared):
-            seconds = BUDGET * DEFAULT[place] if budget is None and place < len(DEFAULT) else budget or 0.0
-            best.offer(prepared.make(seconds, compiled=True, rungs=budget or 0.0, beat=best.step))
+    best = Best(job)
+    entries: list[_Entry] = []
+    for schedule, chunks in _entrants(job):
+        try:
+            case = Case(job, table, schedule, chunks)
+        except ZbcError as error:
+            best.refuse(error, INF)
+            continue
+        entry = _first(best, Tailor(case), entries, budget)
+        entries += [] if entry is None else [entry]
+    entries.sort(key=lambda entry: entry.step)
+    if budget is None:
+        _usual(best, entries)
+    else:
+        for entry in entries:
+            _asked(best, entry, budget)
+    if not best.found:
+        for entry in entries:
+            if entry.case.schedule.searched:
+                entry.tailor.offer_least(best)
     return best.answer()
 
 
-def _first_pass(best: _Best, table: Sequence[estimate.Layer], budget: float | None) -> list[tuple[float, Prepared]]:
-    """Offers schedules by hand, and searched ones as the fast tier finds them; returns the latter with their steps."""
+def _first(best: Best, tailor: Tailor, entries: Sequence[_Entry], budget: float | None) -> _Entry | None:
+    """Offers what a schedule makes of the cuts that are always planned; of searched ones, as the fast tier finds it."""
+    case = tailor.case
+    if tailor.least_step(best.job) >= best.step:
+        return None
+    if not case.schedule.searched:
+        return _Entry(tailor, (), tailor.by_hand(best))
+    cuts = tailor.searchable()
+    if not cuts:
+        tailor.offer_least(best)
+    left = [one for one in map(case.prepared, cuts) if not best.rules_out(one)]
+    others = [other for entry in entries for _, other in entry.plans]
+    if all(any(_alike(one, other) for other in others) for one in left):
+        return None
+    if budget == 0 and not case.two_pipes:  # all there is to it comes in the second pass
+        return _Entry(tailor, tuple((INF, one) for one in left), float(len(entries)))
+    steps = [_two_pipes(best, left[0], 0.0, 0.0)] if case.two_pipes else []
+    steps += [best.offer(one.make(0.0, compiled=not case.two_pipes)) for one in left[len(steps) :]]
+    return _Entry(tailor, tuple(zip(steps, left, strict=True)), min(steps))
+
+
+def _two_pipes(best: Best, prepared: Prepared, budget: float, brief: float) -> float:
+    """Offers two pipes with the room they have, with room for everything, and under smaller limits; ms of the first."""
+    step = best.offer(prepared.make(budget))
+    widest = prepared.widest()
+    if widest is not prepared:
+        best.offer(widest.make(budget))
+    for smaller in widest.smaller():
+        if best.rules_out(smaller):
+            break
+        best.offer(smaller.make(brief))
+    return step
+
+
+def _usual(best: Best, entries: Sequence[_Entry]) -> None:
+    """Walks among the cuts of the most promising schedules, then searches for the most promising plans."""
     found: list[tuple[float, Prepared]] = []
-    for schedule, chunks in _entrants(best.job):
-        try:
-            prepared = prepare(best.job, table, schedule, chunks)
-        except ZbcError as error:
-            best.refuse(error, _needed(best.job, table, schedule, chunks))
+    for place, entry in enumerate(entries):
+        walked = place < WALKED and entry.case.free
+        if not entry.case.schedule.searched:
+            if walked:
+                entry.tailor.walk_by_hand(best, None)
             continue
-        if best.rules_out(prepared) or any(_alike(prepared, other) for _, other in found):
+        found += entry.plans
+        fresh = [one for one, _ in entry.tailor.plans(None)] if walked else []
+        known = [one for _, one in entry.plans]
+        found += [
+            (best.offer(one.make(0.0, compiled=True)), one)
+            for one in fresh
+            if not any(_alike(one, other) for other in known) and not best.rules_out(one)
+        ]
+    found.sort(key=lambda pair: pair[0])
+    for (_, prepared), share in zip(found, DEFAULT, strict=False):
+        if not best.rules_out(prepared):
+            best.offer(prepared.make(BUDGET * share, compiled=True, rungs=0.0, beat=best.step))
+
+
+def _asked(best: Best, entry: _Entry, budget: float) -> None:
+    """Offers what a schedule by name would be with that budget, and what it is under smaller limits."""
+    if entry.tailor.least_step(best.job) >= best.step:
+        return
+    if not entry.case.schedule.searched:
+        entry.tailor.walk_by_hand(best, budget)
+        return
+    for prepared, seconds in entry.tailor.plans(budget):
+        if best.rules_out(prepared):
             continue
-        if not schedule.searched or len(prepared.placement.pipes) > 1:
-            best.offer(prepared.make(budget or 0.0))
-            widest = prepared.widest()
-            if widest is not prepared:
-                best.offer(widest.make(budget or 0.0))
-            for smaller in widest.smaller():
-                if best.rules_out(smaller):
-                    break
-                best.offer(smaller.make(min(budget or 0.0, BRIEF)))
-        elif budget == 0:  # all there is to it comes in the second pass
-            found.append((len(found), prepared))
-        else:
-            found.append((best.offer(prepared.make(0.0, compiled=True)), prepared))
-    return found
+        if not entry.case.two_pipes:
+            best.offer(prepared.make(seconds, compiled=True, rungs=seconds, beat=best.step))
+        elif not any(_alike(prepared, other) for _, other in entry.plans):
+            best.offer(prepared.make(seconds))
+        elif seconds:
+            _two_pipes(best, prepared, seconds, min(seconds, BRIEF))
 
 
 def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:
@@ -86,65 +160,5 @@ def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:
 def _alike(one: Prepared, other: Prepared) -> bool:
     """Whether two searched schedules look for the same orders under the same limit."""
     same = one.placement == other.placement and one.limits == other.limits
+    same = same and one.stages == other.stages and one.again == other.again
     return same and one.schedule.splits_backward == other.schedule.splits_backward
-
-
-def _needed(job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None) -> float:
-    """The least limit with which the schedule works, to name the least of all; infinite if no limit helps."""
-    if schedule.name in OWN_LIMIT:
-        return float("inf")
-    try:
-        placement = schedule.placement(job.parallel.pp, schedule.stages_per_rank(chunks))
-        return smallest(job, placement, cut(job, placement, table)[1], split=schedule.splits_backward)
-    except ZbcError:
-        return float("inf")
-
-
-class _Best:
-    """The best order that fits, so far; and why others do not."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.step = float("inf")
-        self._ordered: Ordered | None = None
-        self._too_large: Ordered | None = None
-        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether it is about more than memory, the least limit
-
-    def offer(self, ordered: Ordered) -> float:
-        """Keep it if it is better and fits; what its step takes, in ms."""
-        step = ordered.step_ms(self.job)
-        if step < self.step * (1 - SAME):
-            if self._fits(ordered):
-                self._ordered, self.step = ordered, step
-            elif self._too_large is None:
-                self._too_large = ordered
-        return step
-
-    def _fits(self, ordered: Ordered) -> bool:
-        program = ordered.program
-        if self.job.hardware.memory_gib is not None:  # then receive buffers count
-            program = lower(program, self.job.optimizer.sync, ordered.costs)
-        try:
-            check_memory(self.job, peaks(program, ordered.costs), ordered.costs)
-        except ZbcError:
-            return False
-        return True
-
-    def rules_out(self, prepared: Prepared) -> bool:
-        """Whether no order of that schedule can be better; bounds know nothing of overlap."""
-        return self.job.costs.overlap == 0 and bool(prepared.least_step >= self.step * (1 - SAME))
-
-    def refuse(self, error: ZbcError, needed: float) -> None:
-        """A schedule that cannot be, and the limit from which it could."""
-        self._refused.append((error.code != "E303", needed, error))
-
-    def answer(self) -> Ordered:
-        """The best. If nothing fits, raises what names the least limit, or answers with what checks will refuse."""
-        if self._ordered is None and self._refused:
-            limited, _, error = min(self._refused, key=lambda entry: entry[:2])
-            if not limited or self._too_large is None:
-                raise error
-        found = self._ordered or self._too_large
-        if found is None:
-            raise ZbcError("E303", "schedule: no schedule can be made for this job")
-        return found

@@ -10,6 +10,7 @@ no known algorithm answers fast.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from math import comb
 
@@ -28,6 +29,11 @@ def even(weights: Weights, placement: Placement) -> list[int]:
     The first is exact where `balance` is enough, where there are few cuts, and where the search comes to an end; the
     other two for few cuts, and for one stage per rank.
     """
+    return list(_even(tuple(map(tuple, weights)), placement))
+
+
+@lru_cache(maxsize=64)  # `auto` asks for the same placements again and again
+def _even(weights: Weights, placement: Placement) -> list[int]:
     stages, n = placement.stages, len(weights[0])
     if placement.ranks == stages:
         return balance(weights)
@@ -183,7 +189,9 @@ class _Search:
         self.failed: set[tuple[int, int, tuple[float, ...]]] = set()
         lightest = [min(stage[i] for stage in weights) for i in range(self.n)]
         self.rest = list(accumulate(reversed(lightest), initial=0.0))[::-1]  # of all layers from i on
-        self.unit = list(accumulate(reversed(lightest), min, initial=float("inf")))[::-1]
+        heavy = [weight if weight > 0 else float("inf") for weight in lightest]
+        self.unit = list(accumulate(reversed(heavy), min, initial=float("inf")))[::-1]  # the lightest of these
+        self.count = list(accumulate(map(bool, reversed(lightest)), initial=0))[::-1]
         last = dict[int, int]()
         for s in range(self.stages):
             last |= dict.fromkeys(placement.holders(s), s)
@@ -223,5 +231,5 @@ class _Search:
         free = [self.most - self.loads[r] for r in self.open[stage]]
         if sum(free) < pipes * self.rest[start] - SAME:
             return False
-        unit = self.unit[start]
-        return unit <= 0 or sum(int(room / unit + SAME) for room in free) >= pipes * (self.n - start)
+        unit, count = self.unit[start], self.count[start]
+        return sum(int(room / unit + SAME) for room in free) >= pipes * count

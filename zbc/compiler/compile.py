@@ -21,6 +21,7 @@ from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
 from zbc.compiler.schedules.options import option_problems
 from zbc.compiler.simulate import Timeline, simulate, step_ms
+from zbc.compiler.single import Ordered, settled
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.forward import forward_only
@@ -46,6 +47,7 @@ class Compiled:
     program: Program  # complete
     costs: Costs
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
+    found: Ordered  # its order, the cut and the stages that recompute
     timeline: Timeline
     memory: list[RankMemory]
     report: report.Report
@@ -79,7 +81,7 @@ class Compiled:
             boundaries=[boundary] * (self.program.placement.stages - 1),
             microbatch_size=self.job.schedule.microbatch_size,
             predicted=self.report.predicted(),
-            planning=self.job.planning(),
+            planning=settled(self.job, self.found.again, self.program.placement).planning(),
             training=self.job.training(),
             node=self.node,
             ramp=parts,
@@ -161,10 +163,11 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
     partition = job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None})
+    memory = settled(job, compiled.found.again, compiled.program.placement).memory
     parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
     for phase in job.schedule.ramp:
         changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
-        small = replace(job, schedule=changed, partition=partition, parallel=parallel)
+        small = replace(job, schedule=changed, partition=partition, parallel=parallel, memory=memory)
         found = compile_job(small, suggest=False, budget=budget)
         if found.program.placement != compiled.program.placement or found.layers != compiled.layers:
             text = f"schedule: with {phase.microbatches} microbatches stages are on other ranks or have other layers"
@@ -194,11 +197,14 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         check_forward(forward_only(program.placement, program.microbatches))
     timeline = simulate(program, found.costs)
     memory = peaks(program, found.costs, timeline)
-    summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name)
+    layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
+    remembered = settled(job, found.again, program.placement).memory
+    again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
+    chosen = report.Chosen(layers, again, found.tried, found.all_tried)
+    summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(program, timeline, found.costs)
     summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
-    layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    return Compiled(job, found.name, found.program, program, found.costs, layers, timeline, memory, summary)
+    return Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
 
 
 class _Alternative(NamedTuple):

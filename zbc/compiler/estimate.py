@@ -34,6 +34,11 @@ class Layer:
         return self.f + self.b + self.w
 
     @property
+    def backward(self) -> float:
+        """ms of B and W in one op."""
+        return self.b + self.w if self.measured is None else self.measured.bw
+
+    @property
     def again(self) -> float:
         """ms that recompute adds to its backward."""
         return self.f if self.measured is None else self.measured.again

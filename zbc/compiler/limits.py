@@ -60,6 +60,26 @@ def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     return max(_least(placement, counted, split)) * unit
 
 
+def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
+    """By what share the least that any order holds is above the limits; 0 or less if there may be an order that fits.
+
+    Of the device, what is on its way is not counted: that depends on the order.
+    """
+    found, p = [-1.0], placement.ranks
+    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if asked is not None and asked[1] == "x":
+        found.append(max(_least(placement, costs, split)) / (asked[0] * p) - 1)
+    if costs.bytes is not None:
+        counted, unit = _counted(costs, p)
+        needs = [units * unit for units in _least(placement, counted, split)]
+        if asked is not None and asked[1] == "bytes":
+            found.append(max(needs) / asked[0] - 1)
+        if job.hardware.memory_gib is not None:
+            whole = max(state_of(costs, placement, r) + need for r, need in enumerate(needs))
+            found.append(whole / (job.hardware.memory_gib * GIB) - 1)
+    return max(found)
+
+
 def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     """The costs with activations counted by their bytes, and the bytes of a unit."""
     sizes = costs.bytes or ()
@@ -90,10 +110,16 @@ def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
     return least_of(placement, costs if split else costs.joined())
 
 
+def state_of(costs: Costs, placement: Placement, rank: int) -> float:
+    """Bytes of weights, gradients and what the optimizer keeps."""
+    stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
+    return sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
+
+
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds whatever the order."""
     stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
-    state = sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
+    state = state_of(costs, placement, rank)
     most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
     return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 

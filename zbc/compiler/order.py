@@ -10,8 +10,10 @@ from pathlib import Path
 
 from zbc.compiler import estimate
 from zbc.compiler.auto import best_of_all
+from zbc.compiler.judging import Case
 from zbc.compiler.schedules import AUTO, Request, find
-from zbc.compiler.single import Ordered, bounds_of, cut, finished, prepare
+from zbc.compiler.single import Ordered, bounds_of, cut, finished
+from zbc.compiler.tailor import best_cut
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
@@ -31,7 +33,7 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
     elif (job.schedule.kind or "").lower() == AUTO:
         found = best_of_all(job, table, budget)
     else:
-        found = prepare(job, table, find(job.schedule.kind or ""), job.schedule.chunks).make(budget)
+        found = best_cut(Case(job, table, find(job.schedule.kind or ""), job.schedule.chunks), budget)
     return replace(found, program=finished(job, found.program))
 
 

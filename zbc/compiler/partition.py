@@ -6,7 +6,7 @@ is the one that the search for better ones starts from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -30,20 +30,42 @@ def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
     if job.partition.layout is not None:
         counts = megatron_layout.loads(job.partition.layout, job.where("partition", "layout"))
         return _listed(job, stages, table, blocks, list(counts), key="layout")
-    # Costs given per rank or stage say what a stage costs whatever it holds, so layers only have to be spread.
-    alike = job.partition.mode == "uniform" or (job.costs.f is not None and job.costs.per != "layer")
-    available = len(blocks) if alike else len(table)
+    available = len(table) if is_open(job) else len(blocks)
     if available < stages:
         text = f"partition: {stages} stages need {stages} layers, the model has {available}"
         hint = f"use model.layers = {stages} or more, or fewer ranks or chunks"
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
-    if alike:
-        return _with_ends(_counts(len(blocks), stages), table, blocks)
-    # A stage that recomputes runs each forward once more, so where a layer lies decides what it costs.
-    plain, again = [layer.total for layer in table], [layer.total + layer.f for layer in table]
-    weights = [again if job.memory.of(s) == "recompute" else plain for s in range(stages)]
-    cuts = even(weights, placement)
+    if not is_open(job):
+        return uniform(table, stages)
+    again = [s for s in range(stages) if job.memory.of(s) == "recompute"]
+    cuts = even(weights(table, stages, again), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(cuts))
+
+
+def uniform(table: Sequence[Layer], stages: int) -> Stages:
+    """Blocks spread evenly, whatever they cost; a stage may stay empty if there are fewer blocks than stages."""
+    blocks = [i for i, layer in enumerate(table) if layer.name not in ("embed", "head")]
+    return _with_ends(_counts(len(blocks), stages), table, blocks)
+
+
+def is_open(job: Job) -> bool:
+    """Whether the job leaves the cut to its costs.
+
+    Costs given per rank or stage say what a stage costs whatever it holds, so layers only have to be spread.
+    """
+    asked = job.partition
+    given = asked.layers_per_stage is not None or asked.layout is not None or asked.mode == "uniform"
+    return not given and (job.costs.f is None or job.costs.per == "layer")
+
+
+def weights(table: Sequence[Layer], stages: int, again: Collection[int], *, split: bool = True) -> list[list[float]]:
+    """[stage][layer] ms of F and backward, in two ops or (`split` false) in one.
+
+    A stage of `again` runs each forward once more, so where a layer lies decides what it costs.
+    """
+    plain = [layer.f + (layer.b + layer.w if split else layer.backward) for layer in table]
+    twice = [ms + layer.again for ms, layer in zip(plain, table, strict=True)]
+    return [twice if s in again else plain for s in range(stages)]
 
 
 def _listed(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbc.compiler.bounds import Bounds
 from zbc.compiler.check.deadlock import survives_blocking_sends
@@ -48,6 +49,38 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage: ms and bytes of one microbatch, and the bytes that stay; 0 where sizes are not known."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    layers: tuple[str, ...]
+    f_ms: float
+    b_ms: float
+    w_ms: float
+    state_bytes: int  # weights, gradients and what the optimizer keeps
+    activation_bytes: int  # from F to B
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """Layers to stages, and what their unevenness costs."""
+
+    busiest_rank: int
+    busiest_ms: float  # its work in a step
+    balanced_ms: float  # that of each rank if layers could be split at will
+    tried: int  # cuts that were simulated
+    all_tried: bool  # no other could be better for this schedule
+    stages: tuple[StageReport, ...]
+
+    @property
+    def loss(self) -> float:
+        """How much more than its share the busiest rank has to do."""
+        return self.busiest_ms / self.balanced_ms - 1 if self.balanced_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The prediction for one plan. Bubble rates name what they are a share of."""
 
@@ -71,6 +104,7 @@ class Report:
     bytes_known: bool
     compile_seconds: float
     per_rank: tuple[RankReport, ...]
+    cut: CutReport
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
@@ -125,8 +159,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class Chosen(NamedTuple):
+    """The cut of a plan, and how it was found: see `CutReport`."""
+
+    layers: tuple[tuple[str, ...], ...]  # stage -> layer names
+    recomputed: Collection[int]
+    tried: int = 1
+    all_tried: bool = False
+
+
 def build(
-    program: Program, costs: Costs, timeline: Timeline, memory: list[RankMemory], bounds: Bounds, name: str
+    program: Program,
+    costs: Costs,
+    timeline: Timeline,
+    memory: list[RankMemory],
+    bounds: Bounds,
+    name: str,
+    chosen: Chosen,
 ) -> Report:
     """The report of a program that passed check/; `barrier_ms` and `ahead_ms` are to be set by the caller."""
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
@@ -151,6 +200,29 @@ def build(
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
         per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
+        cut=_cut(program, costs, timeline, chosen),
+    )
+
+
+def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:
+    busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
+    busiest = max(range(timeline.ranks), key=lambda rank: busy[rank])
+    stages = tuple(_stage(program, costs, s, names, s in chosen.recomputed) for s, names in enumerate(chosen.layers))
+    return CutReport(busiest, busy[busiest], sum(busy) / len(busy), chosen.tried, chosen.all_tried, stages)
+
+
+def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], recompute: bool) -> StageReport:
+    size = costs.bytes[s] if costs.bytes else None
+    return StageReport(
+        stage=s,
+        ranks=program.placement.holders(s),
+        layers=layers,
+        f_ms=costs.f[s],
+        b_ms=costs.b[s],
+        w_ms=costs.w[s],
+        state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
+        activation_bytes=round(size.act_b) if size else 0,
+        recompute=recompute,
     )
 
 

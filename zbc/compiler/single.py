@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zbc.compiler import cost, estimate
 from zbc.compiler.bounds import Bounds, bounds
 from zbc.compiler.cost import Costs
+from zbc.compiler.cuts import Cut
 from zbc.compiler.limits import Limit, limit_of
 from zbc.compiler.memory import peaks
 from zbc.compiler.partition import Stages, partition
@@ -35,6 +36,9 @@ class Ordered:
     stages: Stages
     costs: Costs
     bounds: Bounds
+    again: frozenset[int] = frozenset()  # the stages that recompute because memory.activations = "auto" lets them
+    tried: int = 1  # cuts that were simulated
+    all_tried: bool = False  # no other one could be better for this schedule
 
     def step_ms(self, job: Job) -> float:
         """What a step costs by the job's objective, sums of gradients over copies included."""
@@ -55,7 +59,7 @@ class Prepared:
     stages: Stages
     costs: Costs
     limit: Limit
-    bounds: Bounds
+    again: frozenset[int] = frozenset()
 
     def make(self, budget: float | None = None, **search: Any) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: what the schedule takes by default).
@@ -96,7 +100,8 @@ class Prepared:
             **search,
         )
         program = finished(job, self.schedule.make(request))
-        return Ordered(self.schedule.name, program, self.stages, self.costs, self.bounds)
+        found = bounds_of(job, self.placement, self.costs)
+        return Ordered(self.schedule.name, program, self.stages, self.costs, found, self.again)
 
     @property
     def limits(self) -> tuple[float, ...] | None:
@@ -122,6 +127,17 @@ class Prepared:
         return replace(self, limit=replace(self.limit, units=units))
 
     @property
+    def busiest(self) -> float:
+        """ms that a microbatch takes of the rank with most to do; with several pipes they share the microbatches."""
+        costs, pipes = self.costs, self.placement.pipes
+        loads = [0.0] * self.placement.ranks
+        for pipe in pipes:
+            for s, rank in enumerate(pipe):
+                backward = costs.b[s] + costs.w[s] if self.schedule.splits_backward or not costs.bw else costs.bw[s]
+                loads[rank] += (costs.f[s] + backward) / len(pipes)
+        return max(loads)
+
+    @property
     def least_step(self) -> float:
         """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
         costs, limits = self.limit.costs, self.limits
@@ -130,18 +146,31 @@ class Prepared:
         return bounds(self.placement, costs, self.job.schedule.microbatches, limits).of(self.job.objective)
 
 
-def prepare(job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None) -> Prepared:
-    """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
+def prepare(
+    job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None, cut: Cut | None = None
+) -> Prepared:
+    """With a `cut` of its own, or the one the job starts from.
+
+    Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
+    """
     schedule.check_ranks(job.parallel.pp)
     v = schedule.stages_per_rank(chunks)
     placement = schedule.placement(job.parallel.pp, v)
-    stages, costs = cut(job, placement, table)
+    again = cut.again if cut is not None else frozenset()
+    stages = cut.stages if cut is not None else partition(job, placement, table)
+    costs = cost.build(settled(job, again, placement), placement, stages, table)
     limit = limit_of(job, placement, costs, split=schedule.splits_backward) if schedule.searched else Limit(costs, None)
     if len(placement.pipes) > 1 and schedule.searched and limit.units is not None:
         most = _everything(placement, limit.costs, job.schedule.microbatches)
         given = tuple(map(min, limit.units, most))
         limit = replace(limit, units=whole(given, least_of(placement, limit.costs))[0])
-    return Prepared(job, schedule, placement, v, stages, costs, limit, bounds_of(job, placement, costs))
+    return Prepared(job, schedule, placement, v, stages, costs, limit, again)
+
+
+def settled(job: Job, again: Collection[int], placement: Placement) -> Job:
+    """The job with the stages that recompute written down."""
+    memory = job.memory.settled(again, placement.stages)
+    return job if memory is job.memory else replace(job, memory=memory)
 
 
 def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
@@ -156,9 +185,9 @@ def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[
 
 
 def cut(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
-    """Layers to stages, and what these cost."""
+    """The cut a job starts from, and what its stages cost."""
     stages = partition(job, placement, table)
-    return stages, cost.build(job, placement, stages, table)
+    return stages, cost.build(settled(job, (), placement), placement, stages, table)
 
 
 def finished(job: Job, program: Program) -> Program:

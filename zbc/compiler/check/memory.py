@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
@@ -17,6 +17,19 @@ from zbc.text import GIB, at_least, short, size
 def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
     """Raise E301 if a rank needs more than its device has, E302 if it holds more activations than the limit."""
     raise_all([*_over_device(job, memory, costs), *_over_limit(job, memory, costs)])
+
+
+def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
+    """By what share of a limit the rank that is furthest above it exceeds it; 0 or less where all fit."""
+    found = [-1.0]
+    if job.hardware.memory_gib is not None and costs.bytes is not None:
+        found.append(max(rank.bytes for rank in memory) / (job.hardware.memory_gib * GIB) - 1)
+    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    if limit is not None and limit[1] == "x":
+        found.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
+    elif limit is not None and costs.bytes is not None:
+        found.append(max(rank.activations for rank in memory) / limit[0] - 1)
+    return max(found)
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
@@ -35,13 +48,10 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
         f"+ activations {size(worst.activations)} ({worst.in_flight} microbatches in flight, peak at {worst.peak_op})"
         f" + buffers {size(worst.buffers)}",
     ]
-    yield ZbcError(
-        "E301",
-        text,
-        where=job.where("hardware", "memory_gib"),
-        details=parts,
-        hint='memory.activations = "recompute", more ranks, a smaller microbatch_size or another schedule',
-    )
+    where = job.where("hardware", "memory_gib")
+    easier = 'memory.activations = "auto", ' if job.memory.chosen() == {"keep"} else ""
+    hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(worst.bytes / GIB)}"
+    yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 
 
 def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:

@@ -72,6 +72,7 @@ BIDIRECTIONAL = (
         memory="p",
         needs="closed form for even p that divides m; any p and m run",
         options=("group", "early"),
+        fitted=True,
     ),
     Schedule(
         name="bitpipe",
@@ -88,6 +89,7 @@ BIDIRECTIONAL = (
         memory="p",
         needs="closed form for even p; any p and m run",
         options=("group", "early"),
+        fitted=True,
     ),
     Schedule(
         name="dualpipe",
@@ -139,6 +141,7 @@ BIDIRECTIONAL = (
         needs="closed form when p divides m; any m runs",
         options=("group", "early"),
         chunks_in=2,
+        fitted=True,
     ),
     Schedule(
         name="chimera-zb",

@@ -71,6 +71,7 @@ class Schedule:
     chunks_in: int = 1  # stages per rank are a multiple of this
     ranks_in: int = 1  # so are ranks
     searched: bool = False  # made for the costs and the memory limit of the job
+    fitted: bool = False  # made by hand, but packed at the costs of the job where its slots collide
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
 
     def allows(self, chunks: int | None) -> bool:

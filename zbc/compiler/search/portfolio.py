@@ -86,6 +86,13 @@ def search(
     return Found(full.best, liked)
 
 
+def liked(problem: Problem, objective: str, engine: Engine) -> list[Recipe]:
+    """The recipes that do best in the fast tier, best first."""
+    bench = Bench(problem, engine, objective)
+    _fast_tier(bench, 0.0)
+    return _recipes(bench)
+
+
 def _recipes(bench: Bench) -> list[Recipe]:
     return [c.recipe for c in bench.roots if c.recipe is not None]
 

@@ -1,0 +1,225 @@
+"""Cut, recompute and order together, against every cut there is."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.jobs import job
+from zbc.compiler import estimate, walk
+from zbc.compiler.check.memory import check_memory
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import Costs
+from zbc.compiler.cuts import Lightest, counts
+from zbc.compiler.holding import fullest
+from zbc.compiler.holding import peaks as held_peaks
+from zbc.compiler.memory import peaks
+from zbc.compiler.order import order
+from zbc.compiler.passes import lower
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.errors import ZbcError
+
+BY_HAND = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "breadth-first",
+    "zb-h1",
+    "eager-1f1b",
+    "dualpipe-v",
+    "hanayo",
+    "chimera",
+)
+
+
+def drawn(seed):
+    """A small job with uneven layers, as keyword arguments of `job`, and the number of its stages."""
+    rng = Random(seed)
+    kind = BY_HAND[seed % len(BY_HAND)]
+    v = SCHEDULES[kind].default_chunks
+    p = 2 if kind == "chimera" else rng.choice((2, 3) if v > 1 else (2, 3, 4))
+    layers = p * v + rng.randint(-1, 2)
+
+    def column(mean):
+        return [round(mean * rng.choice((1, 1, rng.uniform(0.3, 2))), 3) for _ in range(layers)]
+
+    act_b = [round(rng.uniform(0.5, 1.5), 2) for _ in range(layers)]
+    head, rest = rng.choice((0.0, 1.0, 3.0, 6.0)), {"embed": {"f": 0.1, "w": 0.2}, "comm": rng.choice((0.0, 0.3))}
+    costs = {"per": "layer", "f": column(3), "b": column(3), "w": column(2), "act_b": act_b, **rest}
+    costs["head"] = {"f": head, "b": head, "w": head, "act_b": rng.choice((0.0, 1.0))}
+    schedule = {"objective": rng.choice(("makespan", "span", "period"))}
+    return {"kind": kind, "pp": p, "m": rng.randint(2, 6), "layers": layers, "costs": costs}, schedule, p * v
+
+
+def every_cut(layers, stages):
+    """`layers_per_stage` of every cut of the blocks, embedding and head."""
+    for inner in itertools.combinations(range(1, layers + 2), stages - 1):
+        sizes = [b - a for a, b in itertools.pairwise((0, *inner, layers + 2))]
+        sizes[0] -= 1
+        sizes[-1] -= 1
+        yield sizes
+
+
+def step(made, found):
+    """ms of a step; None if it is above the limits."""
+    program = found.program
+    if made.hardware.memory_gib is not None:
+        program = lower(program, made.optimizer.sync, found.costs)
+    try:
+        check_memory(made, peaks(program, found.costs), found.costs)
+    except ZbcError:
+        return None
+    return found.step_ms(made)
+
+
+def planned(made, budget=None):
+    found = order(made, estimate.layers(made), budget)
+    return step(made, found), found
+
+
+def units(found):
+    return max(rank.units for rank in peaks(found.program, found.costs))
+
+
+def least_of_all(parts, schedule, stages):
+    """The least step of all cuts that fit, and the least memory of any."""
+    steps, needs = [], []
+    for sizes in every_cut(parts["layers"], stages):
+        ms, found = planned(job(**parts, schedule=schedule, partition={"layers_per_stage": sizes}), 0.0)
+        steps += [] if ms is None else [ms]
+        needs.append(units(found))
+    return min(steps, default=None), min(needs)
+
+
+@pytest.mark.parametrize("searched", [False, True], ids=["all tried", "walked"])
+@pytest.mark.parametrize("seed", range(9))
+def test_no_cut_is_better_than_the_one_that_is_found(seed, searched, monkeypatch):
+    if searched:
+        monkeypatch.setattr(walk.Walk, "_all", lambda self, visits: False)
+    parts, schedule, stages = drawn(seed)
+    ms, found = planned(job(**parts, schedule=schedule))
+    assert ms == pytest.approx(least_of_all(parts, schedule, stages)[0], rel=1e-9)
+    assert found.all_tried is not searched
+
+
+@pytest.mark.parametrize("seed", range(99, 108))
+def test_under_a_limit_no_cut_that_fits_is_better_and_where_none_fits_the_least_is_named(seed):
+    parts, schedule, stages = drawn(seed)
+    free = planned(job(**parts, schedule=schedule), 0.0)[1]
+    limit = Random(seed).uniform(0.5, 1.0) * units(free) / parts["pp"]
+    schedule = {**schedule, "memory_limit": f"{limit:.6f}x"}
+    made = job(**parts, schedule=schedule)
+    ms, found = planned(made)
+    best, least = least_of_all(parts, schedule, stages)
+    if best is not None:
+        assert ms == pytest.approx(best, rel=1e-9)
+        return
+    with pytest.raises(ZbcError) as caught:
+        compile_job(made, suggest=False)
+    assert units(found) == pytest.approx(least, rel=1e-9)
+    named = float(re.search(r'memory_limit = "([\d.]+)x"', caught.value.hint)[1])
+    assert least <= named * parts["pp"] <= least * 1.001
+    compile_job(job(**parts, schedule={**schedule, "memory_limit": f"{named}x"}), suggest=False)
+
+
+def heavy(seed):
+    """A job whose first stage overflows with a cut even in time, with `memory_gib` between least and most."""
+    rng = Random(seed)
+    kind, p = rng.choice((("1f1b", 2), ("1f1b", 3), ("zb-h1", 2), ("gpipe", 3))), 0
+    kind, p = kind
+    layers = p + rng.randint(-1, 2)
+    model = {"hidden": 32, "seq_len": 128, "vocab": 256}
+    parts = {"kind": kind, "pp": p, "m": rng.randint(3, 6), "layers": layers, "model": model}
+
+    def most(activations):
+        made = job(**parts, memory={"activations": activations})
+        found = planned(made, 0.0)[1]
+        program = lower(found.program, made.optimizer.sync, found.costs)
+        return max(rank.bytes for rank in peaks(program, found.costs))
+
+    low, high = most("recompute"), most("keep")
+    return {**parts, "hardware": {"memory_gib": (low + (high - low) * rng.uniform(0.02, 0.95)) / 2**30}}, p
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_least_recompute_that_fits_is_chosen_with_the_cut(seed):
+    parts, stages = heavy(seed)
+    steps = []
+    for again in itertools.chain.from_iterable(itertools.combinations(range(stages), k) for k in range(stages + 1)):
+        flags = {str(s): "recompute" for s in again} or "keep"
+        for sizes in every_cut(parts["layers"], stages):
+            made = job(**parts, memory={"activations": flags}, partition={"layers_per_stage": sizes})
+            ms, _ = planned(made, 0.0)
+            steps += [] if ms is None else [ms]
+    ms, found = planned(job(**parts, memory={"activations": "auto"}))
+    assert ms == pytest.approx(min(steps), rel=1e-9)
+    assert found.again
+
+
+def test_nothing_is_recomputed_where_all_fits_and_what_is_set_stays():
+    kept = compile_job(job(memory={"activations": "auto"}))
+    assert not kept.found.again
+    assert kept.assemble()[0].planning["memory"]["activations"] == "keep"
+    assert kept.assemble()[0].id == compile_job(job()).assemble()[0].id
+    even = {"layers_per_stage": [2, 2, 2, 2]}
+    tight = {"memory_gib": 0.95 * compile_job(job(partition=even)).memory[0].bytes / 2**30}
+    chosen = {"activations": {"3": "recompute", "0": "auto"}}
+    some = compile_job(job(memory=chosen, hardware=tight, partition=even))
+    assert some.assemble()[0].planning["memory"]["activations"] == {"0": "recompute", "3": "recompute"}
+    assert [stage.recompute for stage in some.report.cut.stages] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "partition", [{"mode": "uniform"}, {"layers_per_stage": [4, 2, 1, 1]}, {"layout": "Et*4|tt|t|tL"}], ids=str
+)
+def test_a_cut_that_is_asked_for_is_kept(partition):
+    heavy_head = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 9.0, "b": 9.0, "w": 9.0}}
+    for kind in ("1f1b", "zb-auto", "auto"):
+        limits = {"chunks": 1} if kind == "auto" else {}
+        made = job(kind=kind, partition=partition, costs=heavy_head, schedule=limits)
+        found = order(made, estimate.layers(made), 0.0)
+        sizes = [len(part) for part in found.stages]
+        assert sizes == ([3, 2, 2, 3] if "mode" in partition else [5, 2, 1, 2])
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b", "v-auto", "chimera-zb"])
+def test_with_more_budget_a_plan_is_never_worse(kind, monkeypatch):
+    parts, schedule, _ = drawn(5)
+    parts |= {"kind": kind, "layers": 12, "m": 5, "pp": 4 if kind == "1f1b" else 2}
+    for key in ("f", "b", "w", "act_b"):
+        parts["costs"][key] = (parts["costs"][key] * 4)[:12]
+    made = job(**parts, schedule=schedule)
+    steps = [planned(made, budget)[0] for budget in (0.0, 0.001, 0.02, 0.1, 0.5)]
+    assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_cuts_within_a_load_are_all_there_are(seed):
+    rng = Random(seed)
+    stages, n = rng.randint(1, 5), rng.randint(5, 9)
+    weights = [[rng.randint(0, 4) * rng.choice((1, 1, 1.5)) for _ in range(n)] for _ in range(stages)]
+    often = [[float(rng.randint(0, 2)) for _ in range(stages)] for _ in range(rng.randint(1, 3))]
+    light = Lightest(weights, often)
+    cuts = [(0, *inner, n) for inner in itertools.combinations(range(1, n), stages - 1)]
+    most = sorted(map(light.busiest, cuts))[len(cuts) // 2]
+    found = light.within(most, len(cuts))
+    assert sorted(found) == sorted(cut for cut in cuts if light.busiest(cut) < most)
+    assert [light.busiest(cut) for cut in found] == sorted(map(light.busiest, found))
+    assert light.within(most, len(found) - 1) is None or not found
+
+
+@pytest.mark.parametrize("kind", [name for name, card in SCHEDULES.items() if not card.searched])
+def test_what_an_order_holds_follows_from_a_few_moments(kind):
+    rng, card = Random(kind), SCHEDULES[kind]
+    program = card.make(Request(4, 9, card.default_chunks))
+    assert sum(map(sum, counts(program))) == 9 * program.placement.stages
+    held = fullest(program)
+    for _ in range(4):
+        some = Costs.uniform(program.placement)
+        act_b = tuple(rng.random() for _ in some.f)
+        costs = replace(some, act_b=act_b, act_w=tuple(size * rng.uniform(0.2, 1.5) for size in act_b))
+        assert held_peaks(held, costs.act_b, costs.act_w) == pytest.approx([r.units for r in peaks(program, costs)])

@@ -1,0 +1,203 @@
+"""Cut, recompute and order of one schedule together: what `plan` answers for a schedule by name, and `auto` for each.
+
+Some cuts are always planned: the one whose ranks are even in time, the uniform one, those even in memory, and in both.
+With more than no budget, a walk among cuts (walk.py) asks an oracle (oracles.py) for better ones. Orders made by hand
+are timed for each cut, so the answer of a walk is their plan. For searched orders it is one more cut to search an order
+for, with a share of the budget. How long a walk is and what a cut gets depend on the budget in steps, and what is
+walked and searched with less of it is the beginning of what is with more: so more budget is never worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from operator import add
+
+from zbc.compiler import estimate
+from zbc.compiler.balance import Weights, even
+from zbc.compiler.best import Best
+from zbc.compiler.cuts import Cut, of_stages
+from zbc.compiler.judging import Case
+from zbc.compiler.limits import smallest
+from zbc.compiler.oracles import Oracle, Recipes, Remade, reduced
+from zbc.compiler.partition import uniform
+from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.search.engine import Engine, available
+from zbc.compiler.search.portfolio import Effort
+from zbc.compiler.single import Ordered, Prepared
+from zbc.compiler.walk import Judged, Walk
+from zbc.errors import ZbcError
+from zbc.spec import Job
+
+RATE = 1_500_000  # op visits of a walk per second, in plain Python
+USUAL, MOST = 0.6, 2.0  # seconds of a walk where no budget was asked for, and at most
+INF = float("inf")
+LEAST = 400_000  # op visits of a walk towards the least memory
+SMALL = 4000  # ops up to which cuts that are even in memory are always planned
+STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
+# Budgets from which on a searched schedule has cuts walked for: op visits of the search, of them those of the walk, and
+# the share of the search that the walk's answer gets. What is left is for the cut that is even in time.
+LEVELS = ((2_000_001, 1_000_000, 0.25), (20_000_000, 4_000_000, 0.15), (200_000_000, 40_000_000, 0.1))
+
+
+class Tailor:
+    """Plans one schedule with the cuts that suit it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    @cached_property
+    def known(self) -> list[Cut]:
+        """Cuts even in time, in blocks, in memory, and in time and memory; and recompute from the first stage to all.
+
+        None of them depends on how large a limit is, so with more memory there are never fewer that fit.
+        """
+        case = self.case
+        cuts = [case.first]
+        spread = uniform(case.table, case.placement.stages)
+        if case.open and all(spread):
+            cuts.append(of_stages(spread))
+        size = 3 * case.placement.stages * case.job.schedule.microbatches
+        if case.open and (case.limited or size <= SMALL):
+            cuts += self._even_in_memory()
+        count = 1
+        while case.flags and count < 2 * len(case.flags):
+            cuts.append(case.spread(frozenset(case.flags[:count])))
+            count *= 2
+        return list(dict.fromkeys(cuts))
+
+    def _even_in_memory(self) -> Iterator[Cut]:
+        """By what layers keep for a microbatch, on a device also by what stays with them; and mixed with their time."""
+        case = self.case
+        given = estimate.given_activations(case.job, list(case.table))
+        kept = [layer.size.act_b for layer in case.table] if given is None else [act_b for act_b, _ in given]
+        flight = self._flight()
+        several = [[[flight[s] * size for size in kept] for s in range(case.placement.stages)]]
+        if case.job.hardware.memory_gib is not None:
+            state = [STATE * layer.params for layer in case.table]
+            several.append([list(map(add, row, state)) for row in several[0]])
+        times = case.times(frozenset())
+        for memory in several:
+            if any(map(any, memory)):
+                yield Cut(tuple(even(memory, case.placement)))
+                yield Cut(tuple(even(_mixed(times, memory), case.placement)))
+
+    def _flight(self) -> list[int]:
+        """Microbatches a stage holds at most, where the order is known beforehand; else 1."""
+        case = self.case
+        flight = [1] * case.placement.stages
+        for rank in [] if case.schedule.searched else case.order.held:
+            for one in rank:
+                for stage, kept, left in one:
+                    flight[stage] = max(flight[stage], kept, left)
+        return flight
+
+    def least_step(self, job: Job) -> float:
+        """ms that no order of any cut can beat: the work of a rank that has its share of the whole."""
+        case = self.case
+        if not case.open:
+            return 0.0  # the bound of the one cut there is knows better
+        shares = [min(row) for row in zip(*case.times(frozenset()), strict=True)]
+        share: float = sum(shares) / case.placement.ranks * (1 - job.costs.overlap)
+        return job.schedule.microbatches * share * (1 - 1e-9)
+
+    def by_hand(self, best: Best) -> float:
+        """Offer the plans of a schedule whose order is known beforehand; ms of the best that does not fall out."""
+        least = INF
+        for cut in self.known:
+            prepared = self.case.prepared(cut)
+            if not best.rules_out(prepared):
+                least = min(least, best.offer(prepared.make(0.0)))
+        return least
+
+    def walk_by_hand(self, best: Best, budget: float | None) -> None:
+        """Offer what a walk among its cuts finds."""
+        if budget == 0 or not self.case.free:
+            return
+        case = self.case
+        found = Walk(case.ground(Remade(case.prepared(case.first)) if case.schedule.fitted else case.order))
+        found.run(self.known, int(RATE * (USUAL if budget is None else min(budget, MOST))))
+        if found.best is not None:
+            best.offer(case.prepared(found.best.cut).make(0.0))
+            best.note(case.schedule, found.tried, all_tried=found.all_tried)
+
+    def searchable(self) -> list[Cut]:
+        """What a searched schedule is planned with by any budget; nothing where no cut fits."""
+        cuts = [cut for cut in self.known if not self.case.short(cut)]
+        return cuts or ([] if self.least.over else [self.least.cut])
+
+    @cached_property
+    def least(self) -> Judged:
+        """The cut with which a searched schedule needs the least memory."""
+        found = Walk(self.case.memory_ground())
+        found.run(self.known, LEAST)
+        return found.best or Judged(0.0, 0.0, self.case.first)
+
+    def offer_least(self, best: Best) -> None:
+        """Offer a plan for the cut that needs the least memory, or tell `best` why even that cannot be."""
+        case, cut = self.case, self.least.cut
+        try:
+            best.offer(case.prepared(cut).make(0.0))
+        except ZbcError as error:
+            own = case.schedule.name in OWN_LIMIT
+            best.refuse(error, INF if own else smallest(case.job, case.placement, case.costs(cut), split=case.split))
+
+    def plans(self, budget: float | None) -> Iterator[tuple[Prepared, float]]:
+        """For searched schedules: what to search, and for how many seconds. Nothing where no cut fits."""
+        case = self.case
+        seconds = case.schedule.budget if budget is None else budget
+        cuts = self.searchable()
+        if not case.free or not cuts:
+            yield from ((case.prepared(cut), seconds) for cut in cuts)
+            return
+        shares = dict.fromkeys(cuts, 0.0)
+        shares[cuts[0]] = 1 - sum(share for _, _, share in LEVELS)
+        for cut, share in self._walked(cuts[0], budget, seconds):
+            shares[cut] = shares.get(cut, 0.0) + share
+        for cut, share in shares.items():
+            yield case.prepared(cut), seconds * share
+
+    def _walked(self, start: Cut, budget: float | None, seconds: float) -> Iterator[tuple[Cut, float]]:
+        """The answers of walks with the shares of their levels."""
+        if budget == 0:
+            return
+        engine = Engine(available() and seconds > 0)
+        visits = Effort.seconds(seconds, engine).visits
+        levels = LEVELS if budget is None else [level for level in LEVELS if visits >= level[0]]
+        if not levels:
+            return
+        oracle = self._oracle(start, engine)
+        for _, walk, share in [(0, int(USUAL * RATE), 1.0)] if budget is None else levels:
+            found = Walk(self.case.ground(oracle))
+            found.run([start, *self.known], walk)
+            yield found.best.cut if found.best is not None else start, share if budget is not None else 0.5
+
+    def _oracle(self, start: Cut, engine: Engine) -> Oracle:
+        if len(self.case.placement.pipes) > 1:
+            return self.case.order_for(start)
+        return Recipes(self.case.prepared(start), reduced(self.case.job).schedule.microbatches, engine)
+
+
+def best_cut(case: Case, budget: float | None) -> Ordered:
+    """The best order of one schedule over its cuts. Raises E303 where nothing keeps to the limit."""
+    if not case.free:
+        return case.prepared(case.first).make(budget)
+    best, tailor = Best(case.job), Tailor(case)
+    if case.schedule.searched:
+        for prepared, seconds in tailor.plans(budget):
+            if not best.rules_out(prepared):
+                best.offer(prepared.make(seconds))
+        if not best.found:
+            tailor.offer_least(best)
+    else:
+        tailor.by_hand(best)
+        tailor.walk_by_hand(best, budget)
+    return best.answer()
+
+
+def _mixed(times: Weights, memory: Weights) -> list[list[float]]:
+    """Time and memory, each by its share of the whole."""
+    whole = [sum(map(sum, table)) or 1.0 for table in (times, memory)]
+    return [
+        [a / whole[0] + b / whole[1] for a, b in zip(*rows, strict=True)] for rows in zip(times, memory, strict=True)
+    ]
