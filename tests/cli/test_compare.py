@@ -83,3 +83,16 @@ def test_nothing_is_said_of_crossings_where_only_choices_are_swept(zbc, job):
     sweep = ("--sweep", "schedule.microbatches=4,16")
     assert zbc("compare", job(**UNIT), *PAIR, *sweep, "--json").json()["crossings"] == []
     assert "grows" not in zbc("compare", "zbc.toml", *PAIR, *sweep).out
+
+
+def test_a_sweep_without_effect_says_so(zbc, job):
+    sweep = ("--schedules", "1f1b,zb-h1", "--sweep", "hardware.link_gbps=1,100")
+    given = zbc("compare", job(**UNIT), *sweep).out
+    assert "hardware.link_gbps changes nothing here: the times of this job are not estimated" in given
+    assert "changes nothing" not in zbc("compare", "zbc.toml", *sweep[:3], "costs.comm=0,1").out
+    assert (
+        "changes nothing" not in zbc("compare", job(costs={"comm": 1.0}), *sweep[:3], "hardware.tflops=0.001,0.01").out
+    )
+    assert "changes nothing" in zbc("compare", "zbc.toml", *sweep).out, "a transfer takes what was given"
+    job(hardware={"link_us": 0})
+    assert "changes nothing" not in zbc("compare", "zbc.toml", *sweep).out

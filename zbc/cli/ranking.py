@@ -152,6 +152,7 @@ def as_table(
     for row in failed:
         yield f"{_name(row)}: {_reason(row)}"
     yield from _changes(crossings, more)
+    yield from _without_effect(rows)
     if planned:
         yield ""
         left = [column.head for column in _columns(rows) if column not in columns]
@@ -214,6 +215,20 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
     if more:
         yield ""
         yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places behind the fastest: -v says where"
+
+
+def _without_effect(rows: Sequence[Row]) -> Iterator[str]:
+    """Keys of the world that were swept and change neither time nor memory of anything."""
+    for key in {key: None for row in rows for key, _ in row.world}:
+        found: dict[tuple[object, ...], set[tuple[float, int]]] = {}
+        for row in rows:
+            if row.report is not None:
+                rest = tuple(setting for setting in row.settings if setting[0] != key)
+                found.setdefault((row.schedule, rest), set()).add((row.sequence_ms, row.report.peak_bytes))
+        if len({dict(row.settings)[key] for row in rows}) > 1 and all(len(seen) == 1 for seen in found.values()):
+            given = any(row.report is not None and row.report.costs != "estimated" for row in rows)
+            yield ""
+            yield f"{key} changes nothing here{': the times of this job are not estimated' if given else ''}"
 
 
 def _where(world: Sequence[tuple[str, str]]) -> str:
