@@ -5,6 +5,7 @@ A model like any other to zbc: `family = "sleeping:layers"` and `data.kind = "sl
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from typing import Any
@@ -75,9 +76,9 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """Takes `f`, `b` and `w` ms for the forward and the two halves of the backward, and passes its input on."""
 
-    def __init__(self, f: float, b: float, w: float) -> None:
+    def __init__(self, f: float, b: float, w: float, width: int | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(() if width is None else width))
         self.f, self.b, self.w = f / 1e3, b / 1e3, w / 1e3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,11 +91,22 @@ def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     return [Sleeper(f, b, w) for _ in range(count)]
 
 
-class Points:
-    """One number in, one number out; always the same, so that reading data takes no time either."""
+def uneven(count: int, f: float, b: float, w: float, width: int = 1) -> list[nn.Module]:
+    """`count` layers for `width` numbers, of which every third, from the second on, takes twice as long."""
+    return [Sleeper(*(ms * (1 + (i % 3 == 1)) for ms in (f, b, w)), width) for i in range(count)]
 
-    def __init__(self) -> None:
-        self.pair = torch.ones(1), torch.zeros(1)
+
+def drawn(count: int, seed: int, least: float, most: float) -> list[nn.Module]:
+    """`count` layers whose F, B and W each take something between `least` and `most` ms, as often short as long."""
+    numbers = random.Random(seed)
+    return [Sleeper(*(least * (most / least) ** numbers.random() for _ in range(3))) for _ in range(count)]
+
+
+class Points:
+    """`width` numbers in, as many out; always the same, so that reading data takes no time either."""
+
+    def __init__(self, width: int = 1) -> None:
+        self.pair = torch.ones(width), torch.zeros(width)
 
     def __len__(self) -> int:
         return 1024

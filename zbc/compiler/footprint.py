@@ -201,8 +201,9 @@ def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
     again = [z.act_b - z.entry if recompute else 0.0 for z in layers]
     f = b = w = bw = 0.0
     behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
+    last = True
     for z, keep, load in zip(reversed(layers), reversed(kept), reversed(again), strict=True):
-        flowing = z.result if behind else 0.0  # the gradient from the layer behind; behind the last it is the stage's
+        flowing, last = 0.0 if last else z.result, False  # from the layer behind; behind the last it is the stage's
         f = max(f, (z.more_alone if recompute else z.more_f) - behind)
         b = max(b, load + z.more_b + left + flowing)
         bw = max(bw, load + z.more_bw - behind + flowing)

@@ -42,7 +42,7 @@ def forward(worker: Worker, op: Op) -> None:
     finish = stage.fit if target is None else functools.partial(stage_loss, worker.loss, target)
     y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)
     if end:
-        worker.losses[op.mb] = y.detach()
+        worker.losses[op.mb] = y.detach().clone()  # mse_loss leaves its number in a storage as large as its input
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y.detach()

@@ -131,11 +131,13 @@ def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed |
         return measured(times[kind, name], host.get(less, 0.0))
 
     more = median(times[kind, AGAIN]) - median(times[kind, KEEP])
+    # F is torch's own where its backward comes in one piece; what that saves is counted to the backward.
+    saved = median(times[kind, "f"]) - median(times[kind, "f fused"])
     return LayerProfile(
-        f=measured([*times[kind, "f"], *times[kind, "f fused"]], host["f"]),
+        f=of("f", "f"),
         b=of("b", "b"),
         w=of("w", "w"),
-        bw=of("bw", "b"),
+        bw=measured(times[kind, "bw"], host["b"] + saved),
         again=Measured(ms=max(0.0, more), spread=measured(times[kind, AGAIN]).spread),
         step=of("step", "step"),
         norm=of("norm", "norm"),

@@ -1,0 +1,232 @@
+"""Steps and memory predicted from a profile of this machine, beside what runs take and hold.
+
+    python bench/predict.py [--quick]
+
+`zbc profile` measures once for each model; every plan is made with that file and run by `zbc run --local`. Emulated
+layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. A step is what a settled
+step was to take with its optimizer, and the median of the steps of a run but for the first ones. Memory is weighed on
+the same plans (measure.py), and is wrong by the worst of the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fidelity import busy_seconds
+from record import Record
+
+SLEEPING = """\
+zbc = 1
+[model]
+family = "sleeping:uneven"
+layers = 8
+loss = "mse"
+[model.args]
+count = 8
+f = 8.0
+b = 9.0
+w = 7.0
+width = 4096
+[parallel]
+pp = {pp}
+[schedule]
+kind = "{kind}"
+microbatches = {m}
+[data]
+kind = "sleeping:Points"
+args = {{width = 4096}}
+"""
+GPT = """\
+zbc = 1
+[model]
+layers = 8
+hidden = 256
+heads = 4
+vocab = 2048
+seq_len = 128
+[parallel]
+pp = {pp}
+[schedule]
+kind = "{kind}"
+microbatches = {m}
+microbatch_size = 2
+[data]
+kind = "synthetic"
+"""
+JOBS = {"sleeping": SLEEPING, "gpt": GPT}
+CASES = {  # schedule, ranks, microbatches
+    "sleeping": [
+        ("1f1b", 2, 4),
+        ("zb-h1", 2, 8),
+        ("zb-v", 2, 4),
+        ("gpipe", 2, 4),
+        ("1f1b", 4, 8),
+        ("zb-h1", 4, 4),
+        ("zb-v", 4, 8),
+        ("interleaved-1f1b", 4, 8),
+    ],
+    "gpt": [("1f1b", 2, 4), ("zb-h1", 2, 8), ("zb-v", 2, 4), ("gpipe", 2, 8)],
+}
+QUICK = {"sleeping": CASES["sleeping"][4:6], "gpt": CASES["gpt"][:1]}
+WARM_UP = 3  # first steps of a run that do not count
+HERE = Path(__file__).parent
+CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
+
+
+class Outcome(NamedTuple):
+    """Of one case: ms of a step, and per category how far the worst rank's memory is off, as a share."""
+
+    predicted: float
+    measured: float
+    low: float
+    high: float
+    others: float  # share of the machine that other programs used meanwhile
+    memory: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def zbc(folder: Path, *arguments: str) -> str:
+    """A command of zbc in a folder; what it printed."""
+    command = [sys.executable, "-m", "zbc", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """This one, with the layers of this folder on the import path."""
+    import os
+
+    return {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
+
+
+def profiled(folder: Path, model: str, rounds: int) -> tuple[Path, str]:
+    """Profile a model; the file, and what was said of it."""
+    job = folder / f"{model}.toml"
+    job.write_text(JOBS[model].format(kind="1f1b", pp=2, m=4))
+    target = folder / f"{model}.json"
+    return target, zbc(folder, "profile", str(job), "-o", str(target), "--rounds", str(rounds))
+
+
+def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int], steps: int) -> Outcome:
+    kind, pp, m = case
+    job = folder / "job.toml"
+    job.write_text(JOBS[model].format(kind=kind, pp=pp, m=m))
+    told = json.loads(zbc(folder, "plan", str(job), "--profile", str(profile), "-o", "plan", "--json"))
+    out = folder / f"run-{model}-{kind}-{pp}-{m}"
+    began, busy = time.perf_counter(), busy_seconds()
+    zbc(folder, "run", "plan", "--local", str(pp), "--steps", str(steps + WARM_UP), "--out", str(out))
+    took, used = time.perf_counter() - began, busy_seconds() - busy
+    times = steps_of(out)[WARM_UP:]
+    own = sum(sum(row["busy_ms"]) for row in rows_of(out)) / 1e3 if model == "gpt" else 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    others = max(0.0, used - own) / took / 2
+    return Outcome(told["barrier_ms"], middle, low, high, others, dict(memory(folder / "plan", told)))
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(out: Path) -> list[float]:
+    """ms of every step of a run."""
+    return [row["step_ms"] for row in rows_of(out) if "step_ms" in row]
+
+
+def memory(plan: Path, told: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """How far each category is off on the worst rank, ranks as threads of a process of their own."""
+    command = [sys.executable, str(HERE / "predict.py"), "--weigh", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    found: list[dict[str, int]] = json.loads(done.stdout)
+    names = {"weights": "weight", "gradients": "gradient", "masters": "master", "optimizer": "optimizer"}
+    names |= {"activations": "activation", "buffers": "buffer"}
+    whole = [
+        (sum(row[f"{names[n]}_bytes"] for n in CATEGORIES), sum(held.values()))
+        for row, held in zip(told["per_rank"], found, strict=True)
+    ]
+    yield "all", max(((a - b) / b for a, b in whole), key=abs)
+    for name in CATEGORIES:
+        pairs = [(row[f"{names[name]}_bytes"], held[name]) for row, held in zip(told["per_rank"], found, strict=True)]
+        yield name, max(((a - b) / b if b else float(a > 0) for a, b in pairs), key=abs)
+
+
+def weigh(folder: Path) -> None:
+    """Print what the ranks of a plan hold, by category."""
+    import torch
+
+    from zbc.plan import Plan
+    from zbc.runtime.measure import Scale
+    from zbc.runtime.threads import run_threads
+
+    torch.set_num_threads(1)
+    scales: list[Scale] = []
+    run_threads(Plan.read(folder), 2, setup=lambda worker: scales.append(Scale(worker)))
+    print(json.dumps([{name: getattr(scale.held, name) for name in CATEGORIES} for scale in scales]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted from a profile, beside measured.")
+    parser.add_argument("--quick", action="store_true", help="a few cases; writes no file")
+    parser.add_argument("--model", choices=JOBS, action="append", help="only this one (repeatable); writes no file")
+    parser.add_argument("--steps", type=int, default=9, help="steps of a run that count")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the profile")
+    parser.add_argument("--weigh", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.weigh is not None:
+        weigh(options.weigh)
+        return
+    record = Record("predict")
+    errors: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for model in options.model or JOBS:
+            cases = (QUICK if options.quick else CASES)[model]
+            errors[model] = measure(record, Path(name), model, cases, options.steps, options.rounds)
+    for model, found in errors.items():
+        record(f"# {model}: step off by {statistics.median(found):.1%} at the median, {max(found):.1%} at most")
+    for model in errors:
+        record()
+        record(f"# the job of {model}")
+        record(JOBS[model].rstrip())
+    if not options.quick and not options.model:
+        record.write()
+
+
+def measure(
+    record: Record, folder: Path, model: str, cases: Sequence[tuple[str, int, int]], steps: int, rounds: int
+) -> list[float]:
+    """All cases of a model; the errors of the steps, as shares."""
+    profile, said = profiled(folder, model, rounds)
+    record(f"# {model}: the profile")
+    for line in said.splitlines():
+        record(f"#   {line}")
+    record(
+        f"{'model':9} {'schedule':16} {'p':>2} {'m':>3} {'predicted':>10} {'measured ms':>12} {'off':>6}   quartiles"
+    )
+    found = []
+    for kind, pp, m in cases:
+        one = run_case(folder, model, profile, (kind, pp, m), steps)
+        found.append(abs(one.error))
+        record(
+            f"{model:9} {kind:16} {pp:2} {m:3} {one.predicted:10.1f} {one.measured:12.1f} {one.error:+6.1%}   "
+            f"{one.low:.1f} to {one.high:.1f}; other programs used {one.others:.0%} of the machine"
+        )
+        wrong = ", ".join(f"{name} {value:+.1%}" for name, value in one.memory.items())
+        record(f"{'':9} # memory: {wrong}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
