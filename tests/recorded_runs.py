@@ -21,6 +21,7 @@ class World:
 
     op: Callable[[Op, int, int], float]  # op, rank, step
     link: Callable[[int, int], float] = lambda sender, receiver: 0.0
+    hiccup: float = 0.0  # what a wait takes at least, also for what is there
     transfer: float = 0.0  # what starting a send or posting a receive takes
     data: float = 0.0  # what F takes before it computes, beside waiting
     optimizer: Callable[[int], float] = lambda rank: 0.0
@@ -88,7 +89,8 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
                     message = _needed(plan, op)
                     if message is not None and (r, message) not in sent:
                         break
-                    wait = 0 if message is None else max(0, sent[r, message] - rank.now)
+                    least = round(world.hiccup * MS)
+                    wait = 0 if message is None else max(least, sent[r, message] - rank.now)
                     if wait:
                         rank.waits += (rank.at, Cause.MESSAGE, wait)
                     data = round(world.data * MS) if op.kind is Kind.F else 0

@@ -172,6 +172,22 @@ def test_the_slow_link_is_named_and_no_other(tmp_path, pair):
     assert named.ms == pytest.approx(6.0, rel=1e-3) and named.others == pytest.approx(0.5, rel=1e-3)
 
 
+def test_a_receiver_that_comes_late_says_nothing_of_the_link(tmp_path):
+    """A transport takes a moment for what has long been there; that is no transfer of a whole op's length."""
+    plan = compiled("zb-h1")
+    messages = list(step_of(record(plan, tmp_path, as_predicted(plan, hiccup=0.3)), 5).messages())
+    assert len(messages) == 2 * 3 * 8 and any(message.took > 3 * MS for message in messages)
+    awaited = [message.took for message in messages if message.awaited]
+    assert len(awaited) > 10 and max(awaited) < 0.9 * MS
+
+
+def test_of_two_ranks_the_slow_one_is_held_against_the_other(tmp_path):
+    plan = compiled("1f1b", p=2)
+    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 1.5))), again=False)
+    (named,) = found.slow_ranks
+    assert (named.rank, named.others) == (1, pytest.approx(1.0)) and named.ratio == pytest.approx(1.5)
+
+
 def test_one_op_out_of_line_is_named_with_its_step_and_rank(tmp_path):
     plan, odd = compiled("zb-h1"), (Op(Kind.B, 1, 5), 1, 5)
     world = as_predicted(plan, op=lambda op, rank, step: plan.costs.duration(op) + 60.0 * ((op, rank, step) == odd))
@@ -206,6 +222,14 @@ def test_a_machine_that_stands_still_is_not_taken_for_slow_ops(tmp_path):
     (stall,) = found.stalls
     assert stall.step == 5 and stall.ranks == (0, 1, 2, 3) and stall.ms == pytest.approx(50.0)
     assert not found.outliers
+
+
+def test_two_of_four_ranks_that_are_out_of_line_at_once_are_named(tmp_path):
+    plan = compiled("gpipe")
+    odd = {Op(Kind.F, 1, 6), Op(Kind.F, 2, 5)}
+    world = as_predicted(plan, op=lambda op, rank, step: plan.costs.duration(op) + 50.0 * (step == 5 and op in odd))
+    found = report.build(record(plan, tmp_path, world), again=False)
+    assert not found.stalls and {one.op for one in found.outliers} == odd
 
 
 # ---- measured costs and a new plan ---------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def outliers(steps: Sequence[Step], times: Times, step_ms: float) -> tuple[list[
         frozen.append((group[0].start, max(one.end for one in group)))
     late = _late_messages(steps, times, step_ms)
     found += [one for one in late if not any(one.start < end and begin < one.end for begin, end in frozen)]
-    return sorted(found, key=lambda one: one.usual - one.measured), stalls
+    return sorted(found, key=lambda one: one.usual - one.measured), sorted(stalls, key=lambda one: -one.ms)
 
 
 def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
