@@ -279,13 +279,16 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
         one.dog.start()
     while any(len(one.dog._listener.heard) < 2 for one in (late, waiting)):
         pass
+    late.dog.stand_down()  # it only says where it is
     late.dog.watch(in_op("F s1 m6", since=0.0))
+    while not waiting.dog._listener.heard[1].beat.total:  # until it is heard to be in a step
+        pass
     waiting.dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
+    assert waiting.ends.any.wait(30)
     for one in (late, waiting):
-        assert one.ends.any.wait(20)
         one.dog.stop()
         one.go.set()
-    (error,) = [*late.ends.errors, *waiting.ends.errors]
+    (error,) = waiting.ends.errors
     at = error.details.index("rank 1 is here, innermost call last:")
     assert any("in stand_still" in line for line in error.details[at + 1 :])
     assert not any("rank 0 is here" in line for line in error.details)
