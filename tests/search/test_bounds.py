@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 import pytest
 
 from tests.search.instances import PROFILES, Recorder, costs, instance
-from zbc.compiler.bounds import bounds
+from zbc.compiler.bounds import bounds, with_sums
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
+from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request, slots
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
-from zbc.compiler.simulate import simulate
+from zbc.compiler.simulate import simulate, step_ms
 from zbc.ir import Placement
 
 SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]
@@ -87,8 +89,8 @@ def test_less_memory_and_more_microbatches_never_lower_a_bound():
             return [found.span, found.makespan]
 
         steps = [least(given.m, None), least(given.m, loose), least(given.m, tight), least(given.m + 1, tight)]
-        for lower, higher in pairwise(steps):
-            assert all(a <= b * (1 + 1e-9) for a, b in zip(lower, higher, strict=True)), seed
+        for less, more in pairwise(steps):
+            assert all(a <= b * (1 + 1e-9) for a, b in zip(less, more, strict=True)), seed
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -166,3 +168,27 @@ def test_several_bs_may_make_room_for_a_forward(share):
         Request(p=2, m=6, v=1, costs=one, memory_limit=limits, objective="span", budget=0.0)
     )
     assert simulate(found, one).span >= bounds(Placement.linear(2), one, 6, limits).span - 1e-9
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "zb-auto"])
+def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
+    """Which count sums at all, and are met where nothing hides them."""
+    schedule, rng, nearest = SCHEDULES[name], Random(name), float("inf")
+    for _ in range(30):
+        p, m, v = 2 * rng.randint(1, 3), 2 * rng.randint(1, 5), schedule.default_chunks
+        where, sharded = schedule.placement(p, v), rng.random() < 0.5
+        even, longest = rng.random() < 0.3, rng.choice((0.5, 5.0))
+        given = Costs.uniform(where) if even else costs(rng, where)
+        reduce = [longest if even else rng.uniform(0, longest) for _ in range(where.stages)]
+        given = replace(given, reduce=tuple(reduce), gather=tuple(reduce) if sharded else ())
+        program = replace(schedule.make(Request(p, m, v, costs=given)), copies=2, sharded=sharded)
+        lowered = lower(program, "before-step", given)
+        plain = bounds(where, given, m)
+        least = with_sums(plain, where, given)
+        assert least.makespan > plain.makespan
+        timeline = simulate(lowered, given)
+        assert timeline.makespan >= least.makespan * (1 - 1e-9)
+        assert timeline.span >= least.span * (1 - 1e-9)
+        assert step_ms(lowered, given, "period", timeline) >= least.of("period") * (1 - 1e-9)
+        nearest = min(nearest, timeline.makespan / least.makespan)
+    assert nearest < 1.2

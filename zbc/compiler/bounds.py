@@ -63,6 +63,18 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
+def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
+    """The same for steps that end with the sums of gradients and the gathers of weights that `costs` give times for.
+
+    Behind the last op of any rank comes the sum of the stage it worked on; behind all sums, the gathers of each rank,
+    one after the other.
+    """
+    least = min(costs.reduce, default=0.0)
+    ranks = range(placement.ranks)
+    gathers = [sum(costs.gather[s] for s in placement.stages_of(r)) if costs.gather else 0.0 for r in ranks]
+    return Bounds(found.makespan + least + max(gathers), found.span + least + min(gathers))
+
+
 class _Rank:
     def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank

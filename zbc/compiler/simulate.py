@@ -223,7 +223,7 @@ def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -
     over = [0.0] * len(free)  # per rank, the end of its last collective
     summed = [0.0] * len(free)  # and of its last sum of gradients
     ahead = any(op.kind is Kind.TENTATIVE for op in dag.ops)
-    for op, behind in dag.meetings:
+    for op, behind in sorted(dag.meetings, key=lambda meeting: meeting.op.kind is Kind.GATHER):
         if op.kind is Kind.GATHER and ahead:
             begin = max(max(end[i], summed[rank] + costs.duration(dag.ops[i])) for rank, i in behind)
         elif op.kind is Kind.GATHER:

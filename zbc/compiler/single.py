@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbc.compiler import cost, estimate
-from zbc.compiler.bounds import Bounds, bounds
+from zbc.compiler.bounds import Bounds, bounds, with_sums
 from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Cut
 from zbc.compiler.limits import Limit, limit_of
@@ -143,7 +143,8 @@ class Prepared:
         costs, limits = self.limit.costs, self.limits
         if not self.schedule.splits_backward:
             costs = costs.joined()
-        return bounds(self.placement, costs, self.job.schedule.microbatches, limits).of(self.job.objective)
+        least = bounds(self.placement, costs, self.job.schedule.microbatches, limits)
+        return with_sums(least, self.placement, costs).of(self.job.objective)
 
 
 def prepare(
@@ -206,4 +207,5 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
         limit = limit_of(job, placement, costs)
     except ZbcError:
         limit = Limit(costs, None)
-    return bounds(placement, limit.costs, job.schedule.microbatches, limit.units)
+    least = bounds(placement, limit.costs, job.schedule.microbatches, limit.units)
+    return with_sums(least, placement, limit.costs)
