@@ -27,79 +27,52 @@ from __future__ import annotations
 
 import json
 import shutil
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import zbc.plan as plans
 from zbc.errors import ZbcError
 from zbc.ir import COMPUTE, Op
+from zbc.traceline import (
+    FORMAT,
+    RECORD,
+    VERSION,
+    Cause,
+    Clock,
+    Head,
+    Memory,
+    Timing,
+    Wait,
+    clock_of,
+    damaged,
+    head_of,
+    lines,
+    memory_of,
+    timing_of,
+    waits_of,
+)
 
-FORMAT, VERSION = "zbc-trace", 1
+__all__ = [
+    "Cause",
+    "Clock",
+    "Head",
+    "Memory",
+    "RankTrace",
+    "Recorded",
+    "Timing",
+    "Trace",
+    "Wait",
+    "Writer",
+    "has_trace",
+    "rank_file",
+    "read",
+    "start",
+]
+
 FOLDER, PLAN = "trace", "plan"
-_RECORD = "record it again with `zbc run PLAN --trace STEPS`"
-
-
-class Cause(IntEnum):
-    """What a rank waited for inside an op."""
-
-    MESSAGE = 0  # a tensor, or numbers, from a neighbour
-    SUM = 1  # a sum of gradients over copies that was started before
-    ALL = 2  # every rank: a sum over all of them
-    DELIVERY = 3  # that what it sent has been taken
-    GATHER = 4  # weights that other ranks stepped
-
-
-class Wait(NamedTuple):
-    """A wait inside op number `op` of a step, in ns; behind the last op it belongs to the close of the step."""
-
-    op: int
-    cause: Cause
-    ns: int
-
-
-class Clock(NamedTuple):
-    """The clock of rank 0 is `offset_ns` ahead of this rank's at `at_ns`, give or take `uncertainty_ns`."""
-
-    at_ns: int
-    offset_ns: int
-    uncertainty_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One step of one rank as it is written; see the head of this file."""
-
-    step: int  # from 1
-    begin_ns: int
-    took_ns: Sequence[int]
-    lead_ns: Sequence[int]
-    waits: Sequence[int]
-    close_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a rank held around each op of a step, in bytes: rows are ops, columns categories."""
-
-    step: int
-    categories: tuple[str, ...]
-    bytes: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Whose trace it is."""
-
-    plan: str  # its id
-    rank: int  # of the run
-    device: str
-    process: str  # host:pid
-    ops: int
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -170,10 +143,10 @@ class Writer:
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
     """The lines of a file that are true of a training which goes on behind step `behind`; [] if it is damaged."""
     try:
-        lines = [values for _, values in _lines(path)]
+        found = [values for _, values in lines(path)]
     except ZbcError:
         return []
-    return [values for values in lines if not ("step" in values and values["step"] > behind)]
+    return [values for values in found if not ("step" in values and values["step"] > behind)]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -230,7 +203,7 @@ class RankTrace:
         begins, own = self.aligned(timing.begin_ns), timing.begin_ns
         aligned = self.aligned if any(clock.offset_ns for clock in self.clocks) else int
         leads = iter(timing.lead_ns)
-        waits = tuple(_waits(timing.waits))
+        waits = tuple(waits_of(timing.waits))
         ahead = [0] * (len(self.ops) + 1)
         for wait in waits:
             if wait.cause is not Cause.ALL:
@@ -290,7 +263,7 @@ def read(run: Path) -> Trace:
     """
     folder = run / FOLDER
     if not has_trace(run):
-        raise ZbcError("E430", f"trace: there is no trace in {run}", hint=_RECORD)
+        raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
     plan = plans.Plan.read(folder / PLAN)
     world = plan.manifest.world
     missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]
@@ -303,125 +276,28 @@ def read(run: Path) -> Trace:
     found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
     trace = Trace(run, plan, found)
     if not trace.steps:
-        raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=_RECORD)
+        raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
     return trace
 
 
 def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:
     head: Head | None = None
     clocks, timings, memory = list[Clock](), dict[int, Timing](), None
-    for number, values in _lines(path):
+    for number, values in lines(path):
         place = f"{path}:{number}"
         if head is None:
-            head = _head(values, place, rank, plan, len(ops))
+            head = head_of(values, place, rank, plan, len(ops))
         elif "clock" in values:
-            clocks.append(Clock(**_fields(values["clock"], Clock._fields, place)))
+            clocks.append(clock_of(values["clock"], place))
         elif "step" in values:
-            timing = _timing(values, ops, place)
+            timing = timing_of(values, ops, place)
             if timing.step in timings:
-                raise _damaged(place, f"step {timing.step} is there twice")
+                raise damaged(place, f"step {timing.step} is there twice")
             timings[timing.step] = timing
         elif "memory" in values:
-            memory = _memory(values["memory"], len(ops), place)
+            memory = memory_of(values["memory"], len(ops), place)
         else:
-            raise _damaged(place, f"neither clock, step nor memory: {', '.join(sorted(values)) or 'nothing'}")
+            raise damaged(place, f"neither clock, step nor memory: {', '.join(sorted(values)) or 'nothing'}")
     if head is None:
-        raise _damaged(f"{path}:1", "the file is empty")
+        raise damaged(f"{path}:1", "the file is empty")
     return RankTrace(head, ops, tuple(clocks), timings, memory)
-
-
-def _lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers; a last line that was cut off is left out."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ZbcError("E430", f"trace: cannot read {path}: {error.strerror}", hint=_RECORD) from None
-    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise _damaged(f"{path}:{number}", f"not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise _damaged(f"{path}:{number}", "not an object")
-        yield number, values
-
-
-def _head(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
-    if values.get("format") != FORMAT or values.get("version") != VERSION:
-        found = f"format {values.get('format')!r}, version {values.get('version')!r}"
-        raise _damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
-    for key, wanted in (("plan", plan), ("rank", rank), ("ops", ops)):
-        if values.get(key) != wanted:
-            raise _damaged(place, f"{key} is {values.get(key)!r}, the plan beside it says {wanted!r}")
-    device, process = values.get("device"), values.get("process")
-    if not isinstance(device, str) or not isinstance(process, str):
-        raise _damaged(place, "device and process have to be texts")
-    return Head(plan, rank, device, process, ops)
-
-
-def _timing(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
-    names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
-    if values.keys() != {*names}:
-        raise _damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
-    compute = sum(op.kind in COMPUTE for op in ops)
-    took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
-    for name, column, count in (("took_ns", took, len(ops)), ("lead_ns", lead, compute)):
-        if len(column) != count:
-            raise _damaged(place, f"{name} has {len(column)} numbers, the plan has {count} such ops")
-    if len(waits) % 3 or any(not 0 <= op <= len(ops) for op in waits[::3]):
-        raise _damaged(place, "waits has to be three numbers each: op, cause, ns")
-    if any(cause not in _CAUSES for cause in waits[1::3]):
-        raise _damaged(place, f"waits has a cause beyond {max(_CAUSES)}")
-    step, begin, close = (_whole(values[name], name, place) for name in ("step", "begin_ns", "close_ns"))
-    return Timing(step, begin, took, lead, waits, close)
-
-
-_CAUSES = {cause.value: cause for cause in Cause}
-
-
-def _waits(flat: Sequence[int]) -> Iterable[Wait]:
-    for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-        yield Wait(op, _CAUSES[cause], ns)
-
-
-def _memory(values: Any, ops: int, place: str) -> Memory:
-    fields = ("step", "categories", "bytes")
-    if not isinstance(values, dict) or values.keys() != {*fields}:
-        raise _damaged(place, f"memory has {', '.join(fields)}")
-    categories = values["categories"]
-    if not isinstance(categories, list) or not all(isinstance(name, str) for name in categories):
-        raise _damaged(place, "categories has to be a list of names")
-    rows = values["bytes"]
-    if not isinstance(rows, list) or len(rows) != ops:
-        raise _damaged(place, f"bytes needs a row for each of {ops} ops")
-    table = [_column(row, "bytes", place) for row in rows]
-    if any(len(row) != len(categories) for row in table):
-        raise _damaged(place, f"every row of bytes needs {len(categories)} numbers")
-    return Memory(_whole(values["step"], "step", place), tuple(categories), table)
-
-
-def _fields(values: Any, names: Sequence[str], place: str) -> dict[str, int]:
-    if not isinstance(values, dict) or values.keys() != {*names}:
-        raise _damaged(place, f"a clock has {', '.join(names)}")
-    return {name: _whole(values[name], name, place) for name in names}
-
-
-def _whole(value: Any, name: str, place: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _damaged(place, f"{name} has to be a whole number, not {value!r}")
-    return value
-
-
-def _column(values: Any, name: str, place: str) -> array[int]:
-    """Whole numbers that are not negative, eight bytes each."""
-    try:
-        column = array("q", values if isinstance(values, list) else [None])
-    except (TypeError, OverflowError):
-        raise _damaged(place, f"{name} has to be a list of whole numbers") from None
-    if column and min(column) < 0:
-        raise _damaged(place, f"{name} has a negative number")
-    return column
-
-
-def _damaged(place: str, found: str) -> ZbcError:
-    return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=_RECORD)

@@ -1,0 +1,176 @@
+"""The lines of a rank's file in a recorded run (trace.py): what they hold, and how strictly they are read."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zbc.errors import ZbcError
+from zbc.ir import COMPUTE, Op
+
+FORMAT, VERSION = "zbc-trace", 1
+RECORD = "record it again with `zbc run PLAN --trace STEPS`"
+
+
+class Cause(IntEnum):
+    """What a rank waited for inside an op."""
+
+    MESSAGE = 0  # a tensor, or numbers, from a neighbour
+    SUM = 1  # a sum of gradients over copies that was started before
+    ALL = 2  # every rank: a sum over all of them
+    DELIVERY = 3  # that what it sent has been taken
+    GATHER = 4  # weights that other ranks stepped
+
+
+class Wait(NamedTuple):
+    """A wait inside op number `op` of a step, in ns; behind the last op it belongs to the close of the step."""
+
+    op: int
+    cause: Cause
+    ns: int
+
+
+class Clock(NamedTuple):
+    """The clock of rank 0 is `offset_ns` ahead of this rank's at `at_ns`, give or take `uncertainty_ns`."""
+
+    at_ns: int
+    offset_ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One step of one rank as it is written; see the head of this file."""
+
+    step: int  # from 1
+    begin_ns: int
+    took_ns: Sequence[int]
+    lead_ns: Sequence[int]
+    waits: Sequence[int]
+    close_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank held around each op of a step, in bytes: rows are ops, columns categories."""
+
+    step: int
+    categories: tuple[str, ...]
+    bytes: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Whose trace it is."""
+
+    plan: str  # its id
+    rank: int  # of the run
+    device: str
+    process: str  # host:pid
+    ops: int
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    """The objects of a file with their line numbers; a last line that was cut off is left out."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ZbcError("E430", f"trace: cannot read {path}: {error.strerror}", hint=RECORD) from None
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise damaged(f"{path}:{number}", f"not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise damaged(f"{path}:{number}", "not an object")
+        yield number, values
+
+
+def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
+    if values.get("format") != FORMAT or values.get("version") != VERSION:
+        found = f"format {values.get('format')!r}, version {values.get('version')!r}"
+        raise damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
+    for key, wanted in (("plan", plan), ("rank", rank), ("ops", ops)):
+        if values.get(key) != wanted:
+            raise damaged(place, f"{key} is {values.get(key)!r}, the plan beside it says {wanted!r}")
+    device, process = values.get("device"), values.get("process")
+    if not isinstance(device, str) or not isinstance(process, str):
+        raise damaged(place, "device and process have to be texts")
+    return Head(plan, rank, device, process, ops)
+
+
+def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
+    names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
+    if values.keys() != {*names}:
+        raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
+    compute = sum(op.kind in COMPUTE for op in ops)
+    took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
+    for name, column, count in (("took_ns", took, len(ops)), ("lead_ns", lead, compute)):
+        if len(column) != count:
+            raise damaged(place, f"{name} has {len(column)} numbers, the plan has {count} such ops")
+    if len(waits) % 3 or any(not 0 <= op <= len(ops) for op in waits[::3]):
+        raise damaged(place, "waits has to be three numbers each: op, cause, ns")
+    if any(cause not in _CAUSES for cause in waits[1::3]):
+        raise damaged(place, f"waits has a cause beyond {max(_CAUSES)}")
+    step, begin, close = (_whole(values[name], name, place) for name in ("step", "begin_ns", "close_ns"))
+    return Timing(step, begin, took, lead, waits, close)
+
+
+_CAUSES = {cause.value: cause for cause in Cause}
+
+
+def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
+    for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+        yield Wait(op, _CAUSES[cause], ns)
+
+
+def memory_of(values: Any, ops: int, place: str) -> Memory:
+    fields = ("step", "categories", "bytes")
+    if not isinstance(values, dict) or values.keys() != {*fields}:
+        raise damaged(place, f"memory has {', '.join(fields)}")
+    categories = values["categories"]
+    if not isinstance(categories, list) or not all(isinstance(name, str) for name in categories):
+        raise damaged(place, "categories has to be a list of names")
+    rows = values["bytes"]
+    if not isinstance(rows, list) or len(rows) != ops:
+        raise damaged(place, f"bytes needs a row for each of {ops} ops")
+    table = [_column(row, "bytes", place) for row in rows]
+    if any(len(row) != len(categories) for row in table):
+        raise damaged(place, f"every row of bytes needs {len(categories)} numbers")
+    return Memory(_whole(values["step"], "step", place), tuple(categories), table)
+
+
+def clock_of(values: Any, place: str) -> Clock:
+    names = Clock._fields
+    if not isinstance(values, dict) or values.keys() != {*names}:
+        raise damaged(place, f"a clock has {', '.join(names)}")
+    return Clock(**{name: _whole(values[name], name, place) for name in names})
+
+
+def _whole(value: Any, name: str, place: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise damaged(place, f"{name} has to be a whole number, not {value!r}")
+    return value
+
+
+def _column(values: Any, name: str, place: str) -> array[int]:
+    """Whole numbers that are not negative, eight bytes each."""
+    try:
+        column = array("q", values if isinstance(values, list) else [None])
+    except (TypeError, OverflowError):
+        raise damaged(place, f"{name} has to be a list of whole numbers") from None
+    if column and min(column) < 0:
+        raise damaged(place, f"{name} has a negative number")
+    return column
+
+
+def damaged(place: str, found: str) -> ZbcError:
+    return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=RECORD)
