@@ -135,8 +135,9 @@ def small_pieces(monkeypatch):
     "model", [SMALL, {**TIED, "dtype": "bfloat16", "parameters": "bfloat16"}], ids=["fp32", "bf16"]
 )
 def test_zero1_pieces_fit_together_for_any_number_of_copies(model, small_pieces, tmp_path):
-    """2 copies -> 4 -> one rank that has all of it -> 2 copies without ZeRO-1 -> 2 with."""
-    ways = [{"dp": 2, "zero1": True}, {"dp": 4, "zero1": True, "p": 1}, {"p": 1}, {"dp": 2}, {"dp": 2, "zero1": True}]
+    """2 copies -> 4 without a barrier -> one rank that has all of it -> 2 copies without ZeRO-1 -> 2 with."""
+    sharded = [{"dp": 2, "zero1": True}, {"dp": 4, "zero1": True, "p": 1, "ahead": True}]
+    ways = [*sharded, {"p": 1}, {"dp": 2}, {"dp": 2, "zero1": True, "ahead": True}]
     whole = train(plan(dp=2, model=model, checkpoint={"every": 2, "keep": 9}), 10, tmp_path / "whole")
     losses, resume = [], None
     for number, way in enumerate(ways):
