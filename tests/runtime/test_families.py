@@ -150,3 +150,12 @@ def test_stretched_rotations_follow_the_formulas():
     assert torch.equal(found[turns > 4], plain[turns > 4]) and torch.equal(found[turns < 1], plain[turns < 1] / 8)
     middle = (turns > 1) & (turns < 4)
     assert bool(middle.any()) and bool(((found < plain) & (found > plain / 8))[middle].all())
+
+
+def test_mfu_counts_the_experts_a_token_meets_and_the_router():
+    plain = job(model=SIZES).model
+    wide = {**SIZES, "experts": 4, "expert_hidden": 256}
+    met = [training_flops(job(model={**wide, "top_k": top}).model) for top in (1, 2)]
+    mlp, router = 6 * 32 * 3 * 2 * 64 * 256, 6 * 32 * 3 * 64 * 4  # 6 per weight and token, in three blocks
+    assert met[0] == pytest.approx(training_flops(plain) + router)
+    assert met[1] == pytest.approx(met[0] + mlp)
