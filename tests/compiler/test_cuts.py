@@ -17,10 +17,13 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Lightest, counts
 from zbc.compiler.holding import fullest
 from zbc.compiler.holding import peaks as held_peaks
+from zbc.compiler.judging import Case
 from zbc.compiler.memory import peaks
 from zbc.compiler.order import order
 from zbc.compiler.passes import lower
+from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.tailor import Tailor
 from zbc.errors import ZbcError
 
 BY_HAND = (
@@ -197,11 +200,12 @@ def test_with_more_budget_a_plan_is_never_worse(kind, monkeypatch):
     assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(steps))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_cuts_within_a_load_are_all_there_are(seed):
     rng = Random(seed)
     stages, n = rng.randint(1, 5), rng.randint(5, 9)
-    weights = [[rng.randint(0, 4) * rng.choice((1, 1, 1.5)) for _ in range(n)] for _ in range(stages)]
+    draw = rng.random if seed % 2 else lambda: rng.randint(0, 4)
+    weights = [[draw() * rng.choice((1, 1, 1.5)) for _ in range(n)] for _ in range(stages)]
     often = [[float(rng.randint(0, 2)) for _ in range(stages)] for _ in range(rng.randint(1, 3))]
     light = Lightest(weights, often)
     cuts = [(0, *inner, n) for inner in itertools.combinations(range(1, n), stages - 1)]
@@ -223,3 +227,53 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
         act_b = tuple(rng.random() for _ in some.f)
         costs = replace(some, act_b=act_b, act_w=tuple(size * rng.uniform(0.2, 1.5) for size in act_b))
         assert held_peaks(held, costs.act_b, costs.act_w) == pytest.approx([r.units for r in peaks(program, costs)])
+
+
+def with_head(layers, head, **parts):
+    """F = B = W = 1 per layer, no transfer time, and a head worth so many layers."""
+    costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "head": {"f": head, "b": head, "w": head}}
+    return job(layers=layers, costs=costs, **parts)
+
+
+@pytest.mark.parametrize(("p", "m", "layers", "head", "gain"), [(3, 9, 17, 5.0, 1.3), (4, 8, 18, 4.2, 1.35)])
+def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
+    """Against interleaved 1F1B on uniform cuts, and against every schedule by name on them."""
+    uniform = {"pp": p, "m": m, "partition": {"mode": "uniform"}}
+    base = planned(with_head(layers, head, kind="interleaved-1f1b", **uniform), 0.0)[0]
+    step = planned(with_head(layers, head, kind="auto", pp=p, m=m), 0.0)[0]
+    assert base / step >= gain
+    assert step >= 3 * m * (layers + head) / p
+    for name in SCHEDULES:
+        try:
+            other = planned(with_head(layers, head, kind=name, **uniform), 0.0)[0]
+        except ZbcError:
+            continue
+        assert other is None or step <= other * (1 + 1e-9), name
+
+
+def test_a_walk_beats_the_even_cut_of_searched_schedules():
+    """The first stage of a V is better short: what it delays is everything."""
+    steps = [planned(with_head(26, 7.15, kind="zb-v", m=16), budget)[0] for budget in (0.0, None)]
+    assert steps[1] < steps[0] * (1 - 1e-3)
+
+
+def test_a_plan_is_predicted_again_with_the_cut_and_the_recompute_it_holds():
+    free = compile_job(with_head(14, 5.0, kind="1f1b"))
+    room = {"memory_gib": 0.8 * max(rank.bytes for rank in free.memory) / 2**30}
+    compiled = compile_job(with_head(14, 5.0, kind="1f1b", memory={"activations": "auto"}, hardware=room))
+    manifest, _ = compiled.assemble()
+    assert compiled.found.again
+    assert costs_of(manifest) == compiled.costs
+    assert manifest.layers == [list(names) for names in compiled.layers]
+
+
+def test_no_cut_is_searched_for_less_time_with_more_budget():
+    made = with_head(7, 2.0, kind="v-auto", pp=2, m=4)
+    tailor = Tailor(Case(made, estimate.layers(made), SCHEDULES["v-auto"], None))
+    before: dict[object, float] = {}
+    for budget in (0.0, 0.01, 0.05, 0.3, 1.0, 4.0, 8.0):
+        seconds = {prepared.stages: share for prepared, share in tailor.plans(budget)}
+        assert all(seconds.get(cut, -1.0) >= less for cut, less in before.items())
+        assert sum(seconds.values()) <= budget * (1 + 1e-9)
+        before = seconds
+    assert before[tailor.case.first.stages] >= 0.5 * 8.0
