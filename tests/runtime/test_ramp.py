@@ -88,6 +88,13 @@ def test_evaluation_has_its_own_number_of_microbatches():
     assert len({r.loss for r in found}) == STEPS - 1, "the rate of the last step is 0"
 
 
+def test_copies_evaluate_the_same_samples_in_every_phase():
+    """With a rate of 0 the loss is one and the same, whatever the number of microbatches that the step had."""
+    how = {"optimizer": {"lr": 0.0}, "train": {"eval_every": 1}, "data": {"kind": "synthetic", "validation": 2e-5}}
+    found = [run_threads(growing("1f1b", copies=copies, **how), 4)[0].evaluation.results for copies in (1, 2)]
+    assert len({result.loss for results in found for result in results}) == 1
+
+
 def test_no_sample_is_read_twice_and_none_is_left_out():
     """Over copies and steps, through the end of an epoch that no batch ends with."""
     plan, seen = growing("1f1b", copies=2), []

@@ -193,7 +193,7 @@ def _memory(trace: Trace) -> tuple[RankMemory, ...]:
             return ()
         columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
         most = {name: max(column) for name, column in columns.items()}
-        row = meant[rank % manifest.ranks] if known and meant else None
+        row = meant[manifest.seats.of(rank).part] if known and meant else None
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
         peak = most.pop("peak", 0)
         found.append(RankMemory(rank, predicted, most, peak))
