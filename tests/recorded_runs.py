@@ -55,13 +55,13 @@ def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...
     count, now = plan.manifest.world, 10**12
     writers = []
     for rank in range(count):
-        ops = plan.program.ranks[rank % plan.manifest.ranks]
+        ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
         writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)))
         skew = round(world.skew(rank) * MS)
         writer.clock(Clock(now - skew, skew, 0))
         writers.append((writer, skew))
     for step in steps:
-        ranks = [_Rank(plan.program.ranks[r % plan.manifest.ranks], now) for r in range(count)]
+        ranks = [_Rank(plan.program.ranks[plan.manifest.seats.of(r).part], now) for r in range(count)]
         timings = _step(plan, ranks, world, step, now)
         for (writer, skew), timing in zip(writers, timings, strict=True):
             timing = Timing(step, timing.begin_ns - skew, timing.took_ns, timing.lead_ns, timing.waits, timing.close_ns)
@@ -74,7 +74,7 @@ def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...
 
 
 def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:
-    size, placement = plan.manifest.ranks, plan.program.placement
+    seats, placement = plan.manifest.seats, plan.program.placement
     sent: dict[tuple[int, object], int] = {}
     begins = [begin + round(world.late(r) * MS) for r in range(len(ranks))]
     for rank, at in zip(ranks, begins, strict=True):
@@ -99,7 +99,7 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
                 else:
                     if op.kind.is_send:
                         peer = placement.peer(op)
-                        to = (0 if peer is None else peer) + r // size * size
+                        to = seats.rank(seats.of(r).copy, 0 if peer is None else peer)
                         sent[to, message_of(op)] = rank.now + round(world.link(r, to) * MS)
                     rank.spend(round(world.transfer * MS) if op.kind.is_transfer else 0)
                 moved = True

@@ -304,7 +304,9 @@ def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
     if not isinstance(job, Job):
         job = load_job(Path(job))
     compiled = compile_job(job, budget=budget)
-    return Plan(compiled.schedule, compiled.program, compiled=compiled)
+    starts = (start.compiled for start in compiled.ramp)
+    ramp = tuple(Plan(start.schedule, start.program, compiled=start) for start in starts)
+    return Plan(compiled.schedule, compiled.program, compiled=compiled, ramp=ramp)
 
 
 def open_plan(path: str | Path) -> Plan:

@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.seats import Seats
 
 
 class Kind(StrEnum):
@@ -266,12 +267,18 @@ class Program:
     copies: int = 1  # data-parallel copies of the pipeline; each runs these ops, and collectives meet over all of them
     tied: bool = False  # the first and the last of several stages share a weight
     sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
+    node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, that share a node
 
     def __iter__(self) -> Iterator[tuple[int, int, Op]]:
         """Every op as (rank, step, op)."""
         for rank, ops in enumerate(self.ranks):
             for step, op in enumerate(ops):
                 yield rank, step, op
+
+    @property
+    def seats(self) -> Seats:
+        """Which rank of a run is which rank of which copy."""
+        return Seats(self.placement.ranks, self.copies, self.node or (self.placement.ranks, 1))
 
     @property
     def size(self) -> int:

@@ -158,8 +158,8 @@ def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
     history = (manifest.schedule, *manifest.passes)
-    m = manifest
-    return Program(m.to_placement(), m.microbatches, ranks, history, m.slices, m.copies, m.tied, m.sharded)
+    m, node = manifest, manifest.seats.node if manifest.node else None
+    return Program(m.to_placement(), m.microbatches, ranks, history, m.slices, m.copies, m.tied, m.sharded, node)
 
 
 def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import pytest
 import zbc.plan as plans
 from tests.jobs import job as made
 from zbc.api import load
+from zbc.api import plan as zbc_plan
 from zbc.compiler.compile import compile_job
 from zbc.compiler.recall import timeline_of
 from zbc.errors import ZbcError
@@ -78,6 +79,17 @@ def test_the_manifest_cannot_name_folders_elsewhere(ramped, folder):
     with pytest.raises(ZbcError) as caught:
         plans.read_manifest(folder / "plan")
     assert caught.value.code == "E404"
+
+
+def test_what_goes_to_other_tools_would_not_grow_and_is_refused(tmp_path):
+    plan = zbc_plan(made(kind="1f1b", pp=2, schedule={"ramp": RAMP}, train=TRAIN))
+    assert [start.program.microbatches for start in plan.ramp] == [1, 3]
+    plan.check()
+    for target in ("megatron", "torchtitan"):
+        with pytest.raises(ZbcError) as caught:
+            plan.export(target)
+        assert "schedule.ramp" in "".join(caught.value.details)
+    assert plan.export("torch-csv")[".csv"].count("F7") == 2
 
 
 @pytest.mark.parametrize("kind", ["auto", "zb-auto", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"])

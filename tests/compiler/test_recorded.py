@@ -71,6 +71,16 @@ def test_two_copies_of_the_pipeline_are_taken_apart_rank_by_rank(tmp_path):
     assert found.ranks[0].measured.drain > 10  # for the slower copy
 
 
+def test_copies_that_share_a_node_are_told_apart_too(tmp_path):
+    """Ranks 0 and 1 are both copies of the first rank of the pipeline, so 0 hears from 2 and 1 from 3."""
+    nodes = {"parallel": {"dp": 2, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}
+    plan = compiled("1f1b", p=2, m=4, costs=GIVEN, **nodes)
+    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 1.2))), again=False)
+    assert [set(rank.measured.senders) for rank in found.ranks] == [{2}, {3}, {0}, {1}]
+    assert {(link.sender, link.receiver) for link in found.links} == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    assert [one.rank for one in found.slow_ranks] == [1]
+
+
 # ---- where the time went -------------------------------------------------------------------------------------
 
 

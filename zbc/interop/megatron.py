@@ -34,6 +34,10 @@ def dumps(program: Program, manifest: Manifest) -> str:
         )
     if program.slices > 1:
         refused.add("it does not cut microbatches into slices")
+    if manifest.ramp:
+        refused.add(
+            "the training begins with smaller batches (schedule.ramp); export a plan without, add --rampup-batch-size"
+        )
     refused.raise_any()
     return "\n".join(_lines(program, manifest, model)) + "\n"
 

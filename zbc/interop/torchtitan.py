@@ -31,6 +31,8 @@ def dumps(program: Program, manifest: Manifest, csv_name: str) -> tuple[str, str
         refused.add(f"it has models of its own, the plan is for model.family = {model.get('family')!r}")
     if placement != Placement.looped(p, v):
         refused.add("with a CSV file it deals stages round and round the ranks; the plan places them otherwise")
+    if manifest.ramp:
+        refused.add("all of its batches are of one size; the training begins with smaller ones (schedule.ramp)")
     refused.raise_any("`--to torch-csv` writes the order alone, for torch's runtime with stages of your own")
     parts = [[name for layer in names for name in _NAMES.get(layer, [layer])] for names in manifest.layers]
     batch = manifest.microbatch_size * program.microbatches

@@ -205,6 +205,7 @@ class RunLog:
             "schedule": m.schedule,
             "ranks": m.ranks,
             "copies": m.copies,
+            "node": m.node,
             "stages": m.stages,
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,

@@ -21,7 +21,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.recorded.view import Step
 from zbc.compiler.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
-from zbc.ir import AHEAD, COMPUTE, Kind, Op, Placement, Program
+from zbc.ir import AHEAD, COMPUTE, Kind, Op, Program
 from zbc.trace import Cause, Recorded
 
 
@@ -80,7 +80,7 @@ def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
             if first:
                 found.warm_up += message
             elif message:
-                peer = _sender(step.program.placement, op, rank)
+                peer = _sender(step.program, op, rank)
                 found.message += message
                 found.senders[peer] = found.senders.get(peer, 0) + message
             found.compute += one.end[index] - one.work[index]
@@ -119,10 +119,10 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
     found.host += close - gather - delivery
 
 
-def _sender(placement: Placement, op: Op, rank: int) -> int:
+def _sender(program: Program, op: Op, rank: int) -> int:
     """The rank of the run that a compute op's message comes from."""
     near = op.stage + (-1 if op.kind is Kind.F else 1)
-    return placement.rank_of(near, op.pipe) + rank // placement.ranks * placement.ranks
+    return program.seats.rank(program.seats.of(rank).copy, program.placement.rank_of(near, op.pipe))
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:

@@ -103,9 +103,9 @@ def deviations(times: Times, costs: Costs, steps: int) -> list[Deviation]:
 def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
     """Every pair of ranks that tensors came over, by ranks."""
     edges = _edges(costs, program)
-    size = program.placement.ranks
+    part = [program.seats.of(rank).part for rank in range(program.placement.ranks * program.copies)]
     return [
-        LinkTime(a, b, round(len(samples) / steps), edges.get((a % size, b % size), 0.0), median_ms(samples))
+        LinkTime(a, b, round(len(samples) / steps), edges.get((part[a], part[b]), 0.0), median_ms(samples))
         for (a, b), samples in sorted(times.links.items())
         if samples
     ]

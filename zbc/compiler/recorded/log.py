@@ -9,6 +9,7 @@ from typing import Any
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
+from zbc.seats import Seats
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 
@@ -48,7 +49,9 @@ class RunLog:
         """Per rank, ms of compute in a step: predicted and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
-        meant = [rows[rank % len(rows)]["busy_ms"] if rows else None for rank in range(len(columns))]
+        parts, copies = self.about.get("node") or (len(rows), 1)
+        seats = Seats(len(rows), len(columns), (parts, copies))
+        meant = [rows[seats.of(rank).part]["busy_ms"] if rows else None for rank in range(len(columns))]
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 
     def peak(self) -> list[int]:

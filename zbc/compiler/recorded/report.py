@@ -180,7 +180,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def _shares(step: Step, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
     meant = blame.predicted(step.program, timeline, costs)
     found = [one.scaled(1 / _MS) for one in blame.shares(step)]
-    return tuple(RankShares(rank, meant[rank % len(meant)], one) for rank, one in enumerate(found))
+    return tuple(RankShares(rank, meant[step.program.seats.of(rank).part], one) for rank, one in enumerate(found))
 
 
 def _memory(trace: Trace) -> tuple[RankMemory, ...]:

@@ -48,10 +48,10 @@ class Recording:
     def _ms(self, ns: int) -> float:
         return (ns - self._origin) / _MS
 
-    def ranks(self) -> range:
-        """The ranks of this copy, of the run."""
-        size = self.steps[0].program.placement.ranks
-        return range(self.copy * size, (self.copy + 1) * size)
+    def ranks(self) -> list[int]:
+        """The ranks of this copy, of the run, in the order of the pipeline."""
+        program = self.steps[0].program
+        return [program.seats.rank(self.copy, part) for part in range(program.placement.ranks)]
 
     @cached_property
     def _kinds(self) -> set[Kind]:
@@ -75,7 +75,7 @@ class Recording:
 
     def _sums(self, step: Step) -> Iterator[Sum]:
         """Sums of gradients, from when all have come to them until the last has what it waited for."""
-        first = self.ranks().start
+        seats = step.program.seats
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}
         for rank in self.ranks():
@@ -89,7 +89,7 @@ class Recording:
         for op, places in begun.items():
             start = max(at for _, at in places)
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
-            members = tuple(rank - first for rank, _ in places)
+            members = tuple(seats.of(rank).part for rank, _ in places)
             yield Sum(op, members, self._ms(start), self._ms(end))
 
     @cached_property

@@ -102,10 +102,8 @@ class Step:
 
     def messages(self) -> Iterator[Message]:
         """Every tensor between two ranks."""
-        size = self.program.placement.ranks
-        made = {
-            (rank // size, op): (rank, index) for rank in range(len(self.ranks)) for index, op in self.compute(rank)
-        }
+        copy = [self.program.seats.of(rank).copy for rank in range(len(self.ranks))]
+        made = {(copy[rank], op): (rank, index) for rank in range(len(self.ranks)) for index, op in self.compute(rank)}
         for rank, one in enumerate(self.ranks):
             posted = {op: one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
             waited = one.waited(Cause.MESSAGE)
@@ -113,7 +111,7 @@ class Step:
                 recv = _receives(op)
                 if recv is None or recv not in posted:
                     continue
-                source, sender, place = self._source(op, rank // size, made)
+                source, sender, place = self._source(op, copy[rank], made)
                 ns = waited.get(index, 0)
                 there = one.start[index] + ns
                 sent = self.ranks[sender].end[place]
