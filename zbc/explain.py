@@ -831,7 +831,8 @@ train.watchdog_s.
         """
 A rank ended, so the others cannot go on. The reason stands in the message of
 the rank that failed first; if it has none, it was killed from outside, often
-by the system for lack of memory.
+by the system for lack of memory. With checkpoints and --max-restarts, zbc's own
+with --local or torchrun's, a run goes on by itself (docs/failures.md).
 """,
     ),
     "E703": _entry(

@@ -20,6 +20,7 @@ STEPS = 12
 
 def plan_of(tmp_path, **changes):
     tables = {
+        "parallel": {"pp": 2},
         "schedule": {"kind": "zb-h1"},
         "optimizer": {"lr": 0.01, "clip_grad_norm": 1.0},
         "train": {"steps": STEPS},
@@ -38,7 +39,7 @@ def result(out):
 def expected(tmp_path_factory):
     """Of a run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    run_here(plan_of(folder), 4, folder / "run")
+    run_here(plan_of(folder), 2, folder / "run")
     return result(folder / "run")
 
 
@@ -47,7 +48,7 @@ def restarts(lines):
 
 
 def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, out, expected):
-    victims = {5: 2, 8: 0, 11: 3}  # step -> rank; a save waits for the one before, so that one is complete by then
+    victims = {5: 1, 9: 0}  # step -> rank; a save waits for the one before, so that one is complete by then
 
     def kill(line):
         words = line.split()
@@ -55,11 +56,11 @@ def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, ou
         if step in victims:
             os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
 
-    lines = run_here(plan_of(tmp_path), 4, out, each=kill, max_restarts=3)
+    lines = run_here(plan_of(tmp_path), 2, out, each=kill, max_restarts=3)
     assert result(out) == expected
-    assert [line.partition(", since ")[0] for line in restarts(lines)] == [f"restart {i} of 3" for i in (1, 2, 3)]
-    assert restarts(lines)[0].endswith("since rank 2 was killed by SIGKILL")
-    assert len([line for line in lines if "going on from" in line]) == 3
+    assert [line.partition(", since ")[0] for line in restarts(lines)] == [f"restart {i} of 3" for i in (1, 2)]
+    assert restarts(lines)[0].endswith("since rank 1 was killed by SIGKILL")
+    assert len([line for line in lines if "going on from" in line]) == 2
 
 
 def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_path, out, expected):
@@ -74,11 +75,11 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
                 seen.add(name)
                 if not (folder / name / ".complete").exists():
                     killed.append(name)
-                    os.kill(processes(out)[len(killed)], signal.SIGKILL)
+                    os.kill(processes(out)[len(killed) % 2], signal.SIGKILL)
 
     thread = threading.Thread(target=watch)
     thread.start()
-    lines = run_here(plan_of(tmp_path), 4, out, max_restarts=4)
+    lines = run_here(plan_of(tmp_path), 2, out, max_restarts=4)
     over.set()
     thread.join()
     assert killed and len(restarts(lines)) <= len(killed)
@@ -91,7 +92,7 @@ def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
             (tmp_path / "once").touch()
             os.kill(processes(out)[1], signal.SIGKILL)
 
-    run_here(plan_of(tmp_path, checkpoint={}), 4, out, each=kill, max_restarts=1)
+    run_here(plan_of(tmp_path, checkpoint={}), 2, out, each=kill, max_restarts=1)
     assert [(row["step"], row["loss"]) for row in metrics(out)] == expected[0]
 
 

@@ -223,6 +223,7 @@ def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
     store = Mortal()
     dogs = [make(rank, 3, limit=60.0, store=store) for rank in range(3)]
     for rank, (dog, _) in enumerate(dogs):
+        dog.tick = dog._listener._tick = 0.1
         dog.start()
         dog.watch(in_op("F s0 m0", since=0.0))
         if rank == 2:
