@@ -53,6 +53,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/split.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/tracing.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from zbc import trace
 from zbc.compiler.compile import Compiled
 from zbc.ir import COMPUTE, Kind, Op, message_of
 from zbc.plan import Plan
-from zbc.trace import Cause, Clock, Head, Timing, Writer
+from zbc.trace import Cause, Clock, Head, Memory, Timing, Writer
 
 MS = 1_000_000
 
@@ -27,6 +27,7 @@ class World:
     optimizer: Callable[[int], float] = lambda rank: 0.0
     agree: float = 0.0  # the sum over all ranks, once all have come
     close: float = 0.0
+    held: Callable[[Op], int] | None = None  # bytes of activations behind an op
     late: Callable[[int], float] = lambda rank: 0.0  # how long after the others a rank begins a step
     skew: Callable[[int], float] = lambda rank: 0.0
 
@@ -67,8 +68,11 @@ def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...
             timing = Timing(step, timing.begin_ns - skew, timing.took_ns, timing.lead_ns, timing.waits, timing.close_ns)
             writer.step(timing)
         now = max(rank.now for rank in ranks) + round(world.close * MS)
-    for writer, skew in writers:
+    for rank, (writer, skew) in enumerate(writers):
         writer.clock(Clock(now - skew, skew, 0))
+        if world.held is not None:
+            ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
+            writer.memory(Memory(steps[-1] + 1, ("activations", "peak"), [[world.held(op)] * 2 for op in ops]))
         writer.close()
     return trace.read(run)
 

@@ -24,7 +24,8 @@ def slow(tmp_path_factory):
     """A run whose rank 2 takes 1.5 times what was predicted."""
     folder = tmp_path_factory.mktemp("slow")
     plan = compiled("zb-h1")
-    world = as_predicted(plan, op=slowed(plan, 2, 1.5), transfer=0.05, agree=0.4)
+    held = lambda op: 2**20 * (1 + op.mb)  # noqa: E731
+    world = as_predicted(plan, op=slowed(plan, 2, 1.5), transfer=0.05, agree=0.4, held=held)
     return record(plan, folder, world, steps=(4, 5, 6, 9))
 
 
@@ -105,6 +106,19 @@ def test_the_trace_holds_both_as_groups_of_processes_and_what_ranks_did_besides(
         texts = [text for _, _, text, _ in slices]
         assert any(text.startswith("SEND_F" if rank < 3 else "SEND_B") for text in texts)
         assert "VALIDATE" in texts and any(text.startswith("wait for ") for text in texts)
+
+
+def test_the_trace_has_counters_of_what_was_held(slow):
+    found = read(Run(slow.folder, slow).perfetto())
+    step, pids = step_of(slow, 5), {name: pid for pid, name in found.processes.items()}
+    begin = min(start for start, _ in step.own)
+    for rank in range(4):
+        points = found.counters[pids[f"measured, step 5: rank {rank}"], "activations, measured (MiB)"]
+        one = step.ranks[rank]
+        last = {end - begin: 1.0 + op.mb for op, end in zip(one.ops, one.end, strict=True) if end >= begin}
+        assert [(float(at) * 1000, float(value)) for at, value in points] == [
+            (pytest.approx(at, abs=1), value) for at, value in sorted(last.items())
+        ]
 
 
 def test_two_copies_are_drawn_below_one_another(tmp_path):

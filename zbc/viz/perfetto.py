@@ -114,9 +114,14 @@ def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[in
 def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
     """Activation units over time, and bytes by category where they are known."""
     yield from _changes(pid, "activations (shares of a microbatch)", one.strip.memory(rank, one.costs), "units")
+    begin = one.strip.begin
+    if one.recorded is not None:
+        for category in ("activations", "gradients", "buffers"):
+            found = ((ms - begin, size / MIB) for ms, size in one.recorded.held(rank, category) if ms >= begin)
+            yield from _changes(pid, f"{category}, measured (MiB)", found, "MiB")
+        return
     if one.costs.bytes is None:
         return
-    begin = one.strip.begin
     held = [
         (found.ms - begin, found.activations / MIB)
         for timeline in one.strip.steps

@@ -25,8 +25,9 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     predicted = repeated(simulate(program, costs), program, costs, steps, barrier=found[0].barrier)
     real = measured(costs, times_of(found))
     pictures = [Drawn("predicted", program, predicted, costs)]
+    memory = tuple(rank.memory for rank in trace.ranks)
     for copy in range(program.copies):
-        record = Recording(tuple(found), copy, ahead=steps > 1 and not found[0].barrier)
+        record = Recording(tuple(found), copy, ahead=steps > 1 and not found[0].barrier, memory=memory)
         name = _name(found, copy, program.copies)
         pictures.append(Drawn(name, program, Strip(record.timelines()), real, record))
     return pictures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from zbc.compiler.dag import Dag, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
 from zbc.compiler.simulate import Sum, Timeline
 from zbc.ir import COMPUTE, SUM, Kind, Op
-from zbc.trace import Cause
+from zbc.trace import Cause, Memory
 
 _MS = 1e6
 
@@ -36,6 +36,7 @@ class Recording:
     steps: tuple[Step, ...]
     copy: int = 0
     ahead: bool = False  # with the ops that close a step without a barrier
+    memory: tuple[Memory | None, ...] = ()  # per rank of the run, what it held around each op of a step like these
 
     @cached_property
     def dag(self) -> Dag:
@@ -142,6 +143,13 @@ class Recording:
                 elif work > begin:
                     yield Beside(f"wait for {op}", "wait", begin, work)
 
-
-def recording(steps: Sequence[Step], copy: int, *, ahead: bool) -> Recording:
-    return Recording(tuple(steps), copy, ahead)
+    def held(self, rank: int, category: str) -> Iterator[tuple[float, int]]:
+        """(ms, bytes of a category held from then on) of a rank of this copy: as each op of these steps ended."""
+        mine = self.ranks()[rank]
+        memory = self.memory[mine] if self.memory else None
+        if memory is None or category not in memory.categories:
+            return
+        column = memory.categories.index(category)
+        for step in self.steps:
+            for ns, row in zip(step.ranks[mine].end, memory.bytes, strict=True):
+                yield self._ms(ns), row[column]
