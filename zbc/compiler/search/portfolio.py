@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from random import Random
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
 LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 4_000_000
 FEW_OPS = 50_000
-FIRST_CHAIN, FIRST_MOVES, GROWTH, WIDTH = 60, 8.0, 2.0, 8
+FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 4.0, 2.0
+WIDTHS = (4, 4, 8)  # of the first brackets; the last one of all that follow
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 
@@ -151,21 +153,24 @@ def _patterns(bench: Bench, target: float) -> None:
 def _rounds(bench: Bench, seed: int, target: float, *, chains: bool = True) -> Iterator[bool]:
     """Brackets of growing length, a step at a time, while the budget lasts.
 
-    A bracket makes new roots by a chain, anneals WIDTH of what there is, the better half of these twice as long, and
-    so on down to one. Half of what it starts from is what earlier brackets ended with, half has not been annealed yet.
+    A bracket makes new roots by a chain, anneals the best of what there is (WIDTHS), the better half of these twice as
+    long, and so on down to one. Half of what it starts from is what earlier brackets ended with, half has not been
+    annealed yet.
     """
     objective, rng = bench.objective, Random(seed)
     heads: list[Candidate] = []
     used: set[tuple[float, float]] = set()
     length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * bench.problem.size, 0
-    while not bench.over and bench.roots:
+    for most in chain(WIDTHS, repeat(WIDTHS[-1])):
+        if bench.over or not bench.roots:
+            return
         if chains:
             yield from _chain(bench, int(length), rng, target, fresh=turn % 3 == 2)
-        heads = heads[: WIDTH // 2]
-        fresh = [c for c in bench.roots if c.rank(objective) not in used][: WIDTH - len(heads)]
+        heads = heads[: most // 2]
+        fresh = [c for c in bench.roots if c.rank(objective) not in used][: most - len(heads)]
         used |= {c.rank(objective) for c in fresh}
         heads += fresh
-        width, each = WIDTH, moves
+        width, each = most, moves
         while width:
             heads.sort(key=lambda c: c.rank(objective))
             for place, head in enumerate(heads[:width]):
