@@ -10,7 +10,8 @@ microbatch: see `misfits`. The same measurements give the same bytes; there are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -173,6 +174,14 @@ class Profile(Section):
             times = dict(layer.times())
             most = max((one.ms for one in times.values()), default=0.0)
             yield from ((f"{kind}.{n}", one) for n, one in times.items() if one.spread > WIDE and one.ms > most / 10)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The distance of the quartiles as a share of the median; 0 for fewer than two values or a median of 0."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / abs(middle) if middle else 0.0
 
 
 def _rounded(value: Any) -> Any:

@@ -12,6 +12,7 @@ from tests.profiles import layer, nbytes, profile_of
 from zbc.compiler import cost, estimate, recall
 from zbc.compiler.bounds import bounds
 from zbc.compiler.compile import compile_job
+from zbc.compiler.footprint import Footprint, more
 from zbc.compiler.partition import partition
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.simulate import simulate
@@ -48,8 +49,15 @@ def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():
     assert found.duration(Op(Kind.B, 1, 0)) + found.duration(Op(Kind.W, 1, 0)) == 10.0
     assert found.joined().b == found.bw == (9.0, 8.0, 8.0, 9.0)
     for name in ("1f1b", "gpipe", "zb-h1"):
-        program = find(name).make(Request(p=4, m=8, v=1))
-        assert bounds(LINEAR, found, 8).makespan <= simulate(program, found).makespan + 1e-9
+        program = find(name).make(Request(p=4, m=64, v=1))
+        assert bounds(LINEAR, found, 64).makespan <= simulate(program, found).makespan + 1e-9
+
+
+def test_the_gradient_between_two_layers_counts_where_they_keep_nothing():
+    bare = Footprint(result=1000, entry=1000, more_b=500, more_bw=700)
+    found = more([bare, bare], recompute=False, first=True)
+    assert (found.b, found.bw) == (1500, 1700)
+    assert more([bare], recompute=False, first=True).bw == 700
 
 
 def test_recompute_adds_what_was_measured():

@@ -18,16 +18,18 @@ from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.plan import Plan
-from zbc.profile import Profile
+from zbc.profile import Profile, spread
+from zbc.runtime.execute import run_step
 from zbc.runtime.measure import Scale
 from zbc.runtime.model import LayerPlan
 from zbc.runtime.profiling import times
 from zbc.runtime.profiling.alike import chain, describe, kinds
-from zbc.runtime.profiling.link import fit, host_us
+from zbc.runtime.profiling.link import fit
 from zbc.runtime.profiling.rig import IDLE, build_rig
 from zbc.runtime.profiling.session import Effort, Found, assemble, effort
-from zbc.runtime.profiling.statistics import measured, spread
+from zbc.runtime.profiling.statistics import measured, quick
 from zbc.runtime.profiling.times import Stopwatch
 from zbc.runtime.profiling.weigh import weigh
 from zbc.runtime.shapes import TensorSpec
@@ -256,6 +258,20 @@ def empty_times(rig):
     return {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}
 
 
+def test_a_loss_keeps_no_more_than_its_number():
+    worker = build_rig(factory("layers", 2, count=2), CPU).worker(CPU)
+    sizes = []
+
+    def look(worker, op):
+        sizes.extend(loss.untyped_storage().nbytes() for loss in worker.losses.values())
+
+    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind is Kind.VALIDATE)
+    worker.script.insert(at, (look, worker.script[at][1], "look"))
+    run_step(worker, 0)
+    worker.close()
+    assert sizes == [4] * 5
+
+
 # ---- the link ------------------------------------------------------------------------------------------------
 
 
@@ -276,5 +292,5 @@ def test_a_link_never_gets_faster_with_larger_messages():
 
 
 def test_of_a_call_that_is_often_interrupted_the_quick_ones_count():
-    assert host_us({"send": [900.0, 10.0, 11.0, 700.0]}, "send") == 10.0
-    assert host_us({}, "send") == 0.0
+    assert quick([900.0, 10.0, 11.0, 700.0]) == 10.0
+    assert quick([]) == 0.0

@@ -22,7 +22,7 @@ from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import step_of, typical
 from zbc.ir import Kind
 from zbc.plan import Manifest
-from zbc.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of
+from zbc.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of, spread
 from zbc.spec import Job
 from zbc.trace import Trace
 
@@ -208,7 +208,7 @@ class _Work:
         found = {}
         for op in (Kind.F, Kind.B, Kind.W, Kind.BW):
             columns = [self.times.cost.get((op, s), []) for s in self._all() if kind in self.counts[s]]
-            found[op] = max((_spread(column) for column in columns), default=0.0)
+            found[op] = max((spread(column) for column in columns), default=0.0)
         return found
 
     # ---- the link, and what ranks add ----------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class _Work:
         known = None if self.base is None else self.base.link
         behind = recall.boundary_sizes(self.job, self.manifest, self.table)
         points = [
-            Point(bytes=max(1, round(behind[edge])), us=statistics.median(found) / 1e3, spread=_spread(found))
+            Point(bytes=max(1, round(behind[edge])), us=statistics.median(found) / 1e3, spread=spread(found))
             for (_, edge), found in sorted(self.times.lags.items())
             if found
         ]
@@ -283,11 +283,3 @@ def solve(prior: Mapping[str, float], counts: Counts, totals: Sequence[float | N
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b > 0 else 1.0
-
-
-def _spread(samples: Sequence[int]) -> float:
-    """The distance of the quartiles as a share of the median."""
-    if len(samples) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return (high - low) / middle if middle else 0.0

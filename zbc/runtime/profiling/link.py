@@ -17,9 +17,9 @@ import torch
 
 from zbc.ir import Kind, Message, Op, Placement, Program
 from zbc.plan import Manifest, assemble
-from zbc.profile import Link, Point
+from zbc.profile import Link, Point, spread
 from zbc.runtime.network import Network
-from zbc.runtime.profiling.statistics import spread
+from zbc.runtime.profiling.statistics import quick
 
 _BUSY = 0.002  # seconds that the sender computes
 _LATE = 0.004  # seconds after which a message is surely there
@@ -116,19 +116,16 @@ def _manifest(messages: int) -> Manifest:
     return manifest
 
 
-def host_us(samples: Mapping[str, Sequence[float]], name: str) -> float:
-    """What a call takes; where the other rank took the core meanwhile, that is part of the transfer."""
-    found = sorted(samples.get(name, ()))
-    return found[len(found) // 10] if found else 0.0
-
-
 def fit(samples: Mapping[str, Sequence[float]]) -> Link | None:
     """The latency and the speed that come nearest to the medians, each weighed by its own size; None without any.
 
     What the sender's call takes is not part of it, since that is the rank's own time. Least squares of relative errors,
     so that small messages count as much as large ones.
     """
-    less, found = host_us(samples, "send"), {int(size): times for size, times in samples.items() if size.isdigit()}
+    less, found = (
+        quick(samples.get("send", ())),
+        {int(size): times for size, times in samples.items() if size.isdigit()},
+    )
     if not found:
         return None
     points = [Point(bytes=n, us=max(0.1, median(us) - less), spread=spread(us)) for n, us in sorted(found.items())]

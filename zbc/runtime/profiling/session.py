@@ -30,10 +30,10 @@ from zbc.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Prof
 from zbc.runtime.forking import fork_server
 from zbc.runtime.local import cores
 from zbc.runtime.network import bind_loopback
-from zbc.runtime.profiling.link import Pair, fit, host_copy, host_us
+from zbc.runtime.profiling.link import Pair, fit, host_copy
 from zbc.runtime.profiling.link import Samples as LinkSamples
 from zbc.runtime.profiling.rig import IDLE, build_rig
-from zbc.runtime.profiling.statistics import measured
+from zbc.runtime.profiling.statistics import measured, quick
 from zbc.runtime.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch
 from zbc.runtime.profiling.weigh import Weighed, weigh
 from zbc.runtime.train import RankFailed
@@ -96,7 +96,7 @@ def assemble(job: Job, how: Effort, found: Found) -> Profile:
     """The profile of what was measured."""
     times = found.times
     host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
-    moves = [host_us(found.link, name) for name in ("post", "send", "take")]
+    moves = [quick(found.link.get(name, ())) for name in ("post", "send", "take")]
     return Profile(
         on=Origin(
             device="cuda" if how.device == "cuda" else "cpu",
@@ -132,7 +132,7 @@ def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed |
 
     more = median(times[kind, AGAIN]) - median(times[kind, KEEP])
     # F is torch's own where its backward comes in one piece; what that saves is counted to the backward.
-    saved = median(times[kind, "f"]) - median(times[kind, "f fused"])
+    saved = max(0.0, quick(times[kind, "f"]) - quick(times[kind, "f fused"]))
     return LayerProfile(
         f=of("f", "f"),
         b=of("b", "b"),
