@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+from pathlib import Path
 
 import pytest
+
+from tests.profiles import profile_of
+from zbc.compiler.compile import load_job
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 PAIR = ("--schedules", "1f1b,interleaved-1f1b,gpipe,chimera")
@@ -96,3 +100,16 @@ def test_a_sweep_without_effect_says_so(zbc, job):
     assert "changes nothing" in zbc("compare", "zbc.toml", *sweep).out, "a transfer takes what was given"
     job(hardware={"link_us": 0})
     assert "changes nothing" not in zbc("compare", "zbc.toml", *sweep).out
+
+
+def test_measured_costs_are_those_that_plan_takes(zbc, job, tmp_path):
+    path = job()
+    profile = profile_of(load_job(Path(path)))
+    (tmp_path / "measured.json").write_text(profile.dumps())
+    planned = zbc(
+        "plan", path, "--schedule", "1f1b", "--profile", tmp_path / "measured.json", "--json", "-o", tmp_path / "p"
+    )
+    compared = zbc("compare", path, "--schedules", "1f1b", "--profile", tmp_path / "measured.json", "--json").json()
+    assert compared["schedules"][0]["makespan_ms"] == planned.json()["makespan_ms"]
+    plain = zbc("compare", path, "--schedules", "1f1b", "--json").json()
+    assert compared["schedules"][0]["makespan_ms"] != plain["schedules"][0]["makespan_ms"]

@@ -13,9 +13,11 @@ from zbc.compiler import cost, estimate, recall
 from zbc.compiler.bounds import bounds
 from zbc.compiler.compile import compile_job
 from zbc.compiler.footprint import Footprint, more
+from zbc.compiler.judging import Case
 from zbc.compiler.partition import partition
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.simulate import simulate
+from zbc.compiler.tailor import Tailor
 from zbc.ir import Kind, Op, Placement
 from zbc.plan import Plan
 from zbc.profile import Host
@@ -146,3 +148,14 @@ def test_ranks_that_share_out_the_optimizer_share_its_measured_state_too():
 def test_masters_are_there_where_the_job_needs_them_whatever_was_measured():
     found = costs(optimizer={"sync": "post-validate"}, **EVEN)
     assert [z.masters for z in found.bytes] == [z.gradients for z in found.bytes]
+
+
+@pytest.mark.parametrize("kind", ["dualpipe", "dualpipe-v", "zb-h1", "1f1b"])
+@pytest.mark.parametrize("share", [0.3, 1.5])
+def test_no_cut_is_ruled_out_by_the_slower_way_to_go_back(kind, share):
+    """Some orders have backwards in one op and in two: what a step takes at least is that of the quicker way."""
+    kinds = {name: layer(1.0, 2.0, 3.0, bw=5.0 * share) for name in ("embed", "block", "head")}
+    described = job(schedule={"kind": kind, "microbatches": 32})
+    described = replace(described, profile=profile_of(described, layers=kinds))
+    least = Tailor(Case(described, estimate.layers(described), find(kind), None)).least_step(described)
+    assert 0 < least <= compile_job(described, budget=0.0).report.makespan_ms

@@ -143,6 +143,7 @@ def compare(
         typer.Option(metavar="KEY=V1,V2", help="Try each value; repeat for every combination of several keys."),
     ] = None,
     settings: Settings = None,
+    profile: ProfileFile = None,
     budget: Budget = None,
     json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
@@ -157,7 +158,7 @@ def compare(
     changes; with -v and --json also those at which any two change places.
     """
     from zbc.cli import ranking
-    from zbc.compiler.compare import combinations
+    from zbc.compiler.compare import combinations, with_profile
     from zbc.compiler.compare import compare as rows_of
     from zbc.compiler.crossings import crossings, unlocated
     from zbc.compiler.schedules import SCHEDULES
@@ -167,13 +168,14 @@ def compare(
     names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
     wanted = combinations(names, sweep or ())
     effort = 0.0 if budget is None else budget
+    given = with_profile(settings or (), profile)
     with progress("planning", len(wanted), quiet=quiet) as done:
-        rows = rows_of(job, settings or (), wanted, done, budget=effort)
+        rows = rows_of(job, given, wanted, done, budget=effort)
     if csv or md:
         show(ranking.as_csv(rows) if csv else ranking.as_markdown(rows))
     else:
         with progress("where the fastest changes", None, quiet=quiet):
-            changes = crossings(job, settings or (), rows, budget=effort, every=verbose or json)
+            changes = crossings(job, given, rows, budget=effort, every=verbose or json)
         if json:
             show_json(ranking.as_json(rows, changes))
         else:

@@ -7,6 +7,7 @@ A swept key of the schedule, the ranks or the memory is a choice, and rows that 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +63,12 @@ def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[
     names = list(dict.fromkeys(AUTO if name.lower() == AUTO else find(name).name for name in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
+
+
+def with_profile(overrides: Sequence[str], profile: Path | None) -> list[str]:
+    """The overrides, and one that names a file of measured costs, if there is one."""
+    named = [] if profile is None else [f"costs.profile={json.dumps(str(profile.resolve()))}"]
+    return [*overrides, *named]
 
 
 def _axis(sweep: str) -> list[Setting]:

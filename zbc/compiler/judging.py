@@ -75,11 +75,11 @@ class Case:
             self._spread[again] = Cut(tuple(even(self.times(again), self.placement)), again)
         return self._spread[again]
 
-    def times(self, again: frozenset[int]) -> list[list[float]]:
-        """[stage][layer] ms, with the stages that the job itself has recompute."""
+    def times(self, again: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
+        """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
         stages = range(self.placement.stages)
         named = {s for s in stages if self.job.memory.of(s) == "recompute"}
-        return weights(self.table, len(stages), named | again, split=self.split)
+        return weights(self.table, len(stages), named | again, split=self.split if split is None else split)
 
     @cached_property
     def order(self) -> FixedOrder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from operator import add
 
 from zbc.compiler import estimate
@@ -97,7 +98,8 @@ class Tailor:
         case = self.case
         if not case.open:
             return 0.0  # the bound of the one cut there is knows better
-        shares = [min(row) for row in zip(*case.times(frozenset()), strict=True)]
+        tables = [case.times(frozenset(), split=split) for split in {False, case.split}]  # some orders have both
+        shares = [min(row) for row in zip(*chain(*tables), strict=True)]
         share: float = sum(shares) / case.placement.ranks * (1 - job.costs.overlap)
         return job.schedule.microbatches * share * (1 - 1e-9)
 
