@@ -49,6 +49,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/repair.py
 	$(BIN)/python bench/pictures.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/predict.py
+	$(BIN)/python bench/loop.py
 	$(BIN)/python bench/numerics.py
 	$(BIN)/python bench/split.py
 	$(BIN)/python bench/checkpoint.py

@@ -16,12 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fidelity import busy_seconds
 from record import Record
 
 SLEEPING = """\
@@ -89,7 +87,6 @@ class Outcome(NamedTuple):
     measured: float
     low: float
     high: float
-    others: float  # share of the machine that other programs used meanwhile
     memory: dict[str, float]
 
     @property
@@ -127,23 +124,16 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     job.write_text(JOBS[model].format(kind=kind, pp=pp, m=m))
     told = json.loads(zbc(folder, "plan", str(job), "--profile", str(profile), "-o", "plan", "--json"))
     out = folder / f"run-{model}-{kind}-{pp}-{m}"
-    began, busy = time.perf_counter(), busy_seconds()
     zbc(folder, "run", "plan", "--local", str(pp), "--steps", str(steps + WARM_UP), "--out", str(out))
-    took, used = time.perf_counter() - began, busy_seconds() - busy
     times = steps_of(out)[WARM_UP:]
-    own = sum(sum(row["busy_ms"]) for row in rows_of(out)) / 1e3 if model == "gpt" else 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    others = max(0.0, used - own) / took / 2
-    return Outcome(told["barrier_ms"], middle, low, high, others, dict(memory(folder / "plan", told)))
-
-
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(folder / "plan", told)))
 
 
 def steps_of(out: Path) -> list[float]:
     """ms of every step of a run."""
-    return [row["step_ms"] for row in rows_of(out) if "step_ms" in row]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["step_ms"] for row in rows if "step_ms" in row]
 
 
 def memory(plan: Path, told: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -221,7 +211,7 @@ def measure(
         found.append(abs(one.error))
         record(
             f"{model:9} {kind:16} {pp:2} {m:3} {one.predicted:10.1f} {one.measured:12.1f} {one.error:+6.1%}   "
-            f"{one.low:.1f} to {one.high:.1f}; other programs used {one.others:.0%} of the machine"
+            f"{one.low:.1f} to {one.high:.1f}"
         )
         wrong = ", ".join(f"{name} {value:+.1%}" for name, value in one.memory.items())
         record(f"{'':9} # memory: {wrong}")
