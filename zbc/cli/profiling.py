@@ -120,8 +120,9 @@ def summary(found: Profile) -> Iterator[RenderableType]:
     yield labelled("layers", "ms per microbatch, medians; spread: the widest distance of quartiles")
     yield indented(_layers(found))
     if any(layer.bytes is not None for layer in found.layers.values()):
-        yield labelled("memory", "per layer; kept for one microbatch, from F to B and from B to W")
-        yield indented(_memory(found))
+        yield labelled("memory", "per layer: what stays, and what is kept for one microbatch")
+        yield indented(_memory(found, "weights", "gradients", "masters", "optimizer"))
+        yield indented(_memory(found, "kept_b", "kept_w", "output"))
     yield labelled("link", _link(found))
     if found.copies is not None:
         speeds = (
@@ -152,14 +153,14 @@ def _layers(found: Profile) -> RenderableType:
     return made
 
 
-def _memory(found: Profile) -> RenderableType:
-    made = table("kind", "parameters", "weights", "gradients", "masters", "optimizer", "F to B", "B to W", "output")
+_HEADS = {"kept_b": "F to B", "kept_w": "B to W"}
+
+
+def _memory(found: Profile, *names: str) -> RenderableType:
+    made = table("kind", "parameters", *(_HEADS.get(name, name) for name in names))
     for kind, layer in found.layers.items():
-        z = layer.bytes
-        held: list[int] = (
-            [] if z is None else [z.weights, z.gradients, z.masters, z.optimizer, z.kept_b, z.kept_w, z.output]
-        )
-        made.add_row(kind, str(layer.parameters), *map(size, held))
+        held = [] if layer.bytes is None else [size(getattr(layer.bytes, name)) for name in names]
+        made.add_row(kind, str(layer.parameters), *held)
     return made
 
 

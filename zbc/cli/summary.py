@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.cli import reasons
 from zbc.cli.console import indented, labelled, table
-from zbc.text import GIB, MIB, aligned, percent, short
+from zbc.text import GIB, MIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -125,9 +125,9 @@ def not_to_be_trusted(profile: Profile) -> Iterator[str]:
     wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
     if wide:
         shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:3])
-        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
-        yield f"spread too wide to trust: {shown}{more}"
-        yield "what else ran here? profile again on a quiet machine, or with more --rounds"
+        more = f", and {len(wide) - 3} more" if len(wide) > 3 else ""
+        text = f"spread too wide to trust: {shown}{more}; profile again on a quiet machine, or with more --rounds"
+        yield from wrap(text.split(" "), 65, between=" ")
 
 
 _COSTS = {
