@@ -248,9 +248,9 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
     run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
     for predicted, scale in zip(peaks(compiled.program, compiled.costs), scales, strict=True):
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
-            assert getattr(predicted, name) == pytest.approx(getattr(scale.held, name), rel=0.05, abs=200), (
-                name
-            )  # one tensor on its way
+            # Ranks that are threads may hold a tensor on its way (192 bytes) and what made the last loss (40).
+            near = pytest.approx(getattr(scale.held, name), rel=0.05, abs=250)
+            assert getattr(predicted, name) == near, name
 
 
 def empty_times(rig):
