@@ -1,6 +1,6 @@
 """Steps and memory predicted from a profile of this machine, beside what runs take and hold.
 
-    python bench/predict.py [--quick]
+    python bench/predict.py [--quick] [--model sleeping|gpt|pipes ...]
 
 `zbc profile` measures once for each model; every plan is made with that file and run by `zbc run --local`. Emulated
 layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. A step is what a settled
@@ -60,7 +60,7 @@ microbatch_size = 2
 [data]
 kind = "synthetic"
 """
-JOBS = {"sleeping": SLEEPING, "gpt": GPT}
+JOBS = {"sleeping": SLEEPING, "gpt": GPT, "pipes": SLEEPING}
 CASES = {  # schedule, ranks, microbatches
     "sleeping": [
         ("1f1b", 2, 4),
@@ -73,8 +73,9 @@ CASES = {  # schedule, ranks, microbatches
         ("interleaved-1f1b", 4, 8),
     ],
     "gpt": [("1f1b", 2, 4), ("zb-h1", 2, 8), ("zb-v", 2, 4), ("gpipe", 2, 8)],
+    "pipes": [("bitpipe", 4, 8), ("chimera", 4, 8), ("dualpipe-v", 4, 8), ("bitpipe-zb", 4, 8)],  # on request
 }
-QUICK = {"sleeping": CASES["sleeping"][4:6], "gpt": CASES["gpt"][:1]}
+QUICK = {"sleeping": CASES["sleeping"][4:6], "gpt": CASES["gpt"][:1], "pipes": CASES["pipes"][:1]}
 WARM_UP = 3  # first steps of a run that do not count
 HERE = Path(__file__).parent
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
@@ -170,7 +171,7 @@ def weigh(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted from a profile, beside measured.")
     parser.add_argument("--quick", action="store_true", help="a few cases; writes no file")
-    parser.add_argument("--model", choices=JOBS, action="append", help="only this one (repeatable); writes no file")
+    parser.add_argument("--model", choices=JOBS, action="append", help="only this one (repeatable)")
     parser.add_argument("--steps", type=int, default=9, help="steps of a run that count")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the profile")
     parser.add_argument("--weigh", type=Path, help=argparse.SUPPRESS)
@@ -178,10 +179,10 @@ def main() -> None:
     if options.weigh is not None:
         weigh(options.weigh)
         return
-    record = Record("predict")
+    record = Record("-".join(("predict", *(options.model or ()))))
     errors: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        for model in options.model or JOBS:
+        for model in options.model or ("sleeping", "gpt"):
             cases = (QUICK if options.quick else CASES)[model]
             errors[model] = measure(record, Path(name), model, cases, options.steps, options.rounds)
     for model, found in errors.items():
@@ -190,7 +191,7 @@ def main() -> None:
         record()
         record(f"# the job of {model}")
         record(JOBS[model].rstrip())
-    if not options.quick and not options.model:
+    if not options.quick:
         record.write()
 
 
@@ -200,7 +201,7 @@ def measure(
     """All cases of a model; the errors of the steps, as shares."""
     profile, said = profiled(folder, model, rounds)
     record(f"# {model}: the profile")
-    for line in said.splitlines():
+    for line in said.splitlines()[:-2]:  # without the names of files
         record(f"#   {line}")
     record(
         f"{'model':9} {'schedule':16} {'p':>2} {'m':>3} {'predicted':>10} {'measured ms':>12} {'off':>6}   quartiles"
