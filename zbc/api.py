@@ -311,5 +311,9 @@ def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
 
 def open_plan(path: str | Path) -> Plan:
     """What a path stands for as a plan: a job is planned, of a recorded run it is what ran, all else is read."""
-    found = load(path)
+    return as_plan(load(path))
+
+
+def as_plan(found: Job | Plan | Run) -> Plan:
+    """What was loaded as a plan: a job is planned, of a recorded run it is what ran."""
     return plan(found) if isinstance(found, Job) else found.plan if isinstance(found, Run) else found

@@ -102,13 +102,12 @@ def visualize(
 
 
 def _drawn(path: Path, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
-    from zbc.api import Run, load, open_plan
+    from zbc.api import Run, as_plan, load
 
-    if path.is_dir():
-        found = load(path)
-        if isinstance(found, Run):
-            return found.drawn(steps, first=first)
-    return [open_plan(path).drawn(steps, barrier=barrier)]
+    found = load(path)
+    if isinstance(found, Run):
+        return found.drawn(steps, first=first)
+    return [as_plan(found).drawn(steps, barrier=barrier)]
 
 
 def _text(drawn: Sequence[Drawn], view: View) -> Text:
