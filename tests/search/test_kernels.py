@@ -205,10 +205,8 @@ class Moved:
         anneal._shift(self.order, self.position, j, i)
 
 
-@pytest.mark.parametrize("by_makespan", [False, True])
-def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_makespan):
-    """Annealing computes anew only what a move changes, and forgets a move that blocks or makes a step too long."""
-    moved = blocked = 0
+def moves(by_makespan):
+    """Random moves of random orders, each of which the test makes for good or takes back."""
     for seed in range(60):
         given, rng = instance(seed), Random(seed)
         problem = given.problem
@@ -217,28 +215,33 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
             i = rng.randrange(problem.size)
             shape = (problem.m, problem.size // 3, state.per_rank)
             j, _ = anneal._aim(i, *shape, state.order, state.position, rng.randrange(2**31))
-            if i == j:
-                continue
-            before = list(state.order), list(state.end)
-            limit = problem.limit[i // state.per_rank]
-            fits = anneal._fits(i, j, limit, state.order, state.change, state.held)
-            fine, notes = state.time(i, j, 1e300)
-            assert fits == (
-                max(state.holds()[i // state.per_rank * state.per_rank :][: state.per_rank]) <= limit + 2e-6
-            )
-            whole = state.ends()
-            assert fine == (whole is not None)
-            if not fine or not fits:
-                state.undo(i, j, notes)
-                assert (state.order, state.end) == before
-                blocked += not fine
-                continue
-            assert state.end == whole
-            anneal._carry(i, j, state.order, state.change, state.held)
-            state.retail(min(i, j), max(i, j))
-            assert state.held == pytest.approx(state.holds(), abs=1e-9)
-            assert state.tail == pytest.approx(state.tails(), abs=1e-9)
-            moved += 1
+            if i != j:
+                yield problem, state, rng, i, j
+
+
+@pytest.mark.parametrize("by_makespan", [False, True])
+def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_makespan):
+    """Annealing computes anew only what a move changes, and forgets a move that blocks or makes a step too long."""
+    moved = blocked = 0
+    for problem, state, _, i, j in moves(by_makespan):
+        before = list(state.order), list(state.end)
+        limit = problem.limit[i // state.per_rank]
+        fits = anneal._fits(i, j, limit, state.order, state.change, state.held)
+        fine, notes = state.time(i, j, 1e300)
+        assert fits == (max(state.holds()[i // state.per_rank * state.per_rank :][: state.per_rank]) <= limit + 2e-6)
+        whole = state.ends()
+        assert fine == (whole is not None)
+        if not fine or not fits:
+            state.undo(i, j, notes)
+            assert (state.order, state.end) == before
+            blocked += not fine
+            continue
+        assert state.end == whole
+        anneal._carry(i, j, state.order, state.change, state.held)
+        state.retail(min(i, j), max(i, j))
+        assert state.held == pytest.approx(state.holds(), abs=1e-9)
+        assert state.tail == pytest.approx(state.tails(), abs=1e-9)
+        moved += 1
     assert moved > 400
     assert blocked > 20
 
@@ -246,27 +249,18 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
 def test_a_move_that_makes_the_step_too_long_is_seen_early_and_hardly_any_other():
     """The guess counts on inputs from elsewhere to come as before; in orders as bad as these, some come earlier."""
     seen, missed, kept = 0, 0, 0
-    for seed in range(60):
-        given, rng = instance(seed), Random(seed)
-        problem = given.problem
-        state = Moved(problem, given.simplest[0][1], True)
-        for _ in range(40):
-            i = rng.randrange(problem.size)
-            shape = (problem.m, problem.size // 3, state.per_rank)
-            j, _ = anneal._aim(i, *shape, state.order, state.position, rng.randrange(2**31))
-            if i == j:
-                continue
-            most = max(state.end) * rng.choice((1.0, 1.005, 1.02)) + 1e-9
-            fine, notes = state.time(i, j, most)
-            whole = state.ends()
-            if fine:
-                assert state.end == whole
-                kept += max(whole) <= most
-            elif whole is None or max(whole) > most:
-                seen += 1
-            else:
-                missed += 1
-            state.undo(i, j, notes)
+    for _, state, rng, i, j in moves(True):
+        most = max(state.end) * rng.choice((1.0, 1.005, 1.02)) + 1e-9
+        fine, notes = state.time(i, j, most)
+        whole = state.ends()
+        if fine:
+            assert state.end == whole
+            kept += max(whole) <= most
+        elif whole is None or max(whole) > most:
+            seen += 1
+        else:
+            missed += 1
+        state.undo(i, j, notes)
     assert seen > 300
     assert missed < kept / 5
 
