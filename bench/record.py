@@ -13,10 +13,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Record:
-    """Collects lines, prints them as they come, and writes them to bench/results/DATE-NAME.txt at the end."""
+    """Prints lines as they come, and writes them to bench/results/DATE-NAME.txt at the end.
+
+    Until then they are kept in DATE-NAME.partial beside it, so that a bench that is stopped leaves what it found.
+    """
 
     def __init__(self, name: str) -> None:
         self.path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.txt"
+        self.partial = self.path.with_suffix(".partial")
+        self.partial.parent.mkdir(exist_ok=True)
+        self.partial.unlink(missing_ok=True)
         self.lines: list[str] = []
         self(f"# {name}: {' '.join(['python', *sys.argv])}")
         self(f"# {machine()}")
@@ -24,10 +30,12 @@ class Record:
     def __call__(self, line: str = "") -> None:
         print(line, flush=True)
         self.lines.append(line)
+        with self.partial.open("a") as file:
+            file.write(line + "\n")
 
     def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
         self.path.write_text("\n".join(self.lines) + "\n")
+        self.partial.unlink(missing_ok=True)
         print(f"written to {self.path.relative_to(Path.cwd())}" if self.path.is_relative_to(Path.cwd()) else self.path)
 
 
