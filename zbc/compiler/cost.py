@@ -10,33 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, truediv
 
-from zbc.compiler import estimate, nodes, profiled
+from zbc.compiler import estimate, nodes, profiled, stage_bytes
 from zbc.compiler.estimate import Layer
-from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
+from zbc.compiler.footprint import GRAD_BYTES
 from zbc.compiler.machine import Kernel, Machine
+from zbc.compiler.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.spec import Job
 
 PerStage = tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """Memory of one stage in bytes; activations for one microbatch."""
-
-    weights: float
-    gradients: float
-    masters: float  # float32 weights beside those that forward reads
-    optimizer: float
-    act_b: float
-    act_w: float
-    boundary: float  # the tensor it receives from, or sends to, a neighbour
-    more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
-    largest: float = 0.0  # elements of its largest parameter
-    step: float = 0.0  # what the optimizer needs while it steps
-    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
-    behind: float = 0.0  # the tensor between it and the next stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +152,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     again = _recomputed(job, placement)
     given = job.costs.f is not None
     f, b, w, bw = _times(job, placement, stages, table)
-    sizes = _bytes(job, placement, stages, table)
+    sizes = stage_bytes.of_stages(job, placement, stages, table)
     act_b, act_w = _activations(job, placement, stages, table, sizes, given)
     if sizes is not None:
         kept = tuple(_entries(stages[s], table) if s in again else size.act_b for s, size in enumerate(sizes))
@@ -191,7 +174,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     if parallel.node is not None:
         return job
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
-    sent, size = _boundaries(job, stages, table), job.hardware.ranks_per_node
+    sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     node = nodes.choose(placement, parallel.dp, size, job.schedule.microbatches, sent, grads)
     return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
@@ -342,65 +325,6 @@ def _activations(
     return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
 
 
-def _bytes(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[StageBytes, ...] | None:
-    if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
-        return None
-    behind = [*_boundaries(job, stages, table), 0.0]
-    options = job.optimizer
-    # On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none.
-    temporaries = (
-        0 if job.hardware.device == "cuda" else 8 if options.kind != "sgd" else 4 if options.weight_decay else 0
-    )
-    result = []
-    for s, part in enumerate(stages):
-        sizes = [table[i].size for i in part]
-        largest = max((z.largest for z in sizes), default=0.0)
-        constant = sum(z.casts + z.tables for z in sizes)
-        params = sum(table[i].params for i in part)
-        tied = sum(table[i].tied for i in part)
-        if s == len(stages) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
-            params, tied = params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
-        holders = job.parallel.dp * len(set(placement.holders(s))) if job.optimizer.zero1 else 1
-        whole = tied if len(stages) > 1 else 0  # each of its holders steps all of a weight that two stages share
-        share = ((params - whole) / holders + whole) / (params or 1)
-        weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
-        result.append(
-            StageBytes(
-                weights=weights + constant,
-                gradients=gradients,
-                masters=share * masters,
-                optimizer=share * state,
-                act_b=sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
-                act_w=sum(z.act_w for z in sizes),
-                boundary=max(behind[s - 1], behind[s]),
-                more=more(sizes, recompute=job.memory.of(s) == "recompute", first=s == 0),
-                largest=largest,
-                step=temporaries * largest,
-                logits=0.0 if job.memory.of(s) == "recompute" else sum(z.logits for z in sizes),
-                behind=behind[s],
-            )
-        )
-    return tuple(result)
-
-
-def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
-    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
-    options, low = job.optimizer, job.model.parameters == "bfloat16"
-    ahead = options.sync == "post-validate"
-    per = (4 if options.momentum else 0) if options.kind == "sgd" else 8
-    held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
-    if len(held) < len(layers):
-        master = 4 if low or ahead else 0
-        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), float(per * params)
-    part = params / (sum(layer.params for layer in layers) or 1)
-    weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
-    same = job.profile is not None and job.profile.optimizer == options.name
-    state = part * sum(z.optimizer for z in held) if same else per / GRAD_BYTES * gradients
-    return weights, gradients, gradients if low or ahead else 0.0, state
-
-
 def _transfers(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[PerStage, ...]:
@@ -408,14 +332,8 @@ def _transfers(
     if job.costs.comm is not None or job.costs.f is not None:
         ms = job.costs.comm or 0.0
         return _links(placement, lambda stage, edge: ms)
-    sizes, machine = _boundaries(job, stages, table), Machine.of(job)
+    sizes, machine = boundaries(job, stages, table), Machine.of(job)
     return _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage]))
-
-
-def _boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor behind each stage but the last: as a profile saw it, or as it is known of a family."""
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
-    return [known or table[part[-1]].size.result for part in stages[:-1]]
 
 
 def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[PerStage, ...]:

@@ -1,0 +1,104 @@
+"""Memory of stages in bytes, from that of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbc.compiler import estimate
+from zbc.compiler.estimate import Layer
+from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
+from zbc.ir import Placement
+from zbc.spec import Job
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Memory of one stage in bytes; activations for one microbatch."""
+
+    weights: float
+    gradients: float
+    masters: float  # float32 weights beside those that forward reads
+    optimizer: float
+    act_b: float
+    act_w: float
+    boundary: float  # the tensor it receives from, or sends to, a neighbour
+    more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
+    largest: float = 0.0  # elements of its largest parameter
+    step: float = 0.0  # what the optimizer needs while it steps
+    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
+    behind: float = 0.0  # the tensor between it and the next stage
+
+
+def of_stages(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[StageBytes, ...] | None:
+    """What each stage holds; None where a layer's sizes are not known before the model is built."""
+    if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
+        return None
+    behind = [*boundaries(job, stages, table), 0.0]
+    return tuple(_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages))
+
+
+def _stage(
+    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
+) -> StageBytes:
+    """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes behind each stage."""
+    sizes = [table[i].size for i in part]
+    largest = max((z.largest for z in sizes), default=0.0)
+    constant = sum(z.casts + z.tables for z in sizes)
+    params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
+    if s == len(behind) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+        params, tied = params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
+    holders = job.parallel.dp * len(set(placement.holders(s))) if job.optimizer.zero1 else 1
+    whole = tied if len(behind) > 1 else 0  # each of its holders steps all of a weight that two stages share
+    share = ((params - whole) / holders + whole) / (params or 1)
+    weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
+    again = job.memory.of(s) == "recompute"
+    return StageBytes(
+        weights=weights + constant,
+        gradients=gradients,
+        masters=share * masters,
+        optimizer=share * state,
+        act_b=sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
+        act_w=sum(z.act_w for z in sizes),
+        boundary=max(behind[s - 1], behind[s]),
+        more=more(sizes, recompute=again, first=s == 0),
+        largest=largest,
+        step=_temporaries(job) * largest,
+        logits=0.0 if again else sum(z.logits for z in sizes),
+        behind=behind[s],
+    )
+
+
+def _temporaries(job: Job) -> int:
+    """Bytes per element of the largest parameter that the optimizer needs for a while as it steps.
+
+    On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none.
+    """
+    options = job.optimizer
+    if job.hardware.device == "cuda":
+        return 0
+    return 8 if options.kind != "sgd" else 4 if options.weight_decay else 0
+
+
+def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
+    """Bytes of the tensor behind each stage but the last: as a profile saw it, or as it is known of a family."""
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    return [known or table[part[-1]].size.result for part in stages[:-1]]
+
+
+def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
+    options, low = job.optimizer, job.model.parameters == "bfloat16"
+    ahead = options.sync == "post-validate"
+    per = (4 if options.momentum else 0) if options.kind == "sgd" else 8
+    held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
+    if len(held) < len(layers):
+        master = 4 if low or ahead else 0
+        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), float(per * params)
+    part = params / (sum(layer.params for layer in layers) or 1)
+    weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
+    same = job.profile is not None and job.profile.optimizer == options.name
+    state = part * sum(z.optimizer for z in held) if same else per / GRAD_BYTES * gradients
+    return weights, gradients, gradients if low or ahead else 0.0, state
