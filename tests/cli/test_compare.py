@@ -113,3 +113,14 @@ def test_measured_costs_are_those_that_plan_takes(zbc, job, tmp_path):
     assert compared["schedules"][0]["makespan_ms"] == planned.json()["makespan_ms"]
     plain = zbc("compare", path, "--schedules", "1f1b", "--json").json()
     assert compared["schedules"][0]["makespan_ms"] != plain["schedules"][0]["makespan_ms"]
+
+
+def test_a_profile_takes_the_place_of_what_a_plan_was_made_with_and_is_named_as_it_was_given(zbc, job, tmp_path):
+    path, measured = job(costs={"f": 1.0, "b": 1.0, "w": 1.0}), tmp_path / "measured.json"
+    measured.write_text(profile_of(load_job(Path(path))).dumps())
+    zbc("plan", path, "--schedule", "1f1b", "-o", tmp_path / "p", "-q")
+    (row,) = zbc("compare", tmp_path / "p", "--schedules", "1f1b", "--profile", measured, "--json").json()["schedules"]
+    again = zbc("plan", tmp_path / "p", "--profile", measured, "-o", tmp_path / "q", "--json").json()
+    assert (row["costs"], row["makespan_ms"]) == ("profiled", again["makespan_ms"])
+    refused = zbc("compare", path, "--schedules", "1f1b,gpipe", "--profile", tmp_path / "none.json")
+    assert refused.code == 3 and f"--> --profile {tmp_path / 'none.json'}" in refused.err and "--set" not in refused.err

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.jobs import toml_text
-from zbc.compiler.compare import Row, combinations, compare, row
-from zbc.compiler.crossings import crossings, unlocated
+from zbc.compiler.compare import Asked, Row, combinations, compare
+from zbc.compiler.crossings import changed, crossings
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 
@@ -20,21 +20,18 @@ def made_up(name, value, ms, held=1):
     return Row(name, (("costs.comm", f"{value:.12g}"),), report, step_ms=ms)
 
 
-@pytest.fixture
-def curves(monkeypatch):
-    """Crossings of schedules whose times are functions of the transfer time."""
+def curves(functions, *values, every=True, plans=None):
+    """Crossings of schedules whose times are functions of the transfer time; `plans` gets what was planned."""
 
-    def find(functions, *values, every=True):
-        def plan(path, overrides, name, settings, budget):
-            value = float(dict(settings)["costs.comm"])
-            return made_up(name, value, functions[name](value))
+    def plan(name, settings):
+        value = float(dict(settings)["costs.comm"])
+        if plans is not None:
+            plans.append((name, value))
+        return made_up(name, value, functions[name](value))
 
-        monkeypatch.setattr("zbc.compiler.crossings.row", plan)
-        rows = [made_up(name, value, functions[name](value)) for value in values for name in functions]
-        found = crossings(None, (), rows, every=every)
-        return [(one.before[0], one.after[0], one.at, one.leading) for one in found]
-
-    return find
+    rows = [made_up(name, value, functions[name](value)) for value in values for name in functions]
+    found = crossings(plan, rows, every=every)
+    return [(one.before[0], one.after[0], one.at, one.leading) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -47,29 +44,48 @@ def curves(monkeypatch):
         (lambda x: 3 if x < 6.25 else 5, 6.25),  # a jump
     ],
 )
-def test_functions_cross_where_they_are_level_within_a_fifth_of_a_percent(curves, rising, level):
+def test_functions_cross_where_they_are_level_within_a_fifth_of_a_percent(rising, level):
     ((before, after, at, leading),) = curves({"rising": rising, "flat": lambda x: 4.0}, 0.0, 10.0)
     assert (before, after, leading) == ("rising", "flat", True) and at == pytest.approx(level, rel=2.5e-3)
 
 
-def test_a_value_at_which_two_are_level_does_not_hide_that_they_change_places(curves):
+def test_a_value_at_which_two_are_level_does_not_hide_that_they_change_places():
     falling = {"a": lambda x: x, "b": lambda x: 4 - x, "far": lambda x: 100.0}
     ((before, after, at, _),) = curves(falling, 1.0, 2.0, 3.0)
     assert (before, after) == ("a", "b") and at == pytest.approx(2.0)
     assert curves({"a": lambda x: 1 + abs(x - 2), "b": lambda x: 1.0}, 1.0, 2.0, 3.0) == []
 
 
-def test_every_leader_between_two_values_is_found(curves):
+def test_every_leader_between_two_values_is_found():
     lines = {f"{slope}": (lambda x, slope=slope: slope * x + (4 - slope) ** 2) for slope in range(5)}
     found = [one for one in curves(lines, 0.0, 9.0, every=False) if one[3]]
     assert [(before, after) for before, after, _, _ in found] == [("4", "3"), ("3", "2"), ("2", "1"), ("1", "0")]
     assert [at for _, _, at, _ in found] == pytest.approx([1.0, 3.0, 5.0, 7.0], rel=2.5e-3)
 
 
-def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_same_memory(monkeypatch, tmp_path):
+def test_two_that_change_places_twice_between_two_values_are_seen():
+    knee = {"line": lambda x: 4 + x, "knee": lambda x: 5 + max(0.0, 2 * (x - 5)), "far": lambda x: 90.0 + x}
+    twice = [("line", "knee"), ("knee", "line")]
+    plans = []
+    found = curves(knee, 0.0, 10.0, every=False, plans=plans)
+    assert [(before, after, leading) for before, after, _, leading in found] == [(*one, True) for one in twice]
+    assert [at for _, _, at, _ in found] == pytest.approx([1.0, 9.0], rel=2.5e-3)
+    assert not any(name == "far" and value == 5.0 for name, value in plans)
+    behind = {"best": lambda x: 1.0, **knee}
+    found = curves(behind, 0.0, 10.0)
+    assert [(before, after, leading) for before, after, _, leading in found] == [(*one, False) for one in twice]
+    assert curves(behind, 0.0, 10.0, every=False) == []
+
+
+def test_nothing_is_planned_between_where_the_one_behind_cannot_be_ahead():
+    plans = []
+    rising = {"a": lambda x: 1 + x, "b": lambda x: 4 + x, "c": lambda x: 3.0, "none": lambda x: float("inf")}
+    assert curves(rising, 0.0, 1.9, plans=plans) == [] and plans == []
+
+
+def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_same_memory():
     rows = {"a": (1.0, 9), "b": (1.0, 7), "c": (2.0, 7), "d": (2.0, 5), "e": (3.0, 6), "f": (2.0, 5)}
-    monkeypatch.setattr("zbc.compiler.compare.row", lambda _p, _o, name, *_: made_up(name, 1, *rows[name]))
-    ranked = compare(tmp_path, (), [(name, ()) for name in rows])
+    ranked = compare(lambda name, _: made_up(name, 1, *rows[name]), [(name, ()) for name in rows])
     assert [(one.schedule, one.front) for one in ranked] == [
         ("b", True),
         ("a", False),
@@ -90,12 +106,13 @@ def path(tmp_path):
 
 
 def swept(path, schedules, *sweeps, every=True):
-    rows = compare(path, (), combinations(schedules, sweeps), budget=0.0)
-    return rows, crossings(path, (), rows, budget=0.0, every=every)
+    asked = Asked(path, budget=0.0)
+    rows = compare(asked, combinations(schedules, sweeps))
+    return rows, crossings(asked, rows, every=every)
 
 
 def ms(path, schedule, key, value):
-    return row(path, (), schedule, ((key, repr(value)),), 0.0).sequence_ms
+    return Asked(path, budget=0.0)(schedule, ((key, repr(value)),)).sequence_ms
 
 
 def test_crossings_lie_where_a_scan_finds_them(path):
@@ -176,7 +193,7 @@ def test_pairs_that_change_places_are_counted_without_planning(path):
     job = path(**UNIT, m=16)
     names = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "chimera"]
     rows, found = swept(job, names, "costs.comm=0.001,0.5,3")
-    assert unlocated(rows) == len({frozenset((one.before[0], one.after[0])) for one in found})
+    assert changed(rows) == {one.pair for one in found}
 
 
 def test_rows_compete_within_a_world_and_worlds_keep_their_order(path):

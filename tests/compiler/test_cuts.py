@@ -129,6 +129,21 @@ def test_under_a_limit_no_cut_that_fits_is_better_and_where_none_fits_the_least_
     compile_job(job(**parts, schedule={**schedule, "memory_limit": f"{named}x"}), suggest=False)
 
 
+def test_where_no_cut_fits_a_device_the_one_that_needs_least_is_named_with_what_is_on_its_way():
+    parts = {"kind": "dualpipe", "pp": 2, "m": 6, "layers": 3, "model": {"seq_len": 64, "vocab": 1000}}
+    parts = {**parts, "schedule": {"microbatch_size": 1}, "hardware": {"memory_gib": 0.002525}}
+
+    def need(**more):
+        made = job(**parts, **more)
+        ms, found = planned(made, None)
+        assert ms is None
+        program = lower(found.program, made.optimizer.sync, found.costs)
+        return max(rank.bytes for rank in peaks(program, found.costs))
+
+    least = min(need(partition={"layers_per_stage": sizes}) for sizes in every_cut(parts["layers"], 2))
+    assert need() == least
+
+
 def heavy(seed):
     """A job whose first stage overflows with a cut even in time, with `memory_gib` between least and most."""
     rng = Random(seed)

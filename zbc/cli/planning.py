@@ -158,30 +158,28 @@ def compare(
     changes; with -v and --json also those at which any two change places.
     """
     from zbc.cli import ranking
-    from zbc.compiler.compare import combinations, with_profile
+    from zbc.compiler.compare import Asked, combinations
     from zbc.compiler.compare import compare as rows_of
-    from zbc.compiler.crossings import crossings, unlocated
+    from zbc.compiler.crossings import changed, crossings
     from zbc.compiler.schedules import SCHEDULES
 
     if json + csv + md > 1:
         raise typer.BadParameter("choose one of --json, --csv and --md")
     names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
     wanted = combinations(names, sweep or ())
-    effort = 0.0 if budget is None else budget
-    given = with_profile(settings or (), profile)
+    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
     with progress("planning", len(wanted), quiet=quiet) as done:
-        rows = rows_of(job, given, wanted, done, budget=effort)
+        rows = rows_of(asked, wanted, done)
     if csv or md:
         show(ranking.as_csv(rows) if csv else ranking.as_markdown(rows))
     else:
         with progress("where the fastest changes", None, quiet=quiet):
-            changes = crossings(job, given, rows, budget=effort, every=verbose or json)
+            changes = crossings(asked, rows, every=verbose or json)
         if json:
             show_json(ranking.as_json(rows, changes))
         else:
-            leading = len({frozenset((one.before, one.after)) for one in changes if one.leading})
-            more = 0 if verbose else unlocated(rows) - leading
-            show(*ranking.as_table(rows, changes, more=max(0, more), verbose=verbose))
+            more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
+            show(*ranking.as_table(rows, changes, more=len(more), verbose=verbose))
     if all(row.error is not None for row in rows):
         raise typer.Exit(_exit_code([row.error for row in rows]))
 

@@ -44,6 +44,11 @@ class Best:
         """Whether there is one that fits."""
         return self._ordered is not None
 
+    @property
+    def over(self) -> float:
+        """By what share of a limit the least too large is above it; 0 if one fits."""
+        return 0.0 if self.found else float("inf") if self._too_large is None else self._too_large[0]
+
     def rules_out(self, prepared: Prepared) -> bool:
         """Whether no order of that schedule and cut can be better; bounds know nothing of overlap."""
         return self.job.costs.overlap == 0 and bool(prepared.least_step >= self.step * (1 - SAME))

@@ -7,7 +7,6 @@ A swept key of the schedule, the ranks or the memory is a choice, and rows that 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,17 +57,14 @@ class Row:
         return max(0.0, self.step_ms / self.bound_ms - 1) if self.bound_ms > 0 else 0.0
 
 
+Planner = Callable[[str, tuple[Setting, ...]], Row]  # by schedule and settings
+
+
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
     names = list(dict.fromkeys(AUTO if name.lower() == AUTO else find(name).name for name in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
-
-
-def with_profile(overrides: Sequence[str], profile: Path | None) -> list[str]:
-    """The overrides, and one that names a file of measured costs, if there is one."""
-    named = [] if profile is None else [f"costs.profile={json.dumps(str(profile.resolve()))}"]
-    return [*overrides, *named]
 
 
 def _axis(sweep: str) -> list[Setting]:
@@ -98,12 +94,7 @@ def _split(text: str) -> list[str]:
 
 
 def compare(
-    path: Path,
-    overrides: Sequence[str],
-    wanted: Iterable[tuple[str, tuple[Setting, ...]]],
-    done: Callable[[], None] = lambda: None,
-    *,
-    budget: float | None = None,
+    plan: Planner, wanted: Iterable[tuple[str, tuple[Setting, ...]]], done: Callable[[], None] = lambda: None
 ) -> list[Row]:
     """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
 
@@ -111,7 +102,7 @@ def compare(
     """
     rows = []
     for schedule, settings in wanted:
-        rows.append(row(path, overrides, schedule, settings, budget))
+        rows.append(plan(schedule, settings))
         done()
     reasons = {None if one.error is None else one.error.render() for one in rows}
     if len(reasons) == 1 and rows[0].error is not None:
@@ -145,31 +136,42 @@ def _undominated(one: Row, rows: Sequence[Row]) -> bool:
     )
 
 
-def row(
-    path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...], budget: float | None
-) -> Row:
-    """One job planned, or why it cannot be."""
-    settled = [*overrides, *(f"{key}={value}" for key, value in settings)]
-    try:
-        asked = _job(path, settled, schedule, settings)
-        alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
-        compiled = compile_job(alone, suggest=False, budget=budget)
-    except ZbcError as error:
-        return Row(schedule, settings, error=error)
-    report, job = compiled.report, compiled.job
-    sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
-    bound = report.lower_bound_ms(job.objective)
-    sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
-    return Row(
-        schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
-    )
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all rows of a comparison are planned from: a job file or plan directory with `overrides`.
 
+    `profile` is the file of measured costs to plan with, instead of what the job names; searched orders take about
+    `budget` seconds (None: what the schedule takes by default).
+    """
 
-def _job(path: Path, overrides: Sequence[str], schedule: str, settings: tuple[Setting, ...]) -> Job:
-    """The job under `schedule`; `chunks` of the file is for schedules that leave it open, one that is swept for all."""
-    try:
-        return load_job(path, overrides, schedule)
-    except ZbcError as error:
-        if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings):
-            raise
-    return load_job(path, [*overrides, f"schedule.chunks={find(schedule).default_chunks}"], schedule)
+    path: Path
+    overrides: tuple[str, ...] = ()
+    profile: Path | None = None
+    budget: float | None = None
+
+    def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> Row:
+        """One job planned, or why it cannot be."""
+        try:
+            asked = self._job(schedule, settings)
+            alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
+            compiled = compile_job(alone, suggest=False, budget=self.budget)
+        except ZbcError as error:
+            return Row(schedule, settings, error=error)
+        report, job = compiled.report, compiled.job
+        sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
+        bound = report.lower_bound_ms(job.objective)
+        sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
+        return Row(
+            schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
+        )
+
+    def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
+        """The job under `schedule`; `chunks` of the file is for schedules that leave it open, a swept one for all."""
+        overrides = [*self.overrides, *(f"{key}={value}" for key, value in settings)]
+        try:
+            return load_job(self.path, overrides, schedule, self.profile)
+        except ZbcError as error:
+            if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings):
+                raise
+        chunks = f"schedule.chunks={find(schedule).default_chunks}"
+        return load_job(self.path, [*overrides, chunks], schedule, self.profile)

@@ -34,6 +34,7 @@ RATE = 1_500_000  # op visits of a walk per second, in plain Python
 USUAL, MOST = 0.6, 2.0  # seconds of a walk where no budget was asked for, and at most
 INF = float("inf")
 LEAST = 400_000  # op visits of a walk towards the least memory
+WEIGHED = 64  # cuts whose memory is asked for to the byte where none fits
 SMALL = 4000  # ops up to which cuts that are even in memory are always planned
 STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
 # Budgets from which on a searched schedule has cuts walked for: op visits of the search, of them those of the walk, and
@@ -122,6 +123,11 @@ class Tailor:
         if found.best is not None:
             best.offer(case.prepared(found.best.cut).make(0.0))
             best.note(case.schedule, found.tried, all_tried=found.all_tried)
+        # Cuts that are too large were weighed without what is on its way, which is more with some than with others.
+        for judged in found.least_over()[:WEIGHED]:
+            if judged.over >= best.over:
+                break
+            best.offer(case.prepared(judged.cut).make(0.0))
 
     def searchable(self) -> list[Cut]:
         """What a searched schedule is planned with by any budget; nothing where no cut fits."""

@@ -77,6 +77,10 @@ class Walk:
             self._descend(self._judge(self._kicked(before.cut, rng), keep=True), rng, _cheaper)
             idle = idle + 1 if self.best is before else 0
 
+    def least_over(self) -> list[Judged]:
+        """All cuts that were judged, those least above the limits first."""
+        return sorted((one for one in self._known.values() if one is not None), key=lambda one: (one.over, one.step))
+
     def _judge(self, cut: Cut, *, keep: bool = False) -> Judged | None:
         """What a cut is like; None if it cannot be or, without `keep`, if it is no better than the best."""
         if cut in self._known or (self.left <= 0 and self._known):
