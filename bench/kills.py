@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from record import Record
@@ -155,8 +156,8 @@ def result(out: Path) -> tuple[list[tuple[int, float]], dict[str, str]]:
     """The loss of every step, and the sha256 of every file of the last checkpoint."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     newest = max(name for name in _checkpoints(out) if _complete(out, name))
-    index = json.loads((out / "checkpoints" / newest / "index.json").read_text())
-    return [(row["step"], row["loss"]) for row in rows], {name: one["sha256"] for name, one in index["files"].items()}
+    files = sorted((out / "checkpoints" / newest).glob("*.safetensors"))
+    return [(row["step"], row["loss"]) for row in rows], {f.name: sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def disturbed(record: Record, plan: Path, out: Path, kills: int, seed: int, steps: int | None) -> int:

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import struct
+import zlib
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from zbc.cli.checking import check_plan
 from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import ZbcError
 from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.planning import Part, complete, read_parts, write_parts
+from zbc.runtime.checkpoint.planning import Part, complete, make_whole, read_parts, write_parts
 from zbc.runtime.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from zbc.runtime.pretrained import INDEX, tensor_files
 from zbc.runtime.tokens import TokenWindows
@@ -189,7 +190,11 @@ class Inputs:
         elif how < 0.8:
             raw = damage(rng, (folder / name).read_bytes())
             (folder / name).write_bytes(raw)
-            index["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+            index["files"][name] = {
+                "bytes": len(raw),
+                "block": len(raw) or 1,
+                "crc32": [zlib.crc32(raw)] if raw else [],
+            }
         text = json.dumps(index).encode()
         text = damage(rng, text) if how >= 0.8 else text
         (folder / disk.INDEX).write_bytes(text)
@@ -210,12 +215,14 @@ def write_checkpoint(parent: Path) -> Path:
         [Part("model.a", (4, 3), 0, numbers), Part("model.b", (5,), 2, numbers[:3])],
         [Part("model.b", (5,), 0, numbers[:2]), Part("optim.a.step", (), 0, numbers[:1])],
     ]
-    writers = [SafetensorsWriter(folder, rank) for rank in range(2)]
+    writers = [SafetensorsWriter(rank) for rank in range(2)]
+    for writer in writers:
+        writer.reset(folder)
     told = [write_parts(writer, share) for writer, share in zip(writers, shares, strict=True)]
     words = dict.fromkeys(("optimizer", "plan", "schedule", "run", "zbc_version", "torch_version"), "x")
-    complete(
-        writers[0], told, {**words, "step": 1, "samples": 8, "data_samples": 9, "seed": 7, "ranks": 2, "copies": 1}
-    )
+    about = {**words, "step": 1, "samples": 8, "data_samples": 9, "seed": 7, "ranks": 2, "copies": 1}
+    files = {name: file for one in told for name, file in one["files"].items()}
+    complete(writers[0], make_whole([one["parts"] for one in told]), files, about)
     return folder
 
 

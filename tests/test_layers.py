@@ -97,6 +97,7 @@ RUNTIME = [
     ["zbc.runtime.handlers", "zbc.runtime.measure"],
     ["zbc.runtime.evaluate"],
     ["zbc.runtime.checkpoint.folder"],
+    ["zbc.runtime.checkpoint.blockfile"],
     ["zbc.runtime.checkpoint.storage", "zbc.runtime.checkpoint.together"],
     ["zbc.runtime.checkpoint.planning", "zbc.runtime.checkpoint.resume", "zbc.runtime.checkpoint.tryout"],
     ["zbc.runtime.checkpoint.state"],

@@ -779,7 +779,7 @@ checkpoint.keep says how many stay, checkpoint.every = 0 turns them off.
         "a checkpoint cannot be read",
         """
 Only a checkpoint with the file .complete in it is read, and every byte of it is
-compared with what was written before training goes on: length and sha256 of
+compared with what was written before training goes on: length and checksums of
 each file. A file that was cut off, changed or lost is named. zbc does not fall
 back to an older checkpoint on its own, since that would repeat steps without a
 word; the message names the one before it, to be given with --resume PATH.

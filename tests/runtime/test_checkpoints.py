@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import math
+import os
 import pickle
 import shutil
 import threading
+import zlib
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from safetensors.torch import load_file
 from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
 from zbc.errors import ZbcError
 from zbc.runtime import sharded, validate
+from zbc.runtime.checkpoint import blockfile, saving, storage
 from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint import saving, storage
+from zbc.runtime.checkpoint.blockfile import BlockFile, Blocks
 from zbc.runtime.checkpoint.saving import check_copies
 from zbc.runtime.threads import run_threads
 
@@ -260,20 +264,60 @@ def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path
     same(at(tmp_path / "late", 2), at(tmp_path / "between", 2))
 
 
+TENSORS = {"a": torch.arange(700.0), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros((), dtype=torch.bool)}
+SHAPES = {"a": [7, 100], "b": [3], "c": []}
+
+
+def written_in_blocks(path, size, monkeypatch, alive=lambda: None):
+    monkeypatch.setattr(disk, "BLOCK", size)
+    return storage._write(path, TENSORS, SHAPES, Blocks(), alive)
+
+
 def test_a_file_in_many_blocks_is_the_file_in_one(monkeypatch, tmp_path):
-    tensors = {"a": torch.arange(700.0), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros((), dtype=torch.bool)}
-    shapes = {"a": [7, 100], "b": [3], "c": []}
-    one = storage._write(tmp_path / "one", tensors, shapes, lambda: None)
-    monkeypatch.setattr(disk, "BLOCK", 64)
-    monkeypatch.setattr(storage, "_SYNCED", 1000)
+    one = written_in_blocks(tmp_path / "one", disk.BLOCK, monkeypatch)
+    monkeypatch.setattr(blockfile, "_SYNCED", 1000)
     synced, alive = [], []
-    monkeypatch.setattr(storage.os, "fsync", synced.append)
-    assert storage._write(tmp_path / "many", tensors, shapes, lambda: alive.append(1)) == one
+    monkeypatch.setattr(blockfile.os, "fsync", synced.append)
+    many = written_in_blocks(tmp_path / "many", 64, monkeypatch, lambda: alive.append(1))
     raw = (tmp_path / "many").read_bytes()
-    assert raw == (tmp_path / "one").read_bytes() and one == (len(raw), hashlib.sha256(raw).hexdigest())
-    assert len(synced) == 1 + len(raw) // 1000 and len(alive) > len(raw) // 64
+    assert raw == (tmp_path / "one").read_bytes() and one.bytes == many.bytes == len(raw)
+    assert one.crc32 == [zlib.crc32(raw)]
+    assert many.crc32 == [zlib.crc32(raw[start : start + 64]) for start in range(0, len(raw), 64)]
+    assert len(synced) == 1 + len(raw) // 1000 and len(alive) >= len(raw) // 64
     found = load_file(tmp_path / "many")
-    assert all(found[name].equal(tensor.view(shapes[name])) for name, tensor in tensors.items())
+    assert all(found[name].equal(tensor.view(SHAPES[name])) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3 * 4096, 50_000])
+@pytest.mark.parametrize("disk_is", ["direct", "not direct", "said to be direct", "taking half"])
+def test_a_file_of_any_length_is_whole_on_any_disk(size, disk_is, monkeypatch, tmp_path):
+    """Past the page cache only whole pages can be written, and not on every file system."""
+    monkeypatch.setattr(disk, "BLOCK", 8192)
+    raw, write = bytes(itertools.islice(itertools.cycle(range(251)), size)), blockfile.os.write
+    asked = []
+
+    def refuse(file, part):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, part)
+
+    def half(file, part):
+        direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+        asked.append(len(part))
+        assert not direct or len(part) % 4096 == 0, "a disk refuses this"
+        return write(file, part[: max(1, len(part) // 2)] if not direct else part[: max(4096, len(part) // 2)])
+
+    if disk_is == "not direct":
+        monkeypatch.setattr(blockfile, "_DIRECT", 0)
+    elif disk_is != "direct":
+        monkeypatch.setattr(blockfile.os, "write", refuse if disk_is == "said to be direct" else half)
+    with BlockFile(tmp_path / "it", Blocks()) as file:
+        for start in range(0, size, 777):
+            file.add(memoryview(bytearray(raw[start : start + 777])))
+    assert (tmp_path / "it").read_bytes() == raw
+    told = disk.File(bytes=size, block=8192, crc32=file.sums)
+    disk.check_file(tmp_path, "it", told)
+    assert file.bytes == size and bool(asked) == (disk_is == "taking half")
 
 
 def test_so_many_stay_and_the_last_step_is_saved(tmp_path):
@@ -288,14 +332,14 @@ def refusing_disk(monkeypatch):
     """A disk that is full from the `n`-th file on."""
 
     def full_after(count):
-        numbers, original = itertools.count(), storage._write_all
+        numbers, original = itertools.count(), blockfile.BlockFile._write
 
         def write(file, block):
             if next(numbers) >= count:
-                raise OSError(errno.ENOSPC, "No space left on device", file.name)
-            original(file, block)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(file, block)
 
-        monkeypatch.setattr(storage, "_write_all", write)
+        monkeypatch.setattr(blockfile.BlockFile, "_write", write)
 
     return full_after
 
@@ -304,7 +348,7 @@ def refusing_disk(monkeypatch):
 def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(beside, refusing_disk, tmp_path):
     train(plan(), 2, tmp_path)
     before = tensors(at(tmp_path, 2))
-    refusing_disk(30)
+    refusing_disk(1)
     with pytest.raises(ZbcError, match="No space left on device") as caught:
         train(plan(checkpoint={"every": 2, "asynchronous": beside}), 6, tmp_path, at(tmp_path, 2))
     error = caught.value
@@ -430,7 +474,7 @@ def test_nothing_is_unpickled(copy, monkeypatch):
     file = at(copy, 2) / "rank-0000.safetensors"
     index = json.loads((at(copy, 2) / "index.json").read_text())
     file.write_bytes(trap)
-    index["files"][file.name] = {"bytes": len(trap), "sha256": hashlib.sha256(trap).hexdigest()}
+    index["files"][file.name] = {"bytes": len(trap), "block": len(trap), "crc32": [zlib.crc32(trap)]}
     disk.write_index(at(copy, 2), disk.Index(**index))
     with pytest.raises(ZbcError) as caught:
         train(plan(), 3, resume=at(copy, 2))
@@ -465,10 +509,10 @@ def test_a_checkpoint_of_another_training_is_refused_in_words(what, written):
 
 def test_a_checkpoint_of_a_later_version_is_refused(copy):
     index = json.loads((at(copy, 2) / "index.json").read_text())
-    monkey = {**index, "version": 2}
+    monkey = {**index, "version": 3}
     text = json.dumps(monkey)
     (at(copy, 2) / "index.json").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (at(copy, 2) / ".complete").write_text(json.dumps({"index": digest}))
-    with pytest.raises(ZbcError, match="checkpoint version 2, this zbc reads 1"):
+    with pytest.raises(ZbcError, match="checkpoint version 3, this zbc reads 2"):
         train(plan(), 4, resume=at(copy, 2))

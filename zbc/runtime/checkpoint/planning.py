@@ -125,15 +125,22 @@ def write_parts(writer: SafetensorsWriter, parts: Sequence[Part]) -> dict[str, A
     return {"files": {name: file.model_dump() for name, file in writer.files.items()}, "parts": told}
 
 
-def complete(writer: SafetensorsWriter, told: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """Complete a checkpoint from what every rank told. Raises E703 if the parts overlap or leave something out."""
-    plans, results = [], []
-    for one in told:
-        writer.files |= {name: File(**file) for name, file in one["files"].items()}
+class Whole(NamedTuple):
+    """The parts of all ranks, found to make whole tensors."""
+
+    metadata: Metadata
+    results: list[list[WriteResult]]
+    shapes: dict[str, list[int]]
+
+
+def make_whole(parts: Sequence[Sequence[Any]]) -> Whole:
+    """Put together the "parts" that every rank told. Raises E703 if they overlap or leave something out."""
+    plans, results, shapes = [], [], {}
+    for told in parts:
         items, found = [], []
-        for name, shape, start, count, dtype, file, key in one["parts"]:
+        for name, shape, start, count, dtype, file, key in told:
             index = MetadataIndex(name, torch.Size([start]))
-            writer.shapes[name] = shape
+            shapes[name] = shape
             items.append(_item(index, getattr(torch, dtype), count, shape))
             found.append(WriteResult(index, 0, Place(file, key)))
         plans.append(SavePlan(items))
@@ -144,8 +151,14 @@ def complete(writer: SafetensorsWriter, told: Sequence[Mapping[str, Any]], about
         _, metadata = planner.create_global_plan(plans)
     except ValueError as error:
         raise ZbcError("E703", f"run: the parts of a checkpoint do not make whole tensors: {error}") from error
-    writer.about = dict(about)
-    writer.finish(metadata, results)
+    return Whole(metadata, results, shapes)
+
+
+def complete(writer: SafetensorsWriter, whole: Whole, files: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Complete a checkpoint from what every rank told: where everything is, and the files that it is in."""
+    writer.files |= {name: File.model_validate(file) for name, file in files.items()}
+    writer.shapes, writer.about = whole.shapes, dict(about)
+    writer.finish(whole.metadata, whole.results)
 
 
 # ---- loading -------------------------------------------------------------------------------------------------

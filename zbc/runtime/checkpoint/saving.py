@@ -26,7 +26,7 @@ from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.planning import complete, write_parts
+from zbc.runtime.checkpoint.planning import Whole, complete, make_whole, write_parts
 from zbc.runtime.checkpoint.state import Entry, entries
 from zbc.runtime.checkpoint.storage import SafetensorsWriter, digest
 from zbc.runtime.checkpoint.together import together
@@ -52,9 +52,15 @@ class Checkpoints:
     last: int = 0  # steps in the newest checkpoint, or in the one this run began with
 
     _count: int = 0
+    _told: list[Any] | None = None  # the parts this rank told the last time
+    _parts: list[list[Any]] = field(default_factory=list)  # on rank 0: those of every rank
+    _whole: Whole | None = None  # on rank 0: what they make
     _aside: dict[str, Tensor] = field(default_factory=dict)
     _running: Future[str] | None = None
     _beats: int = 0
+
+    def __post_init__(self) -> None:
+        self._writer = SafetensorsWriter(self.worker.rank, self._alive)
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
         """Whether the state behind step `step` (from 0) is to be written down.
@@ -129,32 +135,41 @@ class Checkpoints:
         """Write, meet, complete; what rank 0 says when it is done."""
         began, rank = time.monotonic(), self.worker.rank
         folder = disk.folder_of(self.folder, step)
-        writer = SafetensorsWriter(folder, rank, self._alive)
-        together(self.board, f"checkpoint {number} written", lambda: self._write(writer, found), folder)
-        together(self.board, f"checkpoint {number} complete", lambda: self._complete(writer, step), folder)
-        size = sum(one.bytes for one in writer.files.values())
+        self._writer.reset(folder)
+        together(self.board, f"checkpoint {number} written", lambda: self._write(found), folder)
+        together(self.board, f"checkpoint {number} complete", lambda: self._complete(step), folder)
+        size = sum(one.bytes for one in self._writer.files.values())
         return f"wrote {_shown(folder)}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
 
-    def _write(self, writer: SafetensorsWriter, found: Sequence[Entry]) -> dict[str, Any]:
+    def _write(self, found: Sequence[Entry]) -> dict[str, Any]:
         mine = [entry.part(entry.tensor) for entry in found if entry.writer == self.worker.rank]
         copies: dict[str, str] = {}
         for entry in found:
             if len(entry.holders) > 1:
                 copies[entry.name] = digest(entry.tensor)
                 self._alive()
-        self.board.leave(_PARTS, json.dumps({**write_parts(writer, mine), "copies": copies, **self._own()}))
+        said = {**write_parts(self._writer, mine), "copies": copies, **self._own()}
+        if said["parts"] == self._told:
+            del said["parts"]  # rank 0 remembers
+        else:
+            self._told = said["parts"]
+        self.board.leave(_PARTS, json.dumps(said))
         return {}
 
     def _own(self) -> dict[str, Any]:
         batches = self.worker.batches
         return {} if batches is None else {"data_samples": batches.count}
 
-    def _complete(self, writer: SafetensorsWriter, step: int) -> dict[str, Any]:
+    def _complete(self, step: int) -> dict[str, Any]:
         if self.worker.rank != 0:
             return {}
         told = [json.loads(text) for text in self.board.collect(_PARTS)]
         check_copies([one["copies"] for one in told], self.worker.plan.manifest.name)
-        complete(writer, told, self._about(step, told))
+        if self._whole is None or any("parts" in one for one in told):
+            self._parts = [one["parts"] if "parts" in one else self._parts[rank] for rank, one in enumerate(told)]
+            self._whole = make_whole(self._parts)
+        files = {name: file for one in told for name, file in one["files"].items()}
+        complete(self._writer, self._whole, files, self._about(step, told))
         disk.prune(self.folder, self.options.keep)
         return {}
 

@@ -8,10 +8,10 @@ in a pickle. Here parts are in safetensors files and the plan is in index.json. 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ from torch.futures import Future
 
 from zbc.errors import ZbcError
 from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.blockfile import BlockFile, Blocks
 
-_SYNCED = 2**28  # bytes after which the disk is waited for, so that no wait is long
 _TYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -63,18 +63,24 @@ class Place(NamedTuple):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one rank's parts into one file; `alive` is called now and then while it does.
+    """Writes one rank's parts into one file, for one checkpoint after the other; `alive` is called while it does.
 
-    `finish` is for the rank that completes the checkpoint: it takes the metadata and results of all.
+    `finish` is for the rank that completes the checkpoint: it takes the metadata and results of all, and remembers
+    what it made of metadata that it is given again.
     """
 
-    def __init__(self, folder: Path, rank: int, alive: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._name, self._alive = folder, f"rank-{rank:04d}.safetensors", alive
+    def __init__(self, rank: int, alive: Callable[[], None] = lambda: None) -> None:
+        self._name, self._alive = f"rank-{rank:04d}.safetensors", alive
+        self._folder = Path()
+        self._blocks: Blocks | None = None
+        self._known: tuple[Metadata, dict[str, disk.Whole]] | None = None
         self.files: dict[str, disk.File] = {}  # what was written
         self.about: dict[str, Any] = {}  # what else the index is to say
         self.shapes: dict[str, list[int]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turn to another checkpoint, in the folder `checkpoint_id`."""
+        self._folder = Path(checkpoint_id or "")
         self.files.clear()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -91,19 +97,15 @@ class SafetensorsWriter(StorageWriter):
         if not plan.items:
             done.set_result([])
             return done
-        parts = {_key(item): _on_cpu(planner.resolve_data(item)) for item in plan.items}
+        if self._blocks is None:
+            self._blocks = Blocks()
+        parts = {_key(item): _tensor(planner.resolve_data(item)) for item in plan.items}
         shapes = {_key(item): self._shape(item) for item in plan.items}
         path, part = self._folder / self._name, self._folder / f".{self._name}.part"
-        size, sha = _write(part, parts, shapes, self._alive)
+        self.files[self._name] = _write(part, parts, shapes, self._blocks, self._alive)
         os.replace(part, path)
         disk.sync_folder(self._folder)
-        self.files[self._name] = disk.File(bytes=size, sha256=sha)
-        results = []
-        for item in plan.items:
-            tensor = parts[_key(item)]
-            place = Place(self._name, _key(item))
-            results.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), place))
-        done.set_result(results)
+        done.set_result([WriteResult(i.index, parts[_key(i)].nbytes, Place(self._name, _key(i))) for i in plan.items])
         return done
 
     def _shape(self, item: WriteItem) -> list[int]:
@@ -112,8 +114,15 @@ class SafetensorsWriter(StorageWriter):
         return self.shapes[item.index.fqn] if count == total else [count]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if self._known is None or self._known[0] is not metadata:
+            self._known = metadata, self._wholes(metadata, results)
+        own: dict[str, Any] = {"format": disk.FORMAT, "version": disk.VERSION, "files": self.files}
+        disk.write_index(self._folder, disk.Index(**own, **self.about, tensors=self._known[1]))
+
+    def _wholes(self, metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, disk.Whole]:
+        """Where everything is, by name."""
         places = {result.index: result.storage_data for found in results for result in found}
-        tensors: dict[str, Any] = {}
+        tensors = {}
         for name, about in metadata.state_dict_metadata.items():
             if not isinstance(about, TensorStorageMetadata):
                 raise ZbcError("E703", f"run: {name} in a checkpoint is not a tensor")
@@ -122,9 +131,9 @@ class SafetensorsWriter(StorageWriter):
                 place = places[MetadataIndex(name, chunk.offsets)]
                 parts.append(disk.Part(start=chunk.offsets[0], count=chunk.sizes[0], file=place.file, key=place.key))
             dtype = str(about.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": self.shapes[name], "parts": parts}
-        own: dict[str, Any] = {"format": disk.FORMAT, "version": disk.VERSION, "files": self.files, "tensors": tensors}
-        disk.write_index(self._folder, disk.Index(**own, **self.about))
+            whole = {"dtype": dtype, "shape": self.shapes[name], "parts": parts}
+            tensors[name] = disk.Whole.model_validate(whole)
+        return tensors
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -226,45 +235,39 @@ def _extent(item: WriteItem) -> tuple[int, int]:
     return item.tensor_data.chunk.sizes[0], item.tensor_data.size[0]
 
 
-def _on_cpu(found: Any) -> Tensor:
+def _tensor(found: Any) -> Tensor:
     tensor: Tensor = found
+    return tensor
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
 def _write(
-    path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], alive: Callable[[], None]
-) -> tuple[int, str]:
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, list[int]],
+    blocks: Blocks,
+    alive: Callable[[], None],
+) -> disk.File:
     """Write a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
 
-    Written here because the file's sha256 is made on the way, and in blocks, which leave other threads their time.
-    Returns its length and that sha256.
+    Written here because its checksums are made on the way, and in blocks, which leave other threads their time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         header[key] = {"dtype": _TYPES[tensor.dtype], "shape": shapes[key], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    sha, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for view in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
-            for start in range(0, len(view), disk.BLOCK):
-                block = view[start : start + disk.BLOCK]
-                sha.update(block)
-                _write_all(file, block)
-                alive()
-                size += len(block)
-                if size // _SYNCED > (size - len(block)) // _SYNCED:
-                    os.fsync(file.fileno())
-        os.fsync(file.fileno())
-    return size, sha.hexdigest()
-
-
-def _write_all(file: Any, block: memoryview) -> None:
-    done = 0
-    while done < len(block):
-        done += file.write(block[done:])
+    with BlockFile(path, blocks, alive) as file:
+        file.add(memoryview(bytearray(len(text).to_bytes(8, "little") + text)))
+        for tensor in tensors.values():
+            here = _on_cpu(tensor)
+            file.add(_bytes(here))
+    return disk.File(bytes=file.bytes, block=blocks.size, crc32=file.sums)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -274,8 +277,9 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def digest(tensor: Tensor) -> str:
-    """What two tensors have in common if, and for all practical purposes only if, their bits are equal."""
-    return hashlib.sha256(_bytes(_on_cpu(tensor))).hexdigest()[:16]
+    """What two tensors have in common if their bits are equal, and one in four billion of others."""
+    here = _on_cpu(tensor)
+    return f"{zlib.crc32(_bytes(here)):08x}"
 
 
 def check_type(name: str, tensor: Tensor) -> None:
