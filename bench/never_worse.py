@@ -5,13 +5,12 @@
 Each job has up to 8 ranks and 32 microbatches and its own time and memory for every layer. Under a few limits and
 budgets, every schedule by name and `auto` plan it; counted is each time that `auto` takes longer than a schedule with
 the same budget whose plan fits, or than `auto` with a smaller limit or budget, exceeds its limit, or beats a bound.
-Budgets are op visits, so every number here is the same on every machine.
+Budgets are op visits, so every number here is the same on every machine. What is wrong is printed and recorded at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from random import Random
 
-from record import Record
+from record import Record, commit
 
 from zbc.compiler import estimate
 from zbc.compiler.compile import load_job
@@ -36,6 +35,7 @@ from zbc.ir import Placement
 SAME = 1e-9
 BUDGETS = (0, 1_500_000)  # op visits; within those for which more memory is never worse
 OBJECTIVES = ("makespan", "span", "period")
+EACH = 20  # jobs between two lines of the record
 
 
 @dataclass(frozen=True)
@@ -140,26 +140,31 @@ def main() -> None:
     parser.add_argument("first", type=int, nargs="?", default=0, help="the seed of the first job")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job later than this")
     options = parser.parse_args()
-    record = Record("never-worse")
-    wrong: Counter[str] = Counter()
+    first, last = options.first, options.first + options.jobs - 1
+    record = Record("never-worse" if not first else f"never-worse-from-{first}")
+    record(f"# {commit()}")
+    wrong, took, done, stop = 0, 0.0, 0, time.monotonic() + 60 * options.minutes
     plans: Counter[str] = Counter()
-    done, took, stop = 0, 0.0, time.monotonic() + 60 * options.minutes
     with Pool() as pool:
-        jobs = pool.imap(one, range(options.first, options.first + options.jobs))
+        jobs = pool.imap(one, range(first, last + 1))
         while done < options.jobs and time.monotonic() < stop:
             found, made, seconds = jobs.next()
-            wrong.update(found)
+            for what in (what for what, times in found.items() if times):
+                record(what)
+                wrong += 1
             plans.update(made)
             done, took = done + 1, took + seconds
-            print(f"{done} jobs, {sum(wrong.values())} wrong", file=sys.stderr, end="\r")
+            if done % EACH == 0 or done == options.jobs:
+                _sum_up(record, first, done, plans, wrong, took)
         pool.terminate()
-    for what, times in wrong.items():
-        if times:
-            record(what)
-    named = f"{plans['named']} of schedules by name"
-    record(f"{done} jobs from {options.first} on, {plans['auto']} plans of auto, {named}: {sum(wrong.values())} wrong")
-    record(f"{took:.0f} s of one core")
+    if done % EACH and done < options.jobs:
+        _sum_up(record, first, done, plans, wrong, took)
     record.write()
+
+
+def _sum_up(record: Record, first: int, done: int, plans: Counter[str], wrong: int, took: float) -> None:
+    made = f"{plans['auto']} plans of auto, {plans['named']} of schedules by name"
+    record(f"{done} jobs, {first} to {first + done - 1}: {made}: {wrong} wrong ({took:.0f} s of one core)")
 
 
 if __name__ == "__main__":

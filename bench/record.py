@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +38,16 @@ class Record:
         self.path.write_text("\n".join(self.lines) + "\n")
         self.partial.unlink(missing_ok=True)
         print(f"written to {self.path.relative_to(Path.cwd())}" if self.path.is_relative_to(Path.cwd()) else self.path)
+
+
+def commit() -> str:
+    """The code that is measured; "with changes" where files differ from the commit."""
+
+    def git(*arguments: str) -> str:
+        told = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+        return told.stdout.strip()
+
+    return f"commit {git('rev-parse', '--short', 'HEAD')}{' with changes' if git('diff', 'HEAD', '--stat') else ''}"
 
 
 def machine() -> str:

@@ -19,7 +19,9 @@ from zbc.compiler.bounds import bounds
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
+from zbc.compiler.cuts import Cut, of_stages
 from zbc.compiler.dag import build
+from zbc.compiler.judging import Case
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
 from zbc.compiler.passes import lower
@@ -34,6 +36,7 @@ from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid
 from zbc.compiler.simulate import steady_state, step_ms
 from zbc.compiler.single import cut
+from zbc.compiler.tailor import Tailor
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 
@@ -172,6 +175,23 @@ def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
             assert found.step_ms <= other.step_ms * (1 + 1e-9), (name, limit)
             compared += 1
         assert compared >= (3 if limit else 10)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["zb-auto", "v-auto", "looped-zb", "bitpipe-zb"])
+def test_a_small_budget_gives_every_cut_as_much_under_a_larger_limit(seed, name):
+    """Whichever of them comes first: which do not fit depends on the limit."""
+    parts, schedule = uneven(seed)
+    before: dict[Cut, float] = {}
+    most = 0
+    for limit in ("0.3x", "0.4x", "0.6x", "1x", "3x", None):
+        more = schedule if limit is None else {**schedule, "memory_limit": limit}
+        asked = job(kind=name, **parts, schedule=more)
+        tailor = Tailor(Case(asked, estimate.layers(asked), SCHEDULES[name], None))
+        plans = {of_stages(one.stages): share for one, share in tailor.plans(ENOUGH / COMPILED_RATE)}
+        assert all(plans.get(each, -1.0) >= share for each, share in before.items()), limit
+        before, most = plans, max(most, len(plans))
+    assert most > 1 or asked.parallel.pp == 1 or name == "zb-auto"
 
 
 @pytest.mark.parametrize("seed", range(6))

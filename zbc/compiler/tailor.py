@@ -24,10 +24,12 @@ from zbc.compiler.oracles import Oracle, Recipes, Remade, reduced
 from zbc.compiler.partition import uniform
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.engine import Engine, available
+from zbc.compiler.search.ladder import ENOUGH
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.single import Ordered, Prepared
 from zbc.compiler.walk import Judged, Walk
 from zbc.errors import ZbcError
+from zbc.ir import Placement
 from zbc.spec import Job
 
 RATE = 1_500_000  # op visits of a walk per second, in plain Python
@@ -83,6 +85,8 @@ class Tailor:
             if any(map(any, memory)):
                 yield Cut(tuple(even(memory, case.placement)))
                 yield Cut(tuple(even(_mixed(times, memory), case.placement)))
+                if case.two_pipes and case.schedule.searched:  # one microbatch alone is in one of them
+                    yield Cut(tuple(even(memory, Placement(case.placement.pipes[:1]))))
 
     def _flight(self) -> list[int]:
         """Microbatches a stage holds at most, where the order is known beforehand; else 1."""
@@ -158,12 +162,15 @@ class Tailor:
         if not case.free or not cuts:
             yield from ((case.prepared(cut), seconds) for cut in cuts)
             return
+        first = 1 - sum(share for _, _, share in LEVELS)
+        # Which cut comes first depends on the limit. A small budget gives as much to each, as exactness in it needs.
+        least = min(seconds * first, Effort.lasting(ENOUGH, Engine(available() and seconds > 0)) * first)
         shares = dict.fromkeys(cuts, 0.0)
-        shares[cuts[0]] = 1 - sum(share for _, _, share in LEVELS)
+        shares[cuts[0]] = first
         for cut, share in self._walked(cuts[0], budget, seconds):
             shares[cut] = shares.get(cut, 0.0) + share
         for cut, share in shares.items():
-            yield case.prepared(cut), seconds * share
+            yield case.prepared(cut), max(seconds * share, least if cut in cuts else 0.0)
 
     def _walked(self, start: Cut, budget: float | None, seconds: float) -> Iterator[tuple[Cut, float]]:
         """The answers of walks with the shares of their levels."""

@@ -188,9 +188,9 @@ class Bench:
     def fits(self, order: Sequence[int]) -> bool:
         """Whether every rank keeps to its limit."""
         per_rank = 3 * self.problem.v * self.problem.m
+        change = self._changes.__getitem__
         for r, limit in enumerate(self.problem.limit):
-            changes = (self._changes[op] for op in order[r * per_rank : (r + 1) * per_rank])
-            if max(accumulate(changes)) > limit + ROOM:
+            if max(accumulate(map(change, order[r * per_rank : (r + 1) * per_rank]))) > limit + ROOM:
                 return False
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from zbc.compiler.search import anneal, listing, timing
@@ -34,11 +35,10 @@ class Engine:
         self.compiled = compiled
         names = _names()
         if compiled:
-            import numba
             import numpy
 
             self._numpy = numpy
-            names = _compile(numba)
+            names = _compile()
         self.list_schedule: Callable[..., tuple[int, float, float]] = names["list_schedule"]
         self.locate: Callable[..., None] = names["locate"]
         self.run: Callable[..., int] = names["run"]
@@ -57,8 +57,11 @@ def _names() -> dict[str, Any]:
     return {name: value for module in _MODULES for name, value in vars(module).items()}
 
 
-def _compile(numba: Any) -> dict[str, Any]:
+@cache  # loading them takes longer than a small search
+def _compile() -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled."""
+    import numba
+
     names = _names()
     for name in _KERNELS:
         function = names[name]

@@ -16,6 +16,8 @@ from zbc.ir import Kind, Op, Program
 
 EPS = 1e-9
 ROOM = 1e-6  # slack of memory comparisons, in activation units
+NEVER = float("inf")
+PLACE = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,85 +43,94 @@ def follow(program: Program, costs: Costs, limits: Sequence[float], manner: Mann
     """The order in which the ranks would run the ops of `program` in this manner. It has to fit and to end."""
     run = _Run(program, costs, limits, manner)
     run.all()
-    return Program(program.placement, program.microbatches, tuple(map(tuple, run.done)), program.history)
+    ranks = tuple(tuple(map(run.ops.__getitem__, numbers)) for numbers in run.done)
+    return Program(program.placement, program.microbatches, ranks, program.history)
 
 
 class _Run:
+    """Ops are numbered kind by kind, then stage by stage, pipe by pipe: what an op feeds is a step away."""
+
     def __init__(self, program: Program, costs: Costs, limits: Sequence[float], manner: Manner) -> None:
-        self.placement, self.costs, self.limits, self.manner = program.placement, costs, limits, manner
-        self.last = program.placement.stages - 1
-        self.todo = [list(reversed(ops)) for ops in program.ranks]  # the next op is the last of the list
-        self.done: list[list[Op]] = [[] for _ in program.ranks]
+        placement = program.placement
+        self.stages, self.step = placement.stages, len(placement.pipes) * program.microbatches
+        self.per_kind = self.stages * self.step
+        size = 3 * self.per_kind
+        self.ops = dict[int, Op]()
+        self.ready = [NEVER] * size  # when the input of an op is on its rank
+        self.length, self.change = [0.0] * size, [0.0] * size
+        self.lag = [0.0] * self.per_kind  # behind the stage of an F, in its pipe
+        self.rank = [0] * self.per_kind
+        self.todo = [self._numbered(r, ops, costs, program.microbatches) for r, ops in enumerate(program.ranks)]
+        self.done: list[list[int]] = [[] for _ in program.ranks]
         self.held = [0.0] * len(program.ranks)
+        self.limits = [limit + ROOM for limit in limits]
         self.free = [0.0] * len(program.ranks)
-        self.forward: dict[tuple[int, int, int], float] = {}  # (stage, microbatch, pipe) -> end
-        self.backward: dict[tuple[int, int, int], float] = {}
-        self.wait = manner.wait * min(costs.f)
+        self.window, self.wait = manner.window, manner.wait * min(costs.f)
         self.heap = [(0.0, rank) for rank in range(len(program.ranks))]
 
+    def _numbered(self, rank: int, ops: Sequence[Op], costs: Costs, count: int) -> list[int]:
+        """The ops of a rank from the last to the first."""
+        numbers = []
+        for op in reversed(ops):
+            kind, stage, mb, pipe, _ = op
+            row = stage * self.step + pipe * count + mb
+            number = PLACE[kind] * self.per_kind + row
+            numbers.append(number)
+            self.ops[number], self.rank[row] = op, rank
+            self.length[number], self.change[number] = costs.duration(op), costs.held(op)
+            if kind is Kind.F:
+                self.ready[number] = NEVER if stage else 0.0
+                self.lag[row] = costs.transfer(stage, pipe) if stage < self.stages - 1 else 0.0
+        return numbers
+
     def all(self) -> None:
-        while self.heap:
-            now, rank = heappop(self.heap)
-            if now >= self.free[rank] - EPS and self.todo[rank]:
-                self._decide(rank, now)
+        heap, todo, free = self.heap, self.todo, self.free
+        while heap:
+            now, rank = heappop(heap)
+            if now >= free[rank] - EPS and todo[rank]:
+                place, later = self._choose(rank, now)
+                if place:
+                    self._start(rank, todo[rank].pop(-place), now)
+                elif later < NEVER:
+                    heappush(heap, (later, rank))
 
-    def _decide(self, rank: int, now: float) -> None:
-        chosen, later = self._choose(rank, now)
-        if chosen is not None:
-            self._start(rank, chosen, now)
-        elif later is not None:
-            heappush(self.heap, (later, rank))
-
-    def _choose(self, rank: int, now: float) -> tuple[int | None, float | None]:
-        """Places from the end of `todo` of the op to start, and if there is none, when one may be ready."""
-        todo, held, limit = self.todo[rank], self.held[rank], self.limits[rank] + ROOM
+    def _choose(self, rank: int, now: float) -> tuple[int, float]:
+        """Place from the end of `todo` of the op to start, from 1 on, and if there is none, when one may be ready."""
+        todo, ready, changes, weights = self.todo[rank], self.ready, self.change, 2 * self.per_kind
+        room = self.limits[rank] - self.held[rank]
         sofar = most = 0.0
-        weight: int | None = None
-        later: float | None = None
-        for place in range(min(self.manner.window, len(todo))):
-            op = todo[-1 - place]
-            change = self.costs.held(op)
-            ready = self._ready(op)
-            if ready is not None and (place == 0 or change <= 0 or held + change + most <= limit):
-                if ready > now + EPS:
-                    later = ready if later is None else min(later, ready)
-                    if ready <= now + self.wait and op.kind is not Kind.W:
-                        return None, later
-                elif op.kind is Kind.W:
-                    weight = place if weight is None else weight
+        weight, later, soon, waits = 0, NEVER, now + EPS, now + self.wait
+        for place in range(1, min(self.window, len(todo)) + 1):
+            number = todo[-place]
+            change, arrival = changes[number], ready[number]
+            if arrival < NEVER and (place == 1 or change <= 0 or change + most <= room):
+                if arrival > soon:
+                    later = min(later, arrival)
+                    if arrival <= waits and number < weights:
+                        return 0, later
+                elif number < weights:
+                    return place, NEVER
                 else:
-                    return place, None
+                    weight = weight or place
             sofar += change
-            most = max(most, sofar)
+            if sofar > most:
+                most = sofar
         return weight, later
 
-    def _ready(self, op: Op) -> float | None:
-        """When the input of an op is on its rank; None if what makes it has not started."""
-        kind, s, mb, pipe, _ = op
-        if kind is Kind.F:
-            return self._arrival(self.forward, s - 1, mb, pipe, s - 1) if s else 0.0
-        if kind is Kind.W:
-            return self.backward.get((s, mb, pipe))
-        if s == self.last:
-            return self.forward.get((s, mb, pipe))
-        return self._arrival(self.backward, s + 1, mb, pipe, s) if (s, mb, pipe) in self.forward else None
-
-    def _arrival(self, made: dict[tuple[int, int, int], float], s: int, mb: int, pipe: int, link: int) -> float | None:
-        end = made.get((s, mb, pipe))
-        return None if end is None else end + self.costs.transfer(link, pipe)
-
-    def _start(self, rank: int, place: int, now: float) -> None:
-        op = self.todo[rank].pop(-1 - place)
-        kind, s, mb, pipe, _ = op
-        self.done[rank].append(op)
-        self.held[rank] += self.costs.held(op)
-        end = self.free[rank] = now + self.costs.duration(op)
+    def _start(self, rank: int, number: int, now: float) -> None:
+        self.done[rank].append(number)
+        self.held[rank] += self.change[number]
+        end = self.free[rank] = now + self.length[number]
         heappush(self.heap, (end, rank))
-        if kind is Kind.W:
+        kind, row = divmod(number, self.per_kind)
+        if kind == 2:
             return
-        forward = kind is Kind.F
-        (self.forward if forward else self.backward)[s, mb, pipe] = end
-        there = s + 1 if forward else s - 1
-        if 0 <= there <= self.last:
-            ready = end + self.costs.transfer(min(s, there), pipe)
-            heappush(self.heap, (ready, self.placement.rank_of(there, pipe)))
+        if kind == 1:
+            self.ready[2 * self.per_kind + row] = end
+        there = row + self.step if kind == 0 else row - self.step
+        if kind == 0 and there >= self.per_kind:
+            self.ready[self.per_kind + row] = end
+        elif there >= 0:
+            arrival = end + self.lag[min(row, there)]
+            self.ready[kind * self.per_kind + there] = arrival
+            heappush(self.heap, (arrival, self.rank[there]))

@@ -46,7 +46,16 @@ class Effort:
 
     @classmethod
     def seconds(cls, seconds: float, engine: Engine, seed: int = 0) -> Effort:
-        return cls(int(seconds * (COMPILED_RATE if engine.compiled else PLAIN_RATE)), seed)
+        return cls(int(seconds * cls._rate(engine)), seed)
+
+    @classmethod
+    def lasting(cls, visits: int, engine: Engine) -> float:
+        """The seconds that so many op visits stand for."""
+        return visits / cls._rate(engine)
+
+    @staticmethod
+    def _rate(engine: Engine) -> int:
+        return COMPILED_RATE if engine.compiled else PLAIN_RATE
 
 
 class Found(NamedTuple):
