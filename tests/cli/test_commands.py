@@ -449,6 +449,17 @@ def test_doctor_works_without_torch(zbc, monkeypatch):
     assert "not run plans: install torch first" in ran.out
 
 
+def test_every_command_has_one_line_that_is_not_cut_and_arguments_in_one_pair_of_brackets(zbc, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = zbc("--help").out.partition("Commands:")[2].split("\n")
+    commands = [line.split()[0] for line in lines if line.strip()]
+    assert len(commands) >= 17 and all(line.endswith(".") and not line.endswith("...") for line in lines if line)
+    for command in [[name] for name in commands] + [["config", "show"], ["config", "schema"], ["data", "tokenize"]]:
+        shown = zbc(*command, "--help").out
+        assert not re.search(r"\[\[|\]\]|\.\.\.\}|<int", shown), shown
+        assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_help_lists_every_command_and_option_of_the_interface(zbc):
     out = zbc("--help").out
     for command in [

@@ -35,7 +35,7 @@ def test_the_report_names_what_is_slow_and_how_to_plan_anew(run, zbc):
         f"zbc profile --from-trace {run} -o profile.json && zbc plan {run}/trace/plan --profile profile.json",
     ):
         assert text in ran.out, text
-    assert all(len(line) <= 120 for line in ran.out.splitlines() if "zbc profile" not in line)
+    assert all(len(line) <= 80 for line in ran.out.splitlines() if "zbc profile" not in line)
 
 
 def test_the_report_as_json_has_stable_keys(run, zbc):

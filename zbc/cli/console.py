@@ -108,11 +108,11 @@ def labelled(label: str, *lines: str) -> Text:
 LABEL = 11  # columns of a label
 
 
-def indented(block: RenderableType) -> RenderableType:
-    """A table below a label."""
+def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
+    """A table below a label; a wide one `by` fewer columns."""
     from rich.padding import Padding
 
-    return Padding(block, (0, 0, 0, LABEL), expand=False)
+    return Padding(block, (0, 0, 0, by), expand=False)
 
 
 @contextmanager

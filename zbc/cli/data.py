@@ -16,7 +16,7 @@ data = typer.Typer(no_args_is_help=True, help="Make token files.")
 
 @data.command("tokenize")
 def tokenize(
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Text or .jsonl files, or folders of them.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text or .jsonl files, or folders of them.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.bin", help="The token file.")],
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="tokenizer.json", help="A tokenizer; without one, bytes are tokens.")

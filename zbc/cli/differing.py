@@ -42,7 +42,10 @@ def diff(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare two plans, jobs or CSV files: their numbers, and rank by rank the order of their ops."""
+    """Compare two plans, jobs or CSV files.
+
+    Their numbers, and rank by rank the order of their ops.
+    """
     from zbc.api import open_plan
     from zbc.compiler.difference import difference
 

@@ -47,7 +47,7 @@ class By(StrEnum):
 def visualize(
     target: PlanJobCsvOrRun,
     other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="A second one, drawn below on the same time axis.")
+        Path | None, typer.Argument(metavar="OTHER", help="A second one, drawn below on the same time axis.")
     ] = None,
     form: Annotated[Form, typer.Option("--as", help="The form of the picture.")] = Form.TERM,
     output: Annotated[
@@ -56,8 +56,10 @@ def visualize(
     by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell (text only).")] = By.TIME,
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
-    width: Annotated[int | None, typer.Option(min=_NARROWEST, help="Columns; the terminal's if left out.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100, help="Draw this many steps in a row.")] = 1,
+    width: Annotated[
+        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; the terminal's if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
         int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run, draw from this step on.")
     ] = None,
@@ -65,7 +67,10 @@ def visualize(
         bool | None, typer.Option(help="Whether each of --steps ends everywhere first; the job's optimizer decides.")
     ] = None,
 ) -> None:
-    """Draw when each rank does what; of a recorded run, predicted above measured."""
+    """Draw when each rank does what.
+
+    Of a recorded run what was predicted is drawn above what was measured.
+    """
     drawn = [one for path in (target, other) if path is not None for one in _drawn(path, steps, first, barrier)]
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))

@@ -47,9 +47,9 @@ def export(
     ] = Dialect.COMPUTE_ONLY,
     quiet: Quiet = False,
 ) -> None:
-    """Write a plan in another tool's form; what that tool cannot express is refused.
+    """Write a plan in another tool's form.
 
-    torchtitan's settings name a CSV file; with -o it is written beside them.
+    What that tool cannot express is refused. torchtitan's settings name a CSV file; with -o it is written beside them.
     """
     from zbc.api import open_plan
 
@@ -81,7 +81,10 @@ def import_order(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Read a torch CSV strictly, prove its order, and write a job that plans and trains with it."""
+    """Read a torch CSV and write a job that trains with its order.
+
+    The file is read strictly, and its order proven.
+    """
     from zbc.api import Plan
     from zbc.errors import ZbcError
     from zbc.viz.words import title, verdict

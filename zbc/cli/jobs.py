@@ -116,7 +116,10 @@ def explain(
         str | None, typer.Argument(metavar="CODE", help="An error code, as E201.", autocompletion=_complete_code)
     ] = None,
 ) -> None:
-    """Tell what an error code means and what helps; without one, list them all."""
+    """Tell what an error code means, and what helps.
+
+    Without a code, list them all.
+    """
     from zbc.explain import CATALOGUE, FAMILIES
 
     if code is None:

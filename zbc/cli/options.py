@@ -39,7 +39,9 @@ def share(text: str) -> float:
     return value
 
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job description.")]
+JobFile = Annotated[
+    Path, typer.Argument(metavar="JOB.toml", help="The job description; a plan directory stands for its job.")
+]
 PlanJobCsvOrRun = Annotated[
     Path,
     typer.Argument(

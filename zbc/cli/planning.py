@@ -91,7 +91,9 @@ def _dump(compiled: Compiled, folder: Path) -> None:
 
 def check(
     target: PlanJobOrCsv,
-    strict: Annotated[bool, typer.Option("--strict", help="Also fail if the plan needs sends that return.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also fail if sends that wait for their receiver would deadlock.")
+    ] = False,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="For a CSV that fails: print an order of its actions that works.")
     ] = False,
@@ -102,7 +104,9 @@ def check(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prove a plan directory, a torch CSV, or a job without writing its plan: complete, paired, free of deadlock.
+    """Prove a plan directory, a torch CSV or a job.
+
+    Complete, paired, free of deadlock; the plan of a job is not written.
 
     With --suggest the exit code is still that of the check: it is the suggestion that works, not the file.
     """
@@ -151,11 +155,11 @@ def compare(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Plan a job under several schedules and rank them, the fastest first.
+    """Plan a job under several schedules and rank them.
 
-    What does not fit or cannot be planned stays in the table with the reason. Where a number of [hardware], [costs] or
-    [model] is swept, each of its values is ranked by itself, and the points in between are found at which the fastest
-    changes; with -v and --json also those at which any two change places.
+    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. Where a number
+    of [hardware], [costs] or [model] is swept, each of its values is ranked by itself, and the points in between
+    are found at which the fastest changes; with -v and --json also those at which any two change places.
     """
     from zbc.cli import ranking
     from zbc.compiler.compare import Asked, combinations

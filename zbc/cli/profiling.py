@@ -29,7 +29,7 @@ class Device(StrEnum):
 
 
 def profile(
-    job: Annotated[Path | None, typer.Argument(metavar="[JOB.toml]", help="The job description.")] = None,
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="The job description.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
     device: Annotated[Device | None, typer.Option(help="Measure here; default hardware.device.")] = None,
     threads: Annotated[
@@ -51,10 +51,11 @@ def profile(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure what the layers of a job cost on this machine: times, memory, transfers.
+    """Measure what the layers of a job cost on this machine.
 
-    One layer of each kind runs as training would run it. `zbc plan JOB.toml --profile FILE` plans with the result.
-    With --from-trace nothing runs: layers get the costs that the stages of a recorded run lead to.
+    Times, memory and transfers: one layer of each kind runs as training would run it. `zbc plan JOB.toml --profile
+    FILE` plans with the result. With --from-trace nothing runs: layers get the costs that the stages of a recorded
+    run lead to.
     """
     if from_trace is not None:
         if job is not None or device or threads or together or settings:

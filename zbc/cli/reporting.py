@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
+_SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
 _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
 
 
@@ -32,9 +33,10 @@ def report(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare a run with its prediction: step, bubble, idle time by cause, ops, memory; and plan it anew.
+    """Compare a run with its prediction, and plan it anew.
 
-    What it can say without a trace is little: record some steps with `zbc run PLAN --trace 10-19`.
+    Step, bubble, idle time by cause, ops, memory. What it can say without a trace is little: record some steps with
+    `zbc run PLAN --trace 10-19`.
     """
     from zbc import trace
     from zbc.compiler.recorded import log
@@ -133,14 +135,14 @@ def _rates(one: Quantity) -> list[str]:
 def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     """Two rows per rank: where its time was to go, and where it went."""
     which = f"step {made.median_step}" + (", the median one" if len(made.steps) > 1 else "")
-    yield labelled("time", f"of each rank in {which}, by cause, ms; the causes add up to the step")
+    yield labelled("time", f"ms of each rank in {which}, by cause")
     rows = [(rank.rank, how, shares) for rank in made.ranks for how, shares in _both(rank)]
     decimals = len(fixed(max(shares.total for *_, shares in rows)).partition(".")[2])
     columns = [[f"{getattr(shares, name):.{decimals}f}" for *_, shares in rows] for name in ("total", *_CAUSES)]
     made_table = table("rank", "", "step", *(name.replace("_", "-") for name in _CAUSES), left=2)
     for index, (number, how, _) in enumerate(rows):
         made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
-    yield indented(made_table)
+    yield indented(made_table, 2)
     waits = [
         f"rank {rank.rank}: "
         + ", ".join(f"{short(ms, 3)} ms for rank {peer}" for peer, ms in _largest(rank.measured.senders, verbose))
@@ -222,14 +224,15 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     known = made.memory[0].predicted is not None
     notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
     yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}", *notes)
-    names = list(made.memory[0].measured)
-    rows = table("rank", "", "all", *names, left=2)
+    everything = [held for one in made.memory for held in (one.measured, one.predicted or {})]
+    names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
+    rows = table("rank", "", "all", *(_SHORT.get(name, name) for name in names), left=2)
     for one in made.memory:
         if one.predicted is not None:
             whole = sum(one.predicted.values())
             values = [whole, *(one.predicted[name] for name in names)]
             rows.add_row(str(one.rank), "predicted", *_bytes(values, scale))
-        measured: Sequence[float] = [one.peak, *one.measured.values()]
+        measured: Sequence[float] = [one.peak, *(one.measured[name] for name in names)]
         rows.add_row("" if known else str(one.rank), "measured", *_bytes(measured, scale))
     yield indented(rows)
 

@@ -38,7 +38,7 @@ def run(
         typer.Option(min=0, metavar="N", help="With --local: start the ranks anew when one fails, N times at most."),
     ] = 0,
 ) -> None:
-    """Train with a plan: under torchrun, or with --local on this machine.
+    """Train with a plan: under torchrun, or --local on this machine.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run PLAN
     """
@@ -76,7 +76,7 @@ def doctor(
     settings: Settings = None,
     json: AsJson = False,
 ) -> None:
-    """Look at this machine and say what zbc can do on it, or look at a model of yours with --model.
+    """Say what zbc can do on this machine, or check a model of yours.
 
     With --model one microbatch runs both ways, here on the CPU: through the stages of the job's plan and through plain
     autograd. Fails with E510 where a gradient differs.

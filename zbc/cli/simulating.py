@@ -27,12 +27,12 @@ def simulate(
     straggler: Annotated[
         float | None, typer.Option(metavar="10%", parser=share, help="One rank, each in turn, is slower by so much.")
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Steps to simulate.")] = 200,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same times.")] = 0,
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 200,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same times.")] = 0,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what a step of a plan, a job or a CSV costs, and how far noise spreads it.
+    """Say what a step costs, and how far noise spreads it.
 
     The order is what was planned: `plan` makes it, `check` proves it, this replays it with other op times. Steps follow
     one another with the optimizer's barrier or without, as the job has it; without noise one step says it all.
