@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zbc.compiler.compare import Row
     from zbc.compiler.report import CutReport
 
-_LINES, _WIDTH = 8, 88
+_LINES, _WIDTH = 8, 80
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:

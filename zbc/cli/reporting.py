@@ -12,7 +12,7 @@ import typer
 from zbc.cli.console import indented, labelled, show, show_json, table
 from zbc.cli.options import AsJson, Verbose
 from zbc.cli.summary import layer_ranges, ranges
-from zbc.text import GIB, MIB, aligned, fixed, percent, short, size
+from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -142,7 +142,7 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     made_table = table("rank", "", "step", *(name.replace("_", "-") for name in _CAUSES), left=2)
     for index, (number, how, _) in enumerate(rows):
         made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
-    yield indented(made_table, 2)
+    yield indented(made_table, 1)
     waits = [
         f"rank {rank.rank}: "
         + ", ".join(f"{short(ms, 3)} ms for rank {peer}" for peer, ms in _largest(rank.measured.senders, verbose))
@@ -218,7 +218,8 @@ def _links(made: RunReport) -> RenderableType:
 
 def _memory(made: RunReport) -> Iterator[RenderableType]:
     if not made.memory:
-        yield labelled("memory", "not looked at: that takes one step more than those recorded, not the first one")
+        missing = ("not looked at: that takes one step more than those recorded,", "and not the first one")
+        yield labelled("memory", *missing)
         return
     unit, scale = _unit(max(one.peak for one in made.memory))
     known = made.memory[0].predicted is not None
@@ -260,7 +261,7 @@ def _again(made: RunReport, command: str) -> Iterator[str]:
     change = f"{-100 * again.gain:+.1f}%"
     yield f"and {short(again.planned_ms)} ms planned with them: {change}"
     cut = " | ".join(layer_ranges(names) for names in again.cut)
-    yield f"{again.schedule}, {cut}" if len(cut) < 90 else again.schedule
+    yield from wrap([f"{again.schedule},", *cut.split(" ")] if len(cut) < 90 else [again.schedule], 69, between=" ")
     if again.gain < WORTH:
         yield "which is not worth it; the command would be"
     yield command
