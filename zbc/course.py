@@ -51,7 +51,11 @@ class Course:
 
     def leg(self, step: int) -> int:
         """The number of the leg that a step is in."""
-        return max(number for number, leg in enumerate(self.legs) if leg.first <= step)
+        legs = self.legs
+        number = len(legs) - 1
+        while number and legs[number].first > step:
+            number -= 1
+        return number
 
     def samples(self, step: int) -> int:
         """How many samples a step takes."""

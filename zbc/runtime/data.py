@@ -25,6 +25,7 @@ from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
+_PAIR = tuple, list
 
 
 class Samples(Protocol):
@@ -101,7 +102,8 @@ class Pairs:
 
     def pair(self, index: int) -> tuple[Tensor, Tensor]:
         pair = self._dataset[index]
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        fit = isinstance(pair, _PAIR) and len(pair) == 2  # no generator here: this is asked for every sample
+        if not fit or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Tensor):
             text = f"data: sample {index} of {self._name} is not a pair (input tensor, target tensor)"
             raise ZbcError("E505", text, hint="return two tensors; a class number is torch.tensor(3)")
         return pair[0], pair[1]
@@ -147,6 +149,7 @@ class Batches:
         self._lowered = lowered
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
+        self._begun = self.course, 0, self.course.position(0)
 
     @property
     def count(self) -> int:
@@ -168,9 +171,20 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        start = self.course.position(step) + mb * self._size
-        places = (divmod(position, self._count) for position in range(start, start + self._size))
-        return [self._order(epoch)[place] for epoch, place in places]
+        epoch, place = divmod(self._start(step) + mb * self._size, self._count)
+        order, end = self._order(epoch), place + self._size
+        if end <= self._count:
+            return [order[i] for i in range(place, end)]
+        after = self._order(epoch + 1)  # at most one epoch ends in a step, see above
+        return [*(order[i] for i in range(place, self._count)), *(after[i] for i in range(end - self._count))]
+
+    def _start(self, step: int) -> int:
+        """How many samples the steps before took; asked for once per microbatch of the same step."""
+        course, known, start = self._begun
+        if known != step or course is not self.course:
+            start = self.course.position(step)
+            self._begun = self.course, step, start
+        return start
 
     def _order(self, epoch: int) -> Permutation:
         order = self._orders.get(epoch)

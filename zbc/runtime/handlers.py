@@ -24,7 +24,6 @@ from zbc.runtime.validate import peak_bytes
 __all__ = ["HANDLERS", "Worker"]
 
 _NO_FORWARD = {kind: f"{kind.value} {{}}: its F has not run" for kind in (Kind.B, Kind.BW)}
-_NOTHING_TO_SEND = {kind: f"{kind.value} {{}}: what it sends has not been computed" for kind in Kind if kind.is_send}
 
 # ---- compute -------------------------------------------------------------------------------------------------
 
@@ -34,35 +33,36 @@ def forward(worker: Worker, op: Op) -> None:
     key, stage, message, _, local, end = worker.routes[op]
     if key in worker.kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    x = _stage_input(worker, key, stage, message)
-    target = to_device(_batches(worker).targets(worker.step, worker.number(op.mb)), worker.device) if end else None
+    number, step = worker.number(key.mb), worker.step
+    x = _input_here(worker, key, number) if message is None else worker.wait(message)
+    takes = stage.takes
+    if x.dtype is not takes.dtype or x.shape != takes.shape:
+        raise mismatch(f"the input of F {name_of(key)}", x, takes)
+    if key.stage and x.is_floating_point():
+        x.requires_grad_()  # made for this op alone, here or by the stage before
+    finish = stage.fit
+    if end:
+        target = to_device(_batches(worker).targets(step, number), worker.device)
+        finish = functools.partial(stage_loss, worker.loss, target)
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or key in worker.act.halves else None
     worker.clock.start()
-    finish = stage.fit if target is None else functools.partial(stage_loss, worker.loss, target)
-    y, tape = stage.forward(x, worker.step, worker.number(op.mb), finish, slot)
+    y, tape = stage.forward(x, step, number, finish, slot)
     if end:
-        worker.losses[op.mb] = y.detach().clone()  # mse_loss leaves its number in a storage as large as its input
+        worker.losses[key.mb] = y.detach().clone()  # mse_loss leaves its number in a storage as large as its input
+    elif local is None:
+        worker.outputs[key] = y.detach()
     else:
-        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
-        store[place] = y.detach()
+        worker.handed[local] = y.detach()
     worker.kept[key] = Kept(x, tape, worker.share(y.dtype) if end else None, slot)
     worker.clock.stop()
 
 
-def _stage_input(worker: Worker, key: Key, stage: Stage, message: Message | None) -> Tensor:
-    if message is not None:
-        x = worker.wait(message)
-    elif key.stage == 0:
-        x = to_device(_batches(worker).inputs(worker.step, worker.number(key.mb)), worker.device)
-    else:
-        x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
-    takes = stage.takes
-    if x.dtype is not takes.dtype or x.shape != takes.shape:
-        raise mismatch(f"the input of F {name_of(key)}", x, takes)
+def _input_here(worker: Worker, key: Key, number: int) -> Tensor:
+    """The input of a stage that no message brings."""
     if key.stage == 0:
-        return x
-    return x.requires_grad_() if x.is_floating_point() else x  # made for this op alone, here or by the stage before
+        return to_device(_batches(worker).inputs(worker.step, number), worker.device)
+    return take(worker.handed, key, "F {}: the stage before has not handed over its output")
 
 
 def _batches(worker: Worker) -> Batches | Prefetched:
@@ -113,9 +113,10 @@ def _backward(worker: Worker, op: Op, *, split: bool) -> Slot | None:
             tape.backward(grad)
         finally:
             swap_slot(before)
-    if key.stage > 0:
+    if key.stage:
+        found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
-        store[place] = torch.zeros_like(x) if x.grad is None else x.grad
+        store[place] = torch.zeros_like(x) if found is None else found
     worker.clock.stop()
     return slot
 
@@ -144,19 +145,24 @@ def backward_weight(worker: Worker, op: Op) -> None:
 
 def send_forward(worker: Worker, op: Op) -> None:
     """SEND_F: start sending an output; from here on only the transport holds it."""
-    _send(worker, op, worker.outputs)
+    key, _, message, peer, _, _ = worker.routes[op]
+    tensor = worker.outputs.pop(key, None)
+    if tensor is None or message is None:
+        raise _nothing_to_send(op)
+    worker.send(message, tensor.contiguous(), peer)
 
 
 def send_backward(worker: Worker, op: Op) -> None:
     """SEND_B: start sending an input gradient."""
-    _send(worker, op, worker.input_grads)
-
-
-def _send(worker: Worker, op: Op, store: dict[Key, Tensor]) -> None:
     key, _, message, peer, _, _ = worker.routes[op]
-    tensor = take(store, key, _NOTHING_TO_SEND[op.kind])
-    if message is not None:
-        worker.send(message, tensor.contiguous(), peer)
+    tensor = worker.input_grads.pop(key, None)
+    if tensor is None or message is None:
+        raise _nothing_to_send(op)
+    worker.send(message, tensor.contiguous(), peer)
+
+
+def _nothing_to_send(op: Op) -> ZbcError:
+    return ZbcError("E703", f"run: {op}: what it sends has not been computed")
 
 
 def receive_forward(worker: Worker, op: Op) -> None:

@@ -35,6 +35,9 @@ from zbc.runtime.transport import Again, Letter, Pending, Signal
 
 _MAX_TAG = 2**31
 
+Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
+_Way = tuple[Callable[..., dist.Work], int, int, Lost]  # what starts a message, the rank of its other end, its tag
+
 
 def bind_loopback() -> None:
     """All ranks are on this machine: keep gloo off its network. Has to come before the process group."""
@@ -99,8 +102,9 @@ class Network:
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
                 self._sums[ranks] = group
-        self._ways: dict[tuple[Letter, int], tuple[Any, int, int]] = {}
-        self._posted: dict[Letter, tuple[dist.Work, Tensor, int]] = {}
+        self._there: dict[Letter, _Way] = {}  # of what this rank sends
+        self._here: dict[Letter, _Way] = {}  # of what it receives
+        self._posted: dict[Letter, tuple[dist.Work, Tensor, Lost]] = {}
         self._sends: Sends = EventSends() if self._nccl else ThreadSends()
         most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
@@ -108,11 +112,9 @@ class Network:
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
-        tensor = tensor.contiguous()
-        lost = partial(self._lost, message, peer, True)
-        group, number, tag = self._way(message, self.rank, peer)
+        start, number, tag, lost = self._there.get(message) or self._way(message, self.rank, peer)
         try:
-            work = group.send([_real(tensor)], number, tag)
+            work = start([_real(tensor)], number, tag)
         except RuntimeError as error:
             raise lost(error) from error
         self._sends.add(work, tensor, lost)
@@ -120,23 +122,23 @@ class Network:
     def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
-        group, number, tag = self._way(message, peer, self.rank)
+        start, number, tag, lost = self._here.get(message) or self._way(message, peer, self.rank)
         try:
-            work = group.recv([_real(buffer)], number, tag)
+            work = start([_real(buffer)], number, tag)
         except RuntimeError as error:
-            raise self._lost(message, peer, False, error) from error
-        self._posted[message] = work, buffer, peer
+            raise lost(error) from error
+        self._posted[message] = work, buffer, lost
 
     def wait(self, message: Letter) -> Tensor:
         try:
-            work, buffer, peer = self._posted.pop(message)
+            work, buffer, lost = self._posted.pop(message)
         except KeyError:
             text = f"run: {message.recv} is needed but was not posted"
             raise ZbcError("E703", text, where=f"rank {self.rank}") from None
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(message, peer, False, error) from error
+            raise lost(error) from error
         return buffer
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
@@ -179,23 +181,24 @@ class Network:
     def close(self) -> None:
         """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
         self._sends.close()
-        self._ways.clear()
+        self._there.clear()
+        self._here.clear()
         for table in (self._pairs, self._signals, self._sums):
             for group in table.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
             table.clear()
 
-    def _way(self, message: Letter, source: int, target: int) -> tuple[Any, int, int]:
-        """The group a message takes, the rank of its other end there, and its tag.
+    def _way(self, message: Letter, source: int, target: int) -> _Way:
+        """How a message goes.
 
         Looked up once: dist.isend and irecv ask anew each time, which takes as long as the transfer's start itself.
         """
-        way = self._ways.get((message, source))
-        if way is None:
-            group = self._pair(source, target, message)
-            number = dist.get_group_rank(group, target if source == self.rank else source)
-            way = self._ways[message, source] = group, number, self._tag(message)
+        group, sending = self._pair(source, target, message), source == self.rank
+        peer = target if sending else source
+        number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
+        ways, start = (self._there, group.send) if sending else (self._here, group.recv)
+        way = ways[message] = start, number, self._tag(message), lost
         return way
 
     def _pair(self, source: int, target: int, message: Letter) -> Any:

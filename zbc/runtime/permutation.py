@@ -8,6 +8,7 @@ from __future__ import annotations
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
+_REMEMBERED = 4096  # values of a round; all there are where up to 2**24 things are put in order
 
 
 class Permutation:
@@ -17,7 +18,8 @@ class Permutation:
         self._count = count
         self._half = max(1, ((count - 1).bit_length() + 1) // 2)
         self._low = (1 << self._half) - 1
-        self._keys = [_mix(seed + round_ * 0x9E3779B97F4A7C15) for round_ in range(1, _ROUNDS + 1)]
+        keys = (_mix(seed + round_ * 0x9E3779B97F4A7C15) for round_ in range(1, _ROUNDS + 1))
+        self._rounds = [_Round(key, self._low) for key in keys]
 
     def __len__(self) -> int:
         return self._count
@@ -31,9 +33,23 @@ class Permutation:
 
     def _turn(self, number: int) -> int:
         left, right = number >> self._half, number & self._low
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._low)
+        for values in self._rounds:
+            left, right = right, left ^ values[right]
         return left << self._half | right
+
+
+class _Round(dict[int, int]):
+    """What one round makes of each half. Mixing takes ten times as long as looking up what was mixed before."""
+
+    def __init__(self, key: int, low: int) -> None:
+        super().__init__()
+        self._key, self._low = key, low
+
+    def __missing__(self, half: int) -> int:
+        value = _mix(half ^ self._key) & self._low
+        if len(self) < _REMEMBERED:
+            self[half] = value
+        return value
 
 
 def _mix(x: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,10 +15,7 @@ from zbc.errors import ZbcError
 _LOOK_S, _LOOKS = 0.005, 4  # how often, and how many times in vain, the thread looks for sends before it sleeps
 
 
-class _Send(NamedTuple):
-    work: dist.Work
-    tensor: Tensor
-    lost: Callable[[BaseException], ZbcError]
+_Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # and what makes the error of its failure
 
 
 class Sends(Protocol):
@@ -39,17 +36,17 @@ class EventSends:
         self._under_way: deque[_Send] = deque()
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
-        while self._under_way and self._under_way[0].work.is_completed():
+        while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
-        self._under_way.append(_Send(work, tensor, lost))
+        self._under_way.append((work, tensor, lost))
 
     def drain(self) -> None:
         while self._under_way:
-            send = self._under_way.popleft()
+            work, _, lost = self._under_way.popleft()
             try:
-                send.work.wait()
+                work.wait()
             except RuntimeError as error:
-                raise send.lost(error) from error
+                raise lost(error) from error
 
     def close(self) -> None:
         self._under_way.clear()
@@ -75,7 +72,7 @@ class ThreadSends:
         if self._failure is not None:
             raise self._failure
         self._begun += 1
-        self._under_way.append(_Send(work, tensor, lost))
+        self._under_way.append((work, tensor, lost))
         if self._asleep:
             self._wake.set()
 
@@ -101,9 +98,9 @@ class ThreadSends:
                 continue
             failure = None
             try:
-                send.work.wait()
+                send[0].wait()
             except RuntimeError as error:
-                failure = send.lost(error)
+                failure = send[2](error)
             del send
             self._failure = self._failure or failure
             self._ended += 1

@@ -69,24 +69,29 @@ class Stage:
 
         Draws of dropout depend on (seed, step, microbatch, layer) alone.
         """
-        if slot is None:  # as it is between two ops
-            return self._forward(x, step, mb, finish)
-        before = swap_slot(slot)
+        before = None if slot is None else swap_slot(slot)  # between two ops there is none
         try:
-            return self._forward(x, step, mb, finish)
+            if self.recompute and self.layers:
+                return self._keep_inputs(x, step, mb, finish)
+            if not self.casts_weights:  # entering a context that does nothing costs as much as a small layer
+                y = self._through(x, step, mb, finish)
+            else:
+                with self.autocast:
+                    y = self._through(x, step, mb, finish)
+            return y, Graph(y)
         finally:
-            swap_slot(before)
+            if slot is not None:
+                swap_slot(before)
 
-    def _forward(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
-        if self.recompute and self.layers:
-            return self._keep_inputs(x, step, mb, finish)
-        with self.autocast:
-            for layer in self.layers:
-                if layer.buffers:
-                    renew(layer.buffers)
-                x = layer.module(x) if layer.plain else self._run(layer, x, step, mb)
-            y = finish(x)
-        return y, Graph(y)
+    def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
+        for layer in self.layers:
+            if layer.plain:
+                x = layer.module(x)
+                continue
+            if layer.buffers:
+                renew(layer.buffers)
+            x = self._run(layer, x, step, mb)
+        return finish(x)
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         """What `finish` makes of the stage's output, with nothing kept for a backward.

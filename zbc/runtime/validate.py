@@ -112,14 +112,20 @@ class Layout:
     ) -> None:
         """Write one rank's entries: sums of squares per chunk by parameter name, losses by microbatch."""
         count, flag = self._count, self._count + self.microbatches
-        entries = [(self._places[name], value.reshape(-1)) for name, value in squares.items()]
-        entries += [(count + mb, loss.reshape(-1)) for mb, loss in losses.items()]
-        if entries:
-            where = [place for start, value in entries for place in range(start, start + len(value))]
-            vector[torch.tensor(where, device=vector.device)] = torch.cat([value.double() for _, value in entries])
-        vector[flag] = float(stop)
-        vector[flag + 1 + rank] = busy
-        vector[flag + 1 + self.ranks + rank] = float(peak)
+        values = [value.reshape(-1) for value in squares.values()]
+        where = [at for name, value in zip(squares, values, strict=True) for at in self._entries(name, len(value))]
+        if losses:
+            values.append(torch.stack([*losses.values()]))
+            where += [count + mb for mb in losses]
+        own = torch.tensor([float(stop), busy, float(peak)], dtype=torch.float64)
+        where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
+        at = torch.tensor(where, device=vector.device)
+        vector[at] = torch.cat([*(value.double() for value in values), own.to(vector.device)])
+
+    def _entries(self, name: str, count: int) -> range:
+        """Those of a parameter that is cut into `count` chunks."""
+        start = self._places[name]
+        return range(start, start + count)
 
     def read(self, vector: Tensor) -> Verdict:
         """The verdict in a summed vector."""
@@ -157,6 +163,8 @@ def squares_of(grad: Tensor) -> Tensor:
     Depends on the gradient alone (and on the number of threads inside torch's kernels), not on the other parameters.
     """
     flat = grad.detach().reshape(-1)
+    if len(flat) <= CHUNK:
+        return _square(flat.double()).view(1)
     return torch.stack([_square(part.double()) for part in torch.split(flat, CHUNK)])
 
 
