@@ -112,6 +112,7 @@ class Network:
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+        tensor = tensor.contiguous()
         start, number, tag, lost = self._there.get(message) or self._way(message, self.rank, peer)
         try:
             work = start([_real(tensor)], number, tag)
