@@ -17,7 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
-    ["zbc.model_section", "zbc.learning_rate", "zbc.ramp"],
+    ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],
     ["zbc.flops"],
     ["zbc.hfconfig"],
     ["zbc.profile"],
@@ -66,7 +66,7 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
-    ["zbc.section", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
+    ["zbc.section", "zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.spec", "zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
     ["zbc.traceline"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 
@@ -109,6 +110,19 @@ def test_another_version_asks_for_a_new_plan(folder):
     data = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**data, "version": 2, "new": True}))
     assert code_of(folder) == "E403"
+
+
+@pytest.mark.parametrize(("missing", "added"), [(("node", "ramp"), {}), ((), {"later": 1}), (("node",), {"later": 1})])
+def test_a_plan_that_is_as_another_version_wrote_it_is_not_called_edited(folder, missing, added):
+    data = json.loads((folder / "plan.json").read_text())
+    other = {key: value for key, value in data.items() if key not in (*missing, "sha256")} | added
+    sha = hashlib.sha256(json.dumps(other, sort_keys=True).encode()).hexdigest()
+    (folder / "plan.json").write_text(json.dumps({**other, "sha256": sha}))
+    with pytest.raises(ZbcError, match="made by another version of zbc") as caught:
+        Plan.read(folder)
+    assert caught.value.code == "E403" and all(name in caught.value.message for name in (*missing, *added))
+    (folder / "plan.json").write_text(json.dumps({**other, "sha256": sha, "microbatches": 1}))
+    assert code_of(folder) in ("E402", "E404")
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,16 @@ of trials is one or more.
     zbc simulate plan --jitter 5% --straggler 10% --trials 200
 """,
     ),
+    "E114": _entry(
+        "a job that is too large to plan",
+        """
+A step has 3 ops or so for each stage and microbatch. Ten million of them take
+some minutes and several GB to plan; beyond that, and beyond a hundred thousand
+layers, zbc does not begin. Such numbers are rarely meant.
+
+    schedule.microbatches = 100000000       per step, not of the whole training
+""",
+    ),
     "E120": _entry(
         "the schedule cannot have that many stages per rank, ranks, or that option",
         """
@@ -404,8 +414,8 @@ order of your own is best written as a plugin (schedule.plugin).
     "E403": _entry(
         "a plan of another version",
         """
-The plan was written by a zbc whose plan format this one does not read. Plan
-the job again.
+The plan was written by a zbc whose plan format this one does not read, or
+whose plan.json has other fields; nobody edited it. Plan the job again.
 """,
     ),
     "E404": _entry(

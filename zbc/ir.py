@@ -285,6 +285,11 @@ class Program:
         """Number of ops over all ranks."""
         return sum(len(ops) for ops in self.ranks)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no rank sums gradients with another: one copy, one pipe, no shared weight."""
+        return self.copies == 1 and len(self.placement.pipes) == 1 and not self.tied
+
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
         placement = self.placement

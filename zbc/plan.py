@@ -87,8 +87,7 @@ class Manifest(_Strict):
     sha256: str = ""  # of this manifest without this field
 
     def digest(self) -> str:
-        data = self.model_dump(mode="json", exclude={"sha256"})
-        return _sha(json.dumps(data, sort_keys=True).encode())
+        return _digest(self.model_dump(mode="json", exclude={"sha256"}))
 
     def dumps(self) -> str:
         return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
@@ -307,6 +306,8 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
     if data.get("version") != VERSION:
         text = f"plan: {path} has plan version {data.get('version')!r}, this zbc reads {VERSION}"
         raise ZbcError("E403", text, hint=_REPLAN)
+    if verify:
+        _refuse_other_fields(path, data)
     try:
         manifest = Manifest.model_validate(data)
     except ValidationError as error:
@@ -321,6 +322,20 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
     if verify and manifest.sha256 != manifest.digest():
         raise ZbcError("E402", f"plan: {path} was edited after planning (sha256 differs)", hint=_REPLAN)
     return manifest
+
+
+def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
+    """Raise E403 for a manifest that is as it was written, by a zbc whose manifests have other fields."""
+    written, mine = data.keys() - {"sha256"}, Manifest.model_fields.keys() - {"sha256"}
+    if written == mine or data.get("sha256") != _digest({key: data[key] for key in written}):
+        return
+    differ = [
+        f"{word} {', '.join(sorted(names))}"
+        for word, names in (("without", mine - written), ("with", written - mine))
+        if names
+    ]
+    text = f"plan: {path} was made by another version of zbc, {' and '.join(differ)}"
+    raise ZbcError("E403", text, hint=_REPLAN)
 
 
 def _check_shape(path: Path, manifest: Manifest) -> None:
@@ -434,6 +449,10 @@ def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ZbcError("E404", f"plan: {path} is not a JSON object", hint=_REPLAN)
     return data
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return _sha(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _sha(data: bytes) -> str:

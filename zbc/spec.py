@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import tomli
 from pydantic import Field, ValidationError
 
-from zbc import learning_rate, model_section, ramp, toml
+from zbc import extent, learning_rate, model_section, ramp, toml
 from zbc import profile as profiles
 from zbc.errors import ZbcError, raise_all
 from zbc.model_section import Model as Model
@@ -539,6 +539,16 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
 
 
+def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
+    model: Model | None = draft.sections.get("model")
+    parallel: Parallel | None = draft.sections.get("parallel")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    ops = None
+    if parallel is not None and schedule is not None:
+        ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches
+    yield from extent.problems(draft.document, model.layers if model is not None else None, ops)
+
+
 def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
     partition: Partition | None = draft.sections.get("partition")
     model: Model | None = draft.sections.get("model")
@@ -645,6 +655,7 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
 
 RULES = (
     _model_rules,
+    _extent_rule,
     _data_rules,
     _cost_rules,
     _memory_limit_rule,

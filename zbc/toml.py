@@ -28,12 +28,16 @@ class Document:
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, path: KeyPath, *, key: bool = False) -> str:
-        """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it."""
+        """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it.
+
+        A table that is there for what stands inside of it only has the place of the first of that.
+        """
         for end in range(len(path), 0, -1):
             for table in (self.keys, self.places) if key else (self.places, self.keys):
                 if path[:end] in table:
                     return table[path[:end]]
-        return self.source
+        inside = (place for deeper, place in self.places.items() if path and deeper[: len(path)] == path)
+        return next(inside, self.source)
 
     def has(self, path: KeyPath) -> bool:
         node: Any = self.values
@@ -54,7 +58,11 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
-        hint = "`zbc init` writes a first job file" if isinstance(error, FileNotFoundError) else None
+        hints: dict[type, str] = {
+            FileNotFoundError: "`zbc init` writes a first job file",
+            IsADirectoryError: "name a job file, or the directory of a plan",
+        }
+        hint = hints.get(type(error))
         raise ZbcError("E101", f"config: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
         text = f"config: {path} is not UTF-8 text (byte {error.start})"

@@ -102,6 +102,15 @@ JOBS = {
     "offload": (edit(memory={"activations": "offload"}), 3, "E107", "zbc.toml:19:15", 'use "keep" or "recompute"'),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
+    "a stage too many, left open": (
+        edit(memory={"activations": {"4": "auto"}}),
+        3,
+        "E110",
+        "zbc.toml:19",
+        "from 0 to 3",
+    ),
+    "more layers than anybody has": (edit(layers=99999999), 3, "E114", "zbc.toml:4:10", "100000 or fewer"),
+    "the microbatches of a year": (edit(m=10**8), 3, "E114", "zbc.toml:13:16", "fewer microbatches"),
     "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), 3, "E110", "zbc.toml:19", "from 0 to 3"),
     "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), 3, "E150", "zbc.toml:7:9", "256 or more"),
     "a missing base": ('extends = "base.toml"\n', 3, "E108", "zbc.toml:1:11", "base.toml"),
@@ -167,6 +176,20 @@ def test_a_job_file_that_is_not_text_is_refused(zbc, folder):
 
 def test_a_set_without_a_value_is_refused(zbc, job):
     fails(zbc("plan", job(), "--set", "microbatches"), 3, "E109", hint="--set schedule.microbatches=16")
+
+
+def test_what_a_set_or_a_sweep_misspells_is_named_where_it_was_given(zbc, job):
+    fails(zbc("plan", job(), "--set", "modle.layers=4"), 3, "E102", "--set modle.layers=4", 'did you mean "model"?')
+    sweep = ("--schedules", "1f1b,gpipe", "--sweep", "schedule.microbatchs=4,8")
+    where, hint = "--sweep schedule.microbatchs=4", 'did you mean "microbatches"?'
+    fails(zbc("compare", "zbc.toml", *sweep), 3, "E102", where, hint)
+
+
+def test_a_folder_in_place_of_a_job_and_five_in_place_of_five_percent_are_refused_with_what_was_meant(zbc, job):
+    fails(zbc("plan", "."), 3, "E101", hint="a job file, or the directory of a plan")
+    ran = zbc("simulate", job(), "--jitter", "5")
+    assert ran.code == 2 and "write 5% or 0.05" in ran.err
+    assert zbc("simulate", "zbc.toml", "--jitter", "0.05", "--straggler", "200%", "--trials", "2").code == 0
 
 
 def test_a_set_of_an_unknown_key_is_refused_and_named_as_the_place(zbc, job):

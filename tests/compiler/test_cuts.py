@@ -282,6 +282,19 @@ def test_a_plan_is_predicted_again_with_the_cut_and_the_recompute_it_holds():
     assert manifest.layers == [list(names) for names in compiled.layers]
 
 
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [("auto", "makespan"), *itertools.product(("1f1b", "zb-v", "chimera"), ("makespan", "span", "period"))],
+)
+def test_plans_are_chosen_by_the_step_that_is_predicted_of_them_with_all_its_sums(kind, objective):
+    """A shared weight, copies of the pipeline, two pipes: each sums gradients over ranks."""
+    for model, copies in (({"tie_embeddings": True, "vocab": 5000}, 1), ({}, 2)):
+        parts = {"kind": kind, "pp": 2, "m": 3, "layers": 6, "model": model, "parallel": {"dp": copies}}
+        made = job(**parts, schedule={"objective": objective})
+        found = order(made, estimate.layers(made), 0.0)
+        assert found.step_ms(made) == pytest.approx(compile_job(made, budget=0.0).step_ms, rel=1e-9)
+
+
 def test_no_cut_is_searched_for_less_time_with_more_budget():
     made = with_head(7, 2.0, kind="v-auto", pp=2, m=4)
     tailor = Tailor(Case(made, estimate.layers(made), SCHEDULES["v-auto"], None))

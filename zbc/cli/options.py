@@ -28,13 +28,13 @@ def seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """`5%` or `0.05` as a share."""
+    """`5%` or `0.05` as a share; more than 1 is written as percent only, since `5` may mean either."""
     number, scale = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
     try:
         value = float(number) / scale
     except ValueError:
         value = -1.0
-    if not 0.0 <= value < 1e3:
+    if not 0.0 <= value < (1e3 if scale > 1 else 1.0 + 1e-9):
         raise typer.BadParameter(f"{text!r} is no share; write 5% or 0.05")
     return value
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.report import Report
 from zbc.compiler.schedules import AUTO, find
-from zbc.errors import ZbcError
+from zbc.errors import Problems, ZbcError
 from zbc.spec import Job
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
@@ -104,7 +104,7 @@ def compare(
     for schedule, settings in wanted:
         rows.append(plan(schedule, settings))
         done()
-    reasons = {None if one.error is None else one.error.render() for one in rows}
+    reasons = {one.error and tuple((each.code, each.message) for each in one.error.errors) for one in rows}
     if len(reasons) == 1 and rows[0].error is not None:
         raise rows[0].error
     worlds = {world: place for place, world in enumerate(dict.fromkeys(one.world for one in rows))}
@@ -156,7 +156,7 @@ class Asked:
             alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
             compiled = compile_job(alone, suggest=False, budget=self.budget)
         except ZbcError as error:
-            return Row(schedule, settings, error=error)
+            return Row(schedule, settings, error=_swept(error, settings))
         report, job = compiled.report, compiled.job
         sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
         bound = report.lower_bound_ms(job.objective)
@@ -175,3 +175,17 @@ class Asked:
                 raise
         chunks = f"schedule.chunks={find(schedule).default_chunks}"
         return load_job(self.path, [*overrides, chunks], schedule, self.profile)
+
+
+def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
+    """The error with the places of swept values as they were given."""
+    given = {f"--set {key}={value}": f"--sweep {key}={value}" for key, value in settings}
+    if not any(each.where in given for each in error.errors):
+        return error
+    named = [
+        ZbcError(
+            each.code, each.message, where=given.get(each.where or "", each.where), hint=each.hint, details=each.details
+        )
+        for each in error.errors
+    ]
+    return named[0] if len(named) == 1 else Problems(named)

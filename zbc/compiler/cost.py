@@ -272,14 +272,19 @@ def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
     return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
 
 
-def _recomputed(job: Job, placement: Placement) -> set[int]:
-    """The stages whose F keeps only the inputs of its layers."""
+def check_stages(job: Job, placement: Placement) -> None:
+    """Raise E110 if memory.activations names a stage that there is not."""
     named = job.memory.activations
     for key in named if isinstance(named, dict) else ():
         if int(key) >= placement.stages:
             text = f"config: memory.activations names stage {key}, there are {placement.stages}"
             where = job.where("memory", "activations", key)
             raise ZbcError("E110", text, where=where, hint=f"stages are numbered from 0 to {placement.stages - 1}")
+
+
+def _recomputed(job: Job, placement: Placement) -> set[int]:
+    """The stages whose F keeps only the inputs of its layers."""
+    check_stages(job, placement)
     return {s for s in range(placement.stages) if job.memory.of(s) == "recompute"}
 
 

@@ -56,8 +56,7 @@ class FixedOrder:
 
     def __init__(self, job: Job, program: Program, few: Program) -> None:
         self.job, self.program, self.few = job, program, few
-        self.alone = program.copies == 1 and len(program.placement.pipes) == 1 and not program.tied
-        self.visits = few.size * (1 if self.alone else SUMS) * (4 if job.objective == "period" else 1) + OVERHEAD
+        self.visits = few.size * (1 if program.alone else SUMS) * (4 if job.objective == "period" else 1) + OVERHEAD
         self.counts = counts(few)
         self._dag = build(few)
 
@@ -68,7 +67,7 @@ class FixedOrder:
 
     def step(self, prepared: Prepared) -> float:
         costs, objective = prepared.costs, self.job.objective
-        if not self.alone:
+        if not self.program.alone:
             return step_ms(lower(self.few, self.job.optimizer.sync, costs), costs, objective)
         if objective == "period":
             return steady_state(self._dag, self.few, costs)

@@ -41,9 +41,9 @@ class Ordered:
     all_tried: bool = False  # no other one could be better for this schedule
 
     def step_ms(self, job: Job) -> float:
-        """What a step costs by the job's objective, sums of gradients over copies included."""
+        """What a step costs by the job's objective, sums of gradients over ranks included."""
         program = self.program
-        if program.copies > 1 or len(program.placement.pipes) > 1:
+        if not program.alone:
             program = lower(program, job.optimizer.sync, self.costs)
         return step_ms(program, self.costs, job.objective)
 
@@ -169,7 +169,8 @@ def prepare(
 
 
 def settled(job: Job, again: Collection[int], placement: Placement) -> Job:
-    """The job with the stages that recompute written down."""
+    """The job with the stages that recompute written down. Raises E110 for one that there is not."""
+    cost.check_stages(job, placement)
     memory = job.memory.settled(again, placement.stages)
     return job if memory is job.memory else replace(job, memory=memory)
 
