@@ -1,8 +1,9 @@
 """Kill a random rank of a run again and again, and see whether the run ends as if nobody had.
 
-    python bench/kills.py [--kills N] [--steps N] [--seed N] [--quick]
+    python bench/kills.py [--torchrun] [--kills N] [--steps N] [--seed N] [--quick]
 
-A run on four gloo processes with a checkpoint every few steps and `max_restarts`; ranks are killed with SIGKILL. In one
+A run on four gloo processes with a checkpoint every few steps and restarts, by `zbc run --local 4 --max-restarts` or by
+`torchrun --max-restarts`; ranks are killed with SIGKILL. In one
 run at random moments, whatever it is doing then: a step, a checkpoint, a start. In another while a checkpoint is being
 written: its folder is there, and its `.complete` never came (other kills do not count). In the end the losses of all
 steps are compared with those of a run that nobody disturbed, and so is every byte of the last checkpoint: weights,
@@ -12,11 +13,13 @@ optimizer, everything.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing.process
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 from record import Record
 
@@ -61,10 +65,71 @@ every = 1000
 """
 
 
+class Launcher(Protocol):
+    """What starts the ranks of a run, again and again."""
+
+    def train(self, plan: Path, out: Path, restarts: int) -> int:
+        """Train to the end; how often ranks were started."""
+
+    def ranks(self) -> dict[str, int]:
+        """The processes of the ranks that are there now, by name."""
+
+
+class Local:
+    """`zbc run --local 4 --max-restarts`, in this process."""
+
+    def train(self, plan: Path, out: Path, restarts: int) -> int:
+        lines: list[str] = []
+        launch.run(plan, local=RANKS, out=out, max_restarts=restarts, emit=lines.append)
+        return 1 + sum(line.startswith("restart ") for line in lines)
+
+    def ranks(self) -> dict[str, int]:
+        children = list(multiprocessing.process._children)  # type: ignore[attr-defined]
+        return {child.name: child.pid for child in children if child.name.startswith("rank ")}
+
+
+class Torchrun:
+    """`torchrun --max-restarts`, whose children are the ranks."""
+
+    def __init__(self) -> None:
+        self._agent: int | None = None
+
+    def train(self, plan: Path, out: Path, restarts: int) -> int:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += ["--max-restarts", str(restarts), "-m", "zbc", "run", str(plan), "--out", str(out)]
+        log = out.with_suffix(".log")
+        told = {**os.environ, "LOGLEVEL": "INFO"}  # torchrun says when it starts ranks again
+        with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=told) as agent:
+            self._agent = agent.pid
+            try:
+                code = agent.wait()
+            finally:
+                self._agent = None
+                agent.terminate()
+        if code:
+            sys.exit(f"torchrun ended with {code}:\n{log.read_text()[-4000:]}")
+        return 1 + log.read_text().count("will restart worker group")
+
+    def ranks(self) -> dict[str, int]:
+        agent, found = self._agent, {}
+        try:
+            pids = [] if agent is None else Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        except OSError:
+            return {}
+        for pid in pids:
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found |= {f"rank {word[5:].decode()}": int(pid) for word in words if word.startswith(b"RANK=")}
+        return found
+
+
 @dataclass
 class Killer:
-    """A thread that kills ranks of a run of this process, one after the other."""
+    """A thread that kills ranks of a run, one after the other."""
 
+    launcher: Launcher
     out: Path
     wanted: int
     random: random.Random
@@ -88,21 +153,30 @@ class Killer:
                     self._kill("while it starts again")
 
     def while_writing(self) -> None:
-        """Kill a rank when there is a folder of a checkpoint that is not complete; some folders are left alone."""
-        seen: set[str] = set()
+        """Kill a rank when the folder of a checkpoint changes that is not complete; some folders are left alone."""
+        known: dict[str, int] = {}  # when each changed last; what a killed attempt left is no writing
+        alone: set[str] = set()
         while self.done < self.wanted and not self.over.wait(0.001):
-            for name in sorted(_checkpoints(self.out) - seen):
-                seen.add(name)
-                if self.random.random() < 0.5 and not self.over.wait(self.random.uniform(0.0, 0.01)):
-                    if _complete(self.out, name):
-                        self.missed += 1
-                    else:
-                        seen.discard(name)
-                        self._kill(f"{name} was being written", lambda name=name: not _complete(self.out, name))
-                        self._others_started()
+            changed = _changes(self.out)
+            for name in sorted(changed.keys() - alone):
+                if changed[name] == known.get(name):
+                    continue
+                known[name] = changed[name]
+                if self.random.random() < 0.5 or self.over.wait(self.random.uniform(0.0, 0.01)):
+                    alone.add(name)
+                elif _complete(self.out, name):
+                    self.missed += 1
+                    alone.add(name)
+                elif self._kill(f"{name} was being written", lambda name=name: not _complete(self.out, name)):
+                    self._others_started()
+                    known |= _changes(self.out)
 
-    def _kill(self, when: str, counts: Callable[[], bool] = lambda: True) -> None:
-        rank, pid = self.random.choice(sorted(_ranks().items()))
+    def _kill(self, when: str, counts: Callable[[], bool] = lambda: True) -> bool:
+        """Whether a rank was killed."""
+        ranks = sorted(self.launcher.ranks().items())
+        if not ranks:  # they are on their way, or gone
+            return False
+        rank, pid = self.random.choice(ranks)
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)  # for the others to be gone too
         if counts():
@@ -110,26 +184,30 @@ class Killer:
             self.tell(f"kill {self.done}: {rank}, {when}")
         else:
             self.missed += 1
+        return True
 
     def _others_started(self) -> bool:
         """Wait until other processes are the ranks; whether that came to be."""
-        before = set(_ranks().values())
+        before = set(self.launcher.ranks().values())
         while not self.over.wait(0.002):
-            now = _ranks()
+            now = self.launcher.ranks()
             if len(now) == RANKS and before.isdisjoint(now.values()):
                 return True
         return False
 
 
-def _ranks() -> dict[str, int]:
-    """The processes of the ranks that `zbc run --local` has started here."""
-    children = list(multiprocessing.process._children)  # type: ignore[attr-defined]
-    return {child.name: child.pid for child in children if child.name.startswith("rank ")}
-
-
 def _checkpoints(out: Path) -> set[str]:
     folder = out / "checkpoints"
     return {entry.name for entry in folder.glob("step-*")}
+
+
+def _changes(out: Path) -> dict[str, int]:
+    """When the folder of each checkpoint changed last: a file in it was begun, or got its name."""
+    found = {}
+    for name in _checkpoints(out):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            found[name] = (out / "checkpoints" / name).stat().st_mtime_ns
+    return found
 
 
 def _complete(out: Path, name: str) -> bool:
@@ -144,14 +222,6 @@ def _steps(out: Path) -> int:
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
-def run(plan: Path, out: Path, restarts: int) -> tuple[list[str], float]:
-    """Train; what was shown, and the seconds it took."""
-    lines: list[str] = []
-    began = time.perf_counter()
-    launch.run(plan, local=RANKS, out=out, max_restarts=restarts, emit=lines.append)
-    return lines, time.perf_counter() - began
-
-
 def result(out: Path) -> tuple[list[tuple[int, float]], dict[str, str]]:
     """The loss of every step, and the sha256 of every file of the last checkpoint."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -160,19 +230,20 @@ def result(out: Path) -> tuple[list[tuple[int, float]], dict[str, str]]:
     return [(row["step"], row["loss"]) for row in rows], {f.name: sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def disturbed(record: Record, plan: Path, out: Path, kills: int, seed: int, steps: int | None) -> int:
+def disturbed(
+    record: Record, launcher: Launcher, plan: Path, out: Path, kills: int, seed: int, steps: int | None
+) -> int:
     """A run with kills, over so many steps, or while checkpoints are written if that is None; how many came to it."""
-    killer = Killer(out, kills, random.Random(seed), record)
+    killer, began = Killer(launcher, out, kills, random.Random(seed), record), time.perf_counter()
     thread = threading.Thread(target=killer.while_writing if steps is None else lambda: killer.at_random_moments(steps))
     thread.start()
     try:
-        lines, seconds = run(plan, out, restarts=3 * kills)
+        starts = launcher.train(plan, out, restarts=3 * kills)
     finally:
         killer.over.set()
         thread.join()
-    restarts = sum(line.startswith("restart ") for line in lines)
     late = f" ({killer.missed} more came, or would have come, when it was complete)" if killer.missed else ""
-    record(f"{killer.done} kills{late}; {restarts} restarts, {seconds:.1f} s")
+    record(f"{killer.done} kills{late}; {starts - 1} restarts, {time.perf_counter() - began:.1f} s")
     return killer.done
 
 
@@ -181,10 +252,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torchrun", action="store_true", help="torchrun starts the ranks, and starts them again")
     parser.add_argument("--quick", action="store_true", help="3 kills in 40 steps, and no record")
     args = parser.parse_args()
     kills, steps = (3, 40) if args.quick else (args.kills, args.steps)
-    record, fine = Record("kills"), True
+    launcher: Launcher = Torchrun() if args.torchrun else Local()
+    record, fine = Record("kills-torchrun" if args.torchrun else "kills"), True
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         job = JOB.format(steps=steps, every=max(2, steps // 40))
@@ -192,13 +265,14 @@ def main() -> None:
         (place / "job.toml").write_text(job)
         plan = place / "plan"
         compile_job(load_job(place / "job.toml")).write(plan)
-        _, whole = run(plan, place / "whole", restarts=0)
+        began = time.perf_counter()
+        launcher.train(plan, place / "whole", restarts=0)
         expected = result(place / "whole")
-        record(f"undisturbed: {steps} steps in {whole:.1f} s")
+        record(f"undisturbed: {steps} steps in {time.perf_counter() - began:.1f} s")
         for what, over in (("at random moments", steps), ("while a checkpoint is written", None)):
             record(f"\n{what}")
             out = place / what.replace(" ", "-")
-            done = disturbed(record, plan, out, kills, args.seed, over)
+            done = disturbed(record, launcher, plan, out, kills, args.seed, over)
             found = result(out)
             same = [a == b for a, b in zip(found, expected, strict=True)]
             record(f"losses of all steps the same: {same[0]}; last checkpoint bit for bit the same: {same[1]}")

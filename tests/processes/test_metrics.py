@@ -38,11 +38,11 @@ def result(step=0, **changes):
 
 @pytest.fixture
 def open_log(tmp_path):
-    def open_log(steps=12, out=tmp_path / "run", **changes):
+    def open_log(steps=12, out=tmp_path / "run", go_on=None, first=0, **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
-        return RunLog(
-            read_manifest(plan), RunSettings(plan, steps, "cpu", ["here:1"] * 4, Course.of(read_manifest(plan))), out
-        )
+        course = Course.of(read_manifest(plan))
+        settings = RunSettings(plan, steps, "cpu", ["here:1"] * 4, course, first=first)
+        return RunLog(read_manifest(plan), settings, out, go_on=go_on)
 
     return open_log
 
@@ -136,6 +136,21 @@ def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
     assert {"lr", "tokens_per_s", "bubble_rate_makespan", "peak_bytes/rank3"} <= set(found.Tags()["scalars"])
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, first):
+    """Behind a checkpoint, or from its beginning where it had none yet."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_log(log={"tensorboard": True}) as log:
+        for step in range(4):
+            log.record(result(step, loss=1.0 + step))
+    with open_log(log={"tensorboard": True}, go_on=tmp_path / "run", first=first) as log:
+        for step in range(first, 6):
+            log.record(result(step, loss=1.0 + step))
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(step, float(step)) for step in range(1, 7)]
+
+
 class FakeWandb:
     """Weights & Biases as far as it is used; the package itself is large, and is not needed to see what it is told."""
 
@@ -161,6 +176,43 @@ def test_wandb_is_told_what_runs_and_every_step(open_log, tmp_path, monkeypatch)
     begun, (step, numbers), end = fake.told
     assert begun["project"] == "project" and begun["dir"] == str(tmp_path / "run") and begun["config"]["ranks"] == 4
     assert step == 1 and numbers["loss"] == 5.5 and numbers["busy_ms/rank1"] == 75.0 and end == "finish"
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(open_log, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for go_on, first in ((None, 0), (tmp_path / "run", 1), (tmp_path / "run", 2)):
+        with open_log(log={"wandb": "project"}, go_on=go_on, first=first) as log:
+            log.record(result(first))
+    with open_log(log={"wandb": "project"}, out=tmp_path / "other"):
+        pass
+    began = [told for told in fake.told if isinstance(told, dict)]
+    assert len({one["id"] for one in began[:3]}) == 1 and began[3]["id"] != began[0]["id"]
+    assert all(one["resume"] == "allow" for one in began)
+    assert [told[0] for told in fake.told if isinstance(told, tuple)] == [1, 2, 3]
+
+
+def test_a_wandb_that_does_not_start_is_an_error_in_words(open_log, monkeypatch):
+    fake = FakeWandb()
+    fake.init = lambda **options: (_ for _ in ()).throw(RuntimeError("No API key configured.\nUse `wandb login`."))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(ZbcError, match="does not start: No API key") as caught:
+        open_log(log={"wandb": "project"})
+    assert caught.value.code == "E616" and "WANDB_MODE=offline" in caught.value.hint
+    with open_log():  # the same command again, after a login
+        pass
+
+
+@pytest.mark.parametrize("damage", ["[]", "{", '"text"', '{"wandb_run": 3}'])
+def test_a_run_goes_on_whatever_has_become_of_its_run_json(open_log, tmp_path, monkeypatch, damage):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    with open_log() as log:
+        log.record(result())
+    (tmp_path / "run" / "run.json").write_text(damage)
+    with open_log(log={"wandb": "project"}, go_on=tmp_path / "run", first=1) as log:
+        log.record(result(1))
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["first_step"] == 2
 
 
 def test_a_package_that_is_missing_is_found_before_the_run_starts(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,8 +28,8 @@ from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.flops import training_flops
 from zbc.plan import Manifest
+from zbc.runtime import sinks
 from zbc.runtime.progress import EvaluationResult, StepResult
-from zbc.runtime.sinks import open_sinks
 from zbc.spec import Model, Optimizer
 from zbc.text import percent, short, size
 
@@ -70,16 +71,18 @@ class RunLog:
         self._unit = "samples" if seq_len is None else "tokens"
         self._per_sample = seq_len or 1
         try:
-            about = self._about()
+            about, told = self._about(), {} if go_on is None else _told(go_on)
+            about |= sinks.names(self._log, told)
             if go_on is not None:
                 self.folder = go_on
-                about["before"] = _before(go_on)
+                about["before"] = _before(told)
                 _drop_after(go_on / METRICS, settings.first)
             else:
                 self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
             (self.folder / RUN).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            first = None if go_on is None else settings.first
+            self._sinks = sinks.open_sinks(self._log, self.folder, about, first)
             self._file: TextIO = (self.folder / METRICS).open("x" if go_on is None else "a", encoding="utf-8")
-            self._sinks = open_sinks(self._log, self.folder, about, settings.first)
         except OSError as error:
             place = error.filename or out or self._log["dir"]
             text = f"run: cannot write the run directory {place}: {error.strerror}"
@@ -245,13 +248,20 @@ def _use(out: Path) -> Path:
     return out
 
 
-def _before(run: Path) -> list[dict[str, Any]]:
-    """What `run.json` of a run that goes on says of its earlier parts: plan, first step, when they started."""
+def _told(run: Path) -> dict[str, Any]:
+    """What `run.json` of a run that goes on says; nothing if it is not there, or damaged."""
     try:
         about = json.loads((run / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _before(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The earlier parts of a run that goes on, by its `run.json`: plan, first step, when they started."""
+    if not told:
         return []
-    return [*about.get("before", []), {key: about.get(key) for key in ("plan", "schedule", "first_step", "started")}]
+    return [*told.get("before", []), {key: told.get(key) for key in ("plan", "schedule", "first_step", "started")}]
 
 
 def _drop_after(metrics: Path, step: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from zbc.errors import ZbcError
+
+_WANDB = "wandb_run"  # in run.json: what W&B calls the run
 
 
 class Sink(Protocol):
@@ -27,10 +30,16 @@ def check(log: Mapping[str, Any]) -> None:
             raise ZbcError("E610", f"run: {package} is not installed", hint=hint)
 
 
-def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int = 0) -> list[Sink]:
-    """What `[log]` asks for, writing below the run directory `folder`; `about` is what ran.
+def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
+    """What `run.json` has to keep for a run that goes on to be found again; `before` is what it had."""
+    kept = before.get(_WANDB)
+    return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if log.get("wandb") else {}
 
-    `first` steps have been written before; what was written of later ones is to be forgotten.
+
+def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
+    """What `[log]` asks for, writing below the run directory `folder`; `about` is what `run.json` says.
+
+    `first`: the run goes on behind so many steps, and what was written of later ones is to be forgotten.
     """
     sinks: list[Sink] = []
     if log.get("tensorboard"):
@@ -43,10 +52,10 @@ def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], f
 class TensorBoard:
     """Event files in `tensorboard/` of the run directory."""
 
-    def __init__(self, folder: Path, first: int = 0) -> None:
+    def __init__(self, folder: Path, first: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if first is None else first + 1)
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         for name, value in scalars(numbers):
@@ -58,12 +67,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of project `log.wandb`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there."""
+    """A run of project `log.wandb`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there.
+
+    A run that goes on goes on there too. Steps that W&B has already it does not take again; they are the same.
+    """
 
     def __init__(self, project: str, folder: Path, about: Mapping[str, Any]) -> None:
         import wandb
 
-        self._run: Any = wandb.init(project=project, dir=str(folder), name=folder.name, config=dict(about))
+        try:
+            self._run: Any = wandb.init(
+                project=project, dir=str(folder), name=folder.name, config=dict(about), id=about[_WANDB], resume="allow"
+            )
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()
+            hint = "`wandb login`, or set WANDB_MODE=offline to keep the run on this machine, or drop log.wandb"
+            text = f"run: Weights & Biases does not start: {said[0]}"
+            raise ZbcError("E616", text, hint=hint, details=said[1:4]) from error
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(numbers)), step=step)
