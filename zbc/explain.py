@@ -829,8 +829,8 @@ ports that the system chooses; /etc/hosts and firewalls are the usual reasons.
         "Weights & Biases does not start",
         """
 log.wandb asks for it, and wandb.init, which rank 0 calls before the first step,
-failed: nobody is logged in (`wandb login`, or WANDB_API_KEY), or its server
-cannot be reached. WANDB_MODE=offline keeps the run on this machine; `wandb sync`
+failed: nobody is logged in (`wandb login`, or WANDB_API_KEY), or its server is
+out of reach. WANDB_MODE=offline keeps the run on this machine; `wandb sync`
 sends it later. Without log.wandb metrics.jsonl still has every number.
 """,
     ),
