@@ -460,6 +460,19 @@ def test_every_command_has_one_line_that_is_not_cut_and_arguments_in_one_pair_of
         assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_room(zbc, monkeypatch):
+    heads = {}
+    for width in (80, 95, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = zbc("schedules").out.splitlines()
+        heads[width] = lines[0].split()
+        assert max(len(line.rstrip()) for line in lines) <= width
+        assert sum(line.startswith((*SCHEDULES, "auto")) for line in lines) == len(SCHEDULES) + 1
+        assert ("No room for" in lines[-1]) is (width < 160)
+    assert len(heads[80]) < len(heads[95]) < len(heads[160])
+    assert "best of all schedules" in zbc("schedules", "auto").out
+
+
 def test_help_lists_every_command_and_option_of_the_interface(zbc):
     out = zbc("--help").out
     for command in [

@@ -17,6 +17,7 @@ from zbc.cli.numbers import listed
 from zbc.cli.options import PlanJobCsvOrRun, complete_schedule
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.text import Text
 
     from zbc.compiler.schedules import Schedule
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zbc.viz.terminal import View
 
 _WIDTH = 100  # of pictures that do not go to a terminal
+_EVERYTHING = 1000  # columns of a list that does not go to a terminal
 _NARROWEST = 60
 _CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
 
@@ -153,27 +155,48 @@ def schedules(
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
 
     if name is None:
-        made = table("name", "placement", "chunks", "makespan", "span", "memory", "B, W", left=7)
-        for card in SCHEDULES.values():
-            split = "apart" if card.splits_backward else "as one"
-            made.add_row(card.name, card.placement_name, _chunks(card), card.makespan, card.span, card.memory, split)
-        made.add_row(AUTO, "any", "1+", "the best", "the best", "the limit", "apart")
-        show(made, "", *_units())
-        return
-    if name.lower() == AUTO:
-        show(
-            "auto: the best of zb-auto, v-auto and looped-zb with 2 to 4 stages per rank, for the job's costs and limit"
-        )
-        return
-    show(*card_parts(find(name), _columns()))
+        show(*_list([*SCHEDULES.values()], AUTO))
+    elif name.lower() == AUTO:
+        show(*_AUTO)
+    else:
+        show(*card_parts(find(name), _columns()))
 
 
-def _units() -> tuple[str, ...]:
-    return (
-        "p ranks, m microbatches, v chunks (stages per rank); one rank's F, B and W of a microbatch take 1 each,",
-        "transfers nothing; memory is the peak of activations, 1 = one rank's share of one microbatch.",
-        "The bubble is what a makespan or span has beyond 3m. `zbc schedules NAME` shows one of them.",
-    )
+_AUTO = (
+    "auto: the best of all schedules, for the job's costs and memory",
+    "",
+    "Never worse than any of them by name with the same --budget. looped-zb is tried",
+    "with two to four stages per rank, or with those of schedule.chunks.",
+)
+_UNITS = (
+    "p ranks, m microbatches, v chunks (stages per rank); one rank's F, B and W of",
+    "a microbatch take 1 each, transfers nothing; memory is the peak of activations,",
+    "1 = one rank's share of one microbatch. The bubble is what a makespan or span",
+    "has beyond 3m. `zbc schedules NAME` shows one of them.",
+)
+
+
+def _list(cards: Sequence[Schedule], auto: str) -> Iterator[RenderableType]:
+    """All schedules, with the columns for which there is room."""
+    rows = [("name", "placement", "chunks", "makespan", "span", "memory", "B, W")]
+    for card in cards:
+        split = "apart" if card.splits_backward else "as one"
+        rows.append((card.name, card.placement_name, _chunks(card), card.makespan, card.span, card.memory, split))
+    rows.append((auto, "any", "1+", "the best", "the best", "the limit", "apart"))
+    columns, left_out = list(zip(*rows, strict=True)), list[str]()
+    room = shutil.get_terminal_size((_EVERYTHING, 24)).columns
+    for name in ("chunks", "span"):
+        if sum(max(map(len, column)) + 2 for column in columns) - 2 > room:
+            columns = [column for column in columns if column[0] != name]
+            left_out.append(name)
+    made = table(*(column[0] for column in columns), left=len(columns))
+    for cells in list(zip(*columns, strict=True))[1:]:
+        made.add_row(*cells)
+    yield made
+    yield ""
+    yield from _UNITS
+    if left_out:
+        yield f"No room for: {', '.join(left_out)}."
 
 
 def _chunks(card: Schedule) -> str:
