@@ -4,7 +4,8 @@
 
 Measured with zbc/runtime/measure.py in steps 2 and 3: in the first the optimizer makes its state. A category counts as
 wrong by the share of its own measured bytes; tensors on their way depend on when the neighbour takes them, so `buffers`
-differs from run to run. `all` is the sum of the categories beside the sum of the measured ones.
+differs a little from run to run, the more the busier the machine is. `all` is the sum of the categories beside the sum
+of the measured ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from record import Record
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory import RankMemory, peaks
 from zbc.plan import Plan
+from zbc.runtime.hub import Hub
 from zbc.runtime.measure import CATEGORIES, Held, Scale
 from zbc.runtime.state import Worker
 from zbc.runtime.threads import run_threads
@@ -108,7 +110,7 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
     def weigh(worker: Worker) -> None:
         scales.append(Scale(worker))
 
-    run_threads(plan, 3, setup=weigh)
+    run_threads(plan, 3, setup=weigh, hub=Hub(plan.manifest.world, prompt=True))
     for scale, memory in zip(scales, peaks(compiled.program, compiled.costs), strict=True):
         yield Row(memory, scale.held)
 

@@ -4,8 +4,8 @@
 
 `zbc profile` measures once for each model; every plan is made with that file and run by `zbc run --local`. Emulated
 layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. A step is what a settled
-step was to take with its optimizer, and the median of the steps of a run but for the first ones. Memory is weighed on
-the same plans (measure.py), and is wrong by the worst of the ranks.
+step was to take with its optimizer, and the median of the steps of a run but for the first ones. Memory is weighed in
+the same run, in a step behind those (`zbc report`), and is wrong by the worst of the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from record import Record
 
@@ -125,10 +125,12 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     job.write_text(JOBS[model].format(kind=kind, pp=pp, m=m))
     told = json.loads(zbc(folder, "plan", str(job), "--profile", str(profile), "-o", "plan", "--json"))
     out = folder / f"run-{model}-{kind}-{pp}-{m}"
-    zbc(folder, "run", "plan", "--local", str(pp), "--steps", str(steps + WARM_UP), "--out", str(out))
-    times = steps_of(out)[WARM_UP:]
+    last = steps + WARM_UP  # behind it one step is recorded, and one weighed
+    options = ["--local", str(pp), "--steps", str(last + 2), "--trace", str(last + 1), "--out", str(out)]
+    zbc(folder, "run", "plan", *options)
+    times = steps_of(out)[WARM_UP:last]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(folder / "plan", told)))
+    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(folder, out)))
 
 
 def steps_of(out: Path) -> list[float]:
@@ -137,35 +139,18 @@ def steps_of(out: Path) -> list[float]:
     return [row["step_ms"] for row in rows if "step_ms" in row]
 
 
-def memory(plan: Path, told: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """How far each category is off on the worst rank, ranks as threads of a process of their own."""
-    command = [sys.executable, str(HERE / "predict.py"), "--weigh", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
-    found: list[dict[str, int]] = json.loads(done.stdout)
-    names = {"weights": "weight", "gradients": "gradient", "masters": "master", "optimizer": "optimizer"}
-    names |= {"activations": "activation", "buffers": "buffer"}
-    whole = [
-        (sum(row[f"{names[n]}_bytes"] for n in CATEGORIES), sum(held.values()))
-        for row, held in zip(told["per_rank"], found, strict=True)
-    ]
-    yield "all", max(((a - b) / b for a, b in whole), key=abs)
+def memory(folder: Path, out: Path) -> Iterator[tuple[str, float]]:
+    """How far each category is off on the worst rank of a run."""
+    ranks = json.loads(zbc(folder, "report", str(out), "--json"))["memory"]
+    pairs = [(sum(rank["predicted"].values()), sum(rank["measured"].values())) for rank in ranks]
+    yield "all", worst(pairs)
     for name in CATEGORIES:
-        pairs = [(row[f"{names[name]}_bytes"], held[name]) for row, held in zip(told["per_rank"], found, strict=True)]
-        yield name, max(((a - b) / b if b else float(a > 0) for a, b in pairs), key=abs)
+        yield name, worst([(rank["predicted"][name], rank["measured"][name]) for rank in ranks])
 
 
-def weigh(folder: Path) -> None:
-    """Print what the ranks of a plan hold, by category."""
-    import torch
-
-    from zbc.plan import Plan
-    from zbc.runtime.measure import Scale
-    from zbc.runtime.threads import run_threads
-
-    torch.set_num_threads(1)
-    scales: list[Scale] = []
-    run_threads(Plan.read(folder), 2, setup=lambda worker: scales.append(Scale(worker)))
-    print(json.dumps([{name: getattr(scale.held, name) for name in CATEGORIES} for scale in scales]))
+def worst(pairs: Sequence[tuple[float, float]]) -> float:
+    """The share by which the first number is off the second, where that is most."""
+    return max(((a - b) / b if b else float(a > 0) for a, b in pairs), key=abs)
 
 
 def main() -> None:
@@ -174,11 +159,7 @@ def main() -> None:
     parser.add_argument("--model", choices=JOBS, action="append", help="only this one (repeatable)")
     parser.add_argument("--steps", type=int, default=9, help="steps of a run that count")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the profile")
-    parser.add_argument("--weigh", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.weigh is not None:
-        weigh(options.weigh)
-        return
     record = Record("-".join(("predict", *(options.model or ()))))
     errors: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:

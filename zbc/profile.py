@@ -44,8 +44,9 @@ class LayerBytes(Section):
     `kept_b` stays from F to B beside the layer's input and output, which neighbours share (`keeps_input`: its backward
     needs its input, and so on), `kept_w` from B to W. `more_*` is what an op needs while it runs beyond what is held
     before it and, for F, after it (`more_alone`: F that keeps nothing). Parameters and what belongs to them are as the
-    runtime holds them: buffers and copies of weights in another type are weights; `largest` counts the elements of the
-    largest parameter.
+    runtime holds them: buffers and copies of weights in another type are weights. `largest` counts the elements of the
+    largest parameter, `ends` those of the first and the last that train; `pair` is twice one of them and once the one
+    before it at most, which is what a step holds beside them (0 in older files: twice the largest).
     """
 
     input: Bytes
@@ -54,6 +55,7 @@ class LayerBytes(Section):
     kept_w: Bytes
     keeps_input: bool
     keeps_output: bool
+    keeps_given: bool = Field(False, description="W needs the gradient of its output as it came")
     kept_again: Bytes = Field(0, description="with recompute, what stays from F to B beside the input")
     more_f: Bytes = 0
     more_alone: Bytes = 0
@@ -65,6 +67,8 @@ class LayerBytes(Section):
     masters: Bytes
     optimizer: Bytes
     largest: Bytes
+    pair: Bytes = 0
+    ends: list[Bytes] = Field(default_factory=list, max_length=2)
 
 
 class LayerProfile(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -55,6 +56,22 @@ def test_a_message_arrives_in_the_posted_buffer_and_only_when_waited_for():
 
     assert together(2, sender, receiver) == {}
     assert found["buffer"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("post_first", [True, False])
+def test_a_prompt_hub_delivers_before_the_wait_and_rids_the_sender_of_its_tensor(post_first):
+    hub = Hub(2, prompt=True)
+    sender, receiver, buffer = hub.end(0), hub.end(1), torch.zeros(3)
+    tensor = torch.arange(3.0)
+    kept = weakref.ref(tensor.untyped_storage())
+    if post_first:
+        receiver.post(DOWN, buffer, 0)
+    sender.send(DOWN, tensor, 1)
+    if not post_first:
+        receiver.post(DOWN, buffer, 0)
+    del tensor
+    assert buffer.tolist() == [0.0, 1.0, 2.0] and kept() is None
+    assert receiver.wait(DOWN) is buffer and buffer.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_messages_are_matched_by_name_not_by_order():

@@ -11,7 +11,7 @@ from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
-from zbc.ir import Placement
+from zbc.ir import COMPUTE, Op, Placement
 from zbc.plan import Plan
 from zbc.runtime.execute import run_step
 from zbc.runtime.measure import Ledger, Scale
@@ -55,6 +55,42 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
     for kind in ("1f1b", "zb-h1"):
         ((predicted, measured),) = both(tmp_path / kind, kind=kind, memory={"activations": activations}, **changes)
         assert predicted.buffers == pytest.approx(measured.buffers, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
+    """The first backward of a step makes gradients, which are a category of their own and nothing it needs more."""
+    compiled = compile_job(
+        job(data={"kind": "synthetic"}, kind=kind, pp=3, m=4, **{**CASES["fp32"], "layers": 6}),
+    )
+    compiled.write(tmp_path / "plan")
+    scales = []
+    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    readings = [one for one in scales[1].readings if one.op.kind in COMPUTE]
+    for op_kind in {one.op.kind for one in readings}:
+        most = max(one.extra for one in readings if one.op.kind is op_kind)
+        assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
+
+
+def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(monkeypatch):
+    ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
+    worker = make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
+    handler, *rest = worker.script[0]
+    sent, now = [torch.ones(1000)], [0]
+    monkeypatch.setattr("zbc.runtime.measure.time.perf_counter_ns", lambda: now[0])
+
+    def forward(worker, op):
+        handler(worker, op)
+        now[0] += 25
+        sent.clear()  # the neighbour has taken it
+        now[0] += 75
+
+    worker.script[0] = (forward, *rest)
+    scale = Scale(worker)
+    scale._ledger.add(sent)
+    scale._ledger.move(scale._ledger.numbers(sent))
+    run_step(worker, 0)
+    assert [reading.transit for reading in scale.readings] == [1000, 0, 0, 0, 0]
 
 
 def test_a_ledger_counts_storages_once_and_until_they_are_freed():

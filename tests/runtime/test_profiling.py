@@ -18,7 +18,7 @@ from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
 from zbc.errors import ZbcError
-from zbc.ir import Kind
+from zbc.ir import COMPUTE, Kind, Op
 from zbc.plan import Plan
 from zbc.profile import Profile, spread
 from zbc.runtime.execute import run_step
@@ -46,7 +46,11 @@ def factory(name, layers, data=None, **args):
         layers=layers,
         pp=2,
         m=4,
-        model={"family": f"tests.runtime.ticking:{name}", "loss": "mse" if not data else "cross_entropy", "args": args},
+        model={
+            "family": f"tests.runtime.ticking:{name}",
+            "loss": "cross_entropy" if "classes" in data else "mse",
+            "args": args,
+        },
         data={"kind": "tests.runtime.ticking:Vectors", "args": data},
     )
 
@@ -253,9 +257,44 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
 
 
 def weigh_ranks(folder):
+    return [scale.held for scale in scales_of(folder)]
+
+
+def scales_of(folder):
     scales = {}
     run_threads(Plan.read(folder), 2, setup=lambda worker: scales.update({worker.plan.rank: Scale(worker)}))
-    return [scales[rank].held for rank in sorted(scales)]
+    return [scales[rank] for rank in sorted(scales)]
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp_path, kind):
+    """Layers that keep nothing: tensors between them, the gradient that a stage is given, the optimizer's own."""
+    described = factory("layers", 7, {"width": 4096}, width=4096, count=7)
+    rig = build_rig(described, CPU)
+    profile = assemble(
+        described,
+        Effort("cpu", 1, 1, 3),
+        Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, ""),
+    )
+    cut = described.partition.model_copy(update={"layers_per_stage": [3, 2, 2]})
+    ranks, section = (
+        described.parallel.model_copy(update={"pp": 3}),
+        described.schedule.model_copy(update={"kind": kind}),
+    )
+    compiled = compile_job(replace(described, parallel=ranks, schedule=section, partition=cut, profile=profile))
+    compiled.write(tmp_path / "plan")
+    needed = {}
+    for reading in (one for scale in scales_of(tmp_path / "plan") for one in scale.readings):
+        key = reading.op.kind, reading.op.stage
+        needed[key] = max(needed.get(key, 0), reading.extra)
+    for (op, stage), most in needed.items():
+        if op in COMPUTE:
+            predicted = compiled.costs.more_bytes(Op(op, stage))
+        elif op is Kind.STEP:
+            predicted = compiled.costs.bytes[stage].step
+        else:
+            continue
+        assert predicted == pytest.approx(most, abs=0.03 * 4 * 4096), (op, stage)
 
 
 def empty_times(rig):

@@ -48,9 +48,9 @@ class Ticker(nn.Module):
         return _Tick.apply(x, self.weight, self, current_slot())
 
 
-def layers(f: float = 1.0, b: float = 2.0, w: float = 4.0, count: int = 6) -> list[nn.Module]:
+def layers(f: float = 1.0, b: float = 2.0, w: float = 4.0, count: int = 6, width: int = 1) -> list[nn.Module]:
     """Every third takes ten times as long."""
-    return [Ticker(f * (10 if i % 3 == 1 else 1), b, w) for i in range(count)]
+    return [Ticker(f * (10 if i % 3 == 1 else 1), b, w, width) for i in range(count)]
 
 
 class Net(nn.Module):

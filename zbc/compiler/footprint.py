@@ -49,6 +49,9 @@ class Footprint:
     largest: float = 0.0
     loose: float = 0.0  # of its input, what only the first layer of a stage keeps
     tail: float = 0.0  # its output, where its backward needs that
+    keeps_given: bool = False  # B leaves the very gradient that it was given for W, which act_w counts
+    pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
+    ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ def embedding(z: Sizes) -> Footprint:
         act_w=8 * z.tokens + rows + places,
         entry=8 * z.tokens,
         result=rows,
+        keeps_given=True,
         more_f=more,
         more_alone=more,
         more_b=places,
@@ -150,6 +154,7 @@ def block(z: Sizes) -> Footprint:
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * t,
         result=z.stream * h * t,
+        keeps_given=not z.cast,
         more_f=h * n * t,
         more_alone=(4 if z.gated else 2) * f * n * t,
         more_b=(3 if z.gated else 2) * f * n * t + grad,
@@ -195,21 +200,29 @@ class More:
 def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
     """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then.
 
-    The `first` stage has no gradient of its input to hand on, which B otherwise holds at its end.
+    The `first` stage has no gradient of its input to hand on, which B otherwise holds at its end. The gradient that a
+    stage is given is there before B and until it ends, used up or not; at its end only what it left for W is.
     """
     kept = [z.entry if recompute else z.act_b for z in layers]
+    if not recompute:
+        kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
     again = [z.act_b - z.entry if recompute else 0.0 for z in layers]
+    given = layers[-1].result
     f = b = w = bw = 0.0
     behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
-    last = True
-    for z, keep, load in zip(reversed(layers), reversed(kept), reversed(again), strict=True):
-        flowing, last = 0.0 if last else z.result, False  # from the layer behind; behind the last it is the stage's
-        f = max(f, (z.more_alone if recompute else z.more_f) - behind)
-        b = max(b, load + z.more_b + left + flowing)
-        bw = max(bw, load + z.more_bw - behind + flowing)
+    for k in reversed(range(len(layers))):
+        z, inner = layers[k], k < len(layers) - 1
+        flowing = z.result if inner else 0.0  # from the layer behind; behind the last it is the stage's
+        if inner and layers[-1].keeps_given:
+            flowing -= given  # the stage's, which `left` counts and which was there before
+        # From the layer before, but for the stage's, which is there before; where a loss follows, that needs the most.
+        entering = z.loose if k and z.result and not recompute else 0.0
+        f = max(f, (z.more_alone if recompute else z.more_f) + entering + z.result - given - behind)
+        b = max(b, again[k] + z.more_b + left + flowing)
+        bw = max(bw, again[k] + z.more_bw - behind + (z.result if inner else 0.0))
         w = max(w, z.more_w - released)
-        behind, left, released = behind + keep, left + z.act_w - keep, released + z.act_w
-    after = left + (0.0 if first else layers[0].entry)
+        behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
+    after = left - given + (0.0 if first else layers[0].entry)
     return More(f, max(0.0, b - max(0.0, after)), w, bw)
 
 

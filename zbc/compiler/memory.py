@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.transit import in_transit
-from zbc.ir import COMPUTE, Kind, Op, Program
+from zbc.ir import COMPUTE, TRANSFER, Kind, Op, Program
 
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
@@ -86,8 +86,11 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemo
     )
 
 
-def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[int]) -> float:
-    """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself."""
+def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float]) -> float:
+    """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself.
+
+    No time passes in transfers: what they begin is on its way in the op behind them.
+    """
     sizes = costs.bytes or ()
     mine = [sizes[s] for s in program.placement.stages_of(rank)]
     boundary = max((s.boundary for s in mine), default=0.0)
@@ -96,6 +99,8 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[int]) -
     more = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in program.placement.stages_of(rank)}
     for op, count in zip(program.ranks[rank], moving, strict=True):
         own = 0.0
+        if op.kind in TRANSFER:
+            continue
         if op.kind in COMPUTE:
             own = more[op.kind, op.stage]
         elif op.kind is Kind.REDUCE:  # gradients move into one message; later a gather takes less than they left

@@ -83,6 +83,9 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
         largest=z.largest,
         loose=z.input - kept,
         tail=z.output if z.keeps_output else 0,
+        keeps_given=z.keeps_given,
+        pair=z.pair,
+        ends=(z.ends[0], z.ends[-1]) if z.ends else (0, 0),
     )
 
 

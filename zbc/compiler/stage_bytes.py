@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zbc.compiler import estimate
 from zbc.compiler.estimate import Layer
-from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, More, more
+from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, Footprint, More, more
 from zbc.ir import Placement
 from zbc.spec import Job
 
@@ -65,21 +66,26 @@ def _stage(
         boundary=max(behind[s - 1], behind[s]),
         more=more(sizes, recompute=again, first=s == 0),
         largest=largest,
-        step=_temporaries(job) * largest,
+        step=_temporaries(job, sizes),
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
     )
 
 
-def _temporaries(job: Job) -> int:
-    """Bytes per element of the largest parameter that the optimizer needs for a while as it steps.
+def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
+    """Bytes that the optimizer needs for a while as it steps the parameters of some layers.
 
-    On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none.
+    On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
+    has two, and lets go of the last one only when it has made those for the next parameter.
     """
     options = job.optimizer
     if job.hardware.device == "cuda":
-        return 0
-    return 8 if options.kind != "sgd" else 4 if options.weight_decay else 0
+        return 0.0
+    if options.kind == "sgd":
+        return GRAD_BYTES * max((z.largest for z in sizes), default=0.0) if options.weight_decay else 0.0
+    most = max((z.pair or 2 * z.largest for z in sizes), default=0.0)
+    across = (before.ends[1] + 2 * z.ends[0] for before, z in pairwise(sizes))
+    return GRAD_BYTES * max(most, *across, 0.0)
 
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:

@@ -1,13 +1,14 @@
-"""How many boundary tensors a rank holds that are on their way: posted for, handed over on the rank itself, being sent.
+"""How many boundary tensors are on their way at a rank while an op runs: posted for, handed over on it, being sent.
 
 A buffer is posted by its RECV and taken by the op that waits for it. Between two stages of one rank a result waits for
 the op that consumes it. What is sent stays with its sender until the receiver has posted a buffer for it and the
-transfer is over: when that is depends on how late the receiver gets there, so it is read off the timeline.
+transfer is over: when that is depends on how late the receiver gets there, so it is read off the timeline. One that
+leaves while an op runs counts for the share of the op's time that it is still there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 from zbc.compiler.cost import Costs
@@ -15,45 +16,49 @@ from zbc.compiler.simulate import Timeline
 from zbc.ir import COMPUTE, Kind, Message, Op, Program, message_of
 
 
-def in_transit(program: Program, costs: Costs, timeline: Timeline) -> list[list[int]]:
+def in_transit(program: Program, costs: Costs, timeline: Timeline) -> list[list[float]]:
     """Per rank and op the number of tensors on their way while it runs, its own result included."""
     times = [_times(program, timeline, rank) for rank in range(len(program.ranks))]
     posted = {
-        message_of(op): at
+        message_of(op): begin
         for ops, clock in zip(program.ranks, times, strict=True)
-        for op, at in zip(ops, clock, strict=True)
+        for op, (begin, _) in zip(ops, clock, strict=True)
         if op.kind.is_recv
     }
     return [list(_rank(program, rank, times[rank], posted, costs)) for rank in range(len(program.ranks))]
 
 
-def _times(program: Program, timeline: Timeline, rank: int) -> list[float]:
-    """When each op of a rank begins, in ms; all but compute ops take no time."""
+def _times(program: Program, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+    """When each op of a rank begins and ends, in ms; VALIDATE ends with the last op of all, all others take no time."""
     dag, now, result = timeline.dag, 0.0, []
     index = dag.first[rank]
     for op in program.ranks[rank]:
         if op.kind in COMPUTE:
-            result.append(timeline.start[index])
-            now = timeline.end[index]
+            begin, now = timeline.start[index], timeline.end[index]
             index += 1
+        elif op.kind is Kind.VALIDATE:
+            begin, now = now, max(now, timeline.makespan)
         else:
-            result.append(now)
+            begin = now
+        result.append((begin, now))
     return result
 
 
-def _rank(program: Program, rank: int, times: list[float], posted: dict[Message, float], costs: Costs) -> Iterator[int]:
+def _rank(
+    program: Program, rank: int, times: Sequence[tuple[float, float]], posted: dict[Message, float], costs: Costs
+) -> Iterator[float]:
     count, sending = 0, list[float]()  # when each send is over
     known: dict[tuple[Kind, int, int], tuple[bool | None, bool | None]] = {}
-    for op, now in zip(program.ranks[rank], times, strict=True):
-        while sending and sending[0] <= now + 1e-9:
-            heappop(sending)
+    for op, (begin, end) in zip(program.ranks[rank], times, strict=True):
+        leaving = sum(_leave(sending, begin, end))
         if op.kind in COMPUTE:
             key = op.kind, op.stage, op.pipe
             if key not in known:
                 known[key] = _neighbour(program, op, before=True), _neighbour(program, op, before=False)
             given, result = known[key]
             count -= given is not None
-            yield count + len(sending) + (result is not None)  # the result is there before the op ends
+            # The result is there before the op ends.
+            yield count + (result is not None) + len(sending) + leaving
             count += result is False
             continue
         if op.kind.is_recv:
@@ -61,8 +66,16 @@ def _rank(program: Program, rank: int, times: list[float], posted: dict[Message,
         elif op.kind.is_send:
             message = message_of(op)
             first = min(op.stage, message.stage)
-            heappush(sending, max(now, posted.get(message, now)) + costs.transfer(first, op.pipe))
-        yield count + len(sending)
+            heappush(sending, max(begin, posted.get(message, begin)) + costs.transfer(first, op.pipe))
+        yield count + len(sending) + leaving
+
+
+def _leave(sending: list[float], begin: float, end: float) -> Iterator[float]:
+    """Remove what is over by the end of an op; for what share of the op each was still there."""
+    while sending and sending[0] <= end:
+        over = heappop(sending)
+        if over > begin:
+            yield (over - begin) / (end - begin)
 
 
 def _neighbour(program: Program, op: Op, *, before: bool) -> bool | None:

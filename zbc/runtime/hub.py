@@ -1,7 +1,9 @@
 """All ranks in one process: a transport whose ranks are threads.
 
 Strict where networks are lenient: shapes, dtypes and peers of each message are checked, a receive buffer holds NaN
-until its message is in it, and when all ranks wait for something that cannot come they are told so at once.
+until its message is in it, and when all ranks wait for something that cannot come they are told so at once. A message
+is in its buffer when it was waited for, so that whoever does not wait computes with NaN; a `prompt` hub puts it there
+as soon as it is sent and posted for, as networks do, and the sender is rid of it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class Round:
 class Hub:
     """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, prompt: bool = False) -> None:
         self._lock = threading.Lock()
+        self._buffers: dict[tuple[int, Letter], Tensor] | None = {} if prompt else None
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
         self._letters: dict[tuple[int, Letter], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
         self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
@@ -75,6 +78,22 @@ class Hub:
                 raise ZbcError("E703", f"run: {message.send} was sent twice", where=f"rank {source}")
             self._letters[peer, message] = source, tensor
             self._wake[peer].notify()
+            self._deliver((peer, message))
+
+    def post(self, rank: int, message: Letter, buffer: Tensor) -> None:
+        """Say where a message may go before it is waited for."""
+        if self._buffers is not None:
+            with self._lock:
+                self._buffers[rank, message] = buffer
+                self._deliver((rank, message))
+
+    def _deliver(self, place: tuple[int, Letter]) -> None:
+        """Put a message that is there into the buffer that is there, if it fits; whether it does is for `take`."""
+        if self._buffers is None or place not in self._letters or place not in self._buffers:
+            return
+        buffer, (source, tensor) = self._buffers.pop(place), self._letters[place]
+        if tensor.shape == buffer.shape and tensor.dtype is buffer.dtype:
+            self._letters[place] = source, buffer.copy_(tensor)
 
     def take(self, rank: int, message: Letter, peer: int) -> Tensor:
         """Wait for a message and take it out."""
@@ -222,6 +241,7 @@ class HubTransport:
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
         self._posted[message] = buffer, peer
+        self._hub.post(self.rank, message, buffer)
 
     def wait(self, message: Letter) -> Tensor:
         try:
@@ -234,7 +254,7 @@ class HubTransport:
             found, wanted = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (tensor, buffer))
             text = f"run: {message.recv} got {found} from rank {peer}, its buffer is {wanted}"
             raise ZbcError("E505", text, where=f"rank {self.rank}")
-        return buffer.copy_(tensor)
+        return buffer if tensor is buffer else buffer.copy_(tensor)
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Started:
         return self._start(Offer("sum", tensor, tensor), ranks)

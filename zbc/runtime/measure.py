@@ -11,15 +11,18 @@ three times slower meanwhile.
     masters      float32 copies of parameters in a lower type
     optimizer    the optimizer's state
     activations  all else that is alive between two ops, but for tensors on their way
-    buffers      tensors on their way to or from a neighbour, and what an op needs beyond what is alive before and after
+    buffers      tensors on their way to or from a neighbour while an op runs, and what it needs beyond what is alive
+                 before and after. What it sent before leaves when the neighbour takes it, at any moment: a tensor that
+                 does so while the op runs counts for the share of its time that it was still there
 
-Each category is at its own peak of the step, so their sum is at least the peak of everything, `peak`.
+Each category is at its own peak of all ops but transfers, between which no time passes; `peak` is that of everything.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
@@ -30,7 +33,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zbc.ir import COMPUTE, Kind, Message, Op
+from zbc.ir import COMPUTE, TRANSFER, Kind, Message, Op
+from zbc.runtime.clock import Clock
 from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.state import Worker
 
@@ -67,9 +71,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept = self.peak = 0
         self.sizes: dict[int, int] = {}  # number -> bytes
         self.moving: set[int] = set()
+        self.left: list[tuple[int, int]] = []  # of what was on its way: bytes, and when they were freed, in ns
         self._numbers: dict[int, int] = {}  # id of the storage's Python object -> number
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.count = 0
+        self.changes: list[tuple[int, int]] = []  # what was made, and freed, of what is kept: number, bytes
         self._lock = threading.RLock()  # a storage may be freed by another thread, and in the middle of anything here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,6 +105,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watches[number] = weakref.ref(storage, functools.partial(self._free, id(storage), number))
                 self.kept += size
                 self.peak = max(self.peak, self.kept)
+                self.changes.append((number, size))
 
     def move(self, numbers: set[int]) -> None:
         """From here on another thread may free these."""
@@ -124,8 +131,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = self.sizes.pop(number)
             if number in self.moving:
                 self.moving.remove(number)
+                self.left.append((size, time.perf_counter_ns()))
             else:
                 self.kept -= size
+                self.changes.append((number, -size))
 
 
 @dataclass
@@ -134,7 +143,7 @@ class Reading:
 
     op: Op
     held: Held  # after it; buffers and the peak are those while it ran
-    transit: int  # on its way then
+    transit: int  # on its way then, see `buffers` at the head of this file
     extra: int  # needed meanwhile beyond what was alive before and after
 
     @property
@@ -162,6 +171,7 @@ class Scale:
             worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
+        self._clock = worker.clock = _Begins(worker.clock)
 
     def __enter__(self) -> Scale:
         return self
@@ -172,6 +182,7 @@ class Scale:
     def close(self) -> None:
         """Let the worker run as before."""
         self.worker.script[:] = self._plain
+        self.worker.clock = self._clock.inner
         if isinstance(self.worker.batches, Prefetched):
             self.worker.batches.open()
 
@@ -186,13 +197,39 @@ class Scale:
             ledger.keep(self._taken(op))
             ledger.peak = before = ledger.kept
             last = ledger.count
+            ledger.changes.clear()
+            ledger.left.clear()
+            self._clock.began = time.perf_counter_ns()
             with ledger:
                 handler(worker, op)
-            extra = ledger.peak - max(before, ledger.kept)
+            left = self._left()
+            extra = self._extra(before, last)
             self._mark(op, last)
-            self._note(op, extra)
+            self._note(op, left, extra)
 
         return run
+
+    def _left(self) -> int:
+        """Bytes that left while an op ran that is over now, each for its share of the op's time."""
+        began, ended = self._clock.began, time.perf_counter_ns()
+        shares = ((size, (at - began) / max(1, ended - began)) for size, at in list(self._ledger.left))
+        return round(sum(size * min(1.0, max(0.0, share)) for size, share in shares))
+
+    def _extra(self, before: int, last: int) -> int:
+        """What an op needed beyond what was alive before and after it; `last` is the newest storage before it.
+
+        Gradients are a category of their own, at its peak: those that the first backward of a step makes count as if
+        they had been there before, as they are in all others.
+        """
+        ledger = self._ledger
+        gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
+        fresh = {number for number in ledger.numbers(gradients) if number > last}
+        level = most = before = before + ledger.bytes(fresh)
+        for number, size in list(ledger.changes):
+            if number not in fresh:
+                level += size
+                most = max(most, level)
+        return most - max(before, ledger.kept)
 
     def _taken(self, op: Op) -> set[int]:
         """What the op takes over from a neighbour: no longer on its way, it stays or goes with what the op keeps."""
@@ -213,19 +250,19 @@ class Scale:
         for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
             ledger.move(ledger.numbers(store.values()))
 
-    def _note(self, op: Op, extra: int) -> None:
+    def _note(self, op: Op, left: int, extra: int) -> None:
         ledger, found = self._ledger, Held()
         counted = set[int]()
         for name, tensors in self._categories():
             numbers = ledger.numbers(tensors) - counted
             setattr(found, name, ledger.bytes(numbers))
             counted |= numbers
-        transit = ledger.bytes(list(ledger.moving))
+        there = ledger.bytes(list(ledger.moving))
         found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
-        found.buffers = transit + extra
-        found.peak = ledger.peak + transit
-        self.readings.append(Reading(op, found, transit, extra))
-        self.held.raise_to(found)
+        found.buffers = there + left + extra
+        found.peak = ledger.peak + there
+        self.readings.append(Reading(op, found, there + left, extra))
+        self.held.raise_to(found if op.kind not in TRANSFER else Held(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()
@@ -237,6 +274,18 @@ class Scale:
         yield "gradients", [p.grad for p in parameters if p.grad is not None]
         yield "masters", [p for one in updated for group in one.param_groups for p in group["params"]]
         yield "optimizer", [leaf for one in updated for leaf in tree_leaves(one.state) if isinstance(leaf, Tensor)]
+
+
+class _Begins:
+    """A `Clock` that also knows when the op that runs began: what it waited before that is not counted."""
+
+    def __init__(self, inner: Clock) -> None:
+        self.inner, self.began = inner, 0
+        self.stop, self.read = inner.stop, inner.read
+
+    def start(self) -> None:
+        self.began = time.perf_counter_ns()
+        self.inner.start()
 
 
 def _id(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any
 
 from zbc.compiler import recall
@@ -17,6 +18,7 @@ from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import Step, step_of, typical
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
+from zbc.ir import TRANSFER
 from zbc.trace import Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
@@ -191,10 +193,12 @@ def _memory(trace: Trace) -> tuple[RankMemory, ...]:
     for rank, one in enumerate(trace.ranks):
         if one.memory is None:
             return ()
+        running = [op.kind not in TRANSFER for op in one.ops]  # no time passes in transfers
         columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
-        most = {name: max(column) for name, column in columns.items()}
+        most = {name: max(compress(column, running), default=0) for name, column in columns.items()}
         row = meant[manifest.seats.of(rank).part] if known and meant else None
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
-        peak = most.pop("peak", 0)
+        most.pop("peak", 0)
+        peak = max(columns.get("peak", (0,)))
         found.append(RankMemory(rank, predicted, most, peak))
     return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from zbc.runtime.measure import Ledger, Reading, Scale
 from zbc.runtime.optimizer import Masters
 from zbc.runtime.profiling.rig import Rig
 from zbc.runtime.shapes import TensorSpec
-from zbc.runtime.slot import Slot
+from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.state import Worker
 
@@ -92,7 +93,7 @@ def _layer(
     f, b, alone = (found[Op(kind, stage, _APART)] for found, kind in ((keep, Kind.F), (keep, Kind.B), (again, Kind.F)))
     entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
     kept_w = f.held + b.held
-    keeps_input, keeps_output = _keeps(of, rig.inputs[stage], worker)
+    keeps_input, keeps_output, keeps_given = _keeps(of, rig.inputs[stage], worker)
     after = (
         b.held + (0 if stage == 0 else entry) - result
     )  # B ends with the gradient it hands on, without the one it got
@@ -101,6 +102,7 @@ def _layer(
     state = [] if optimizer.optimizer is None else tree_leaves(list(optimizer.optimizer.state.values()))
     casts = (cast.low for cast in of.casts if cast.low is not None)
     buffers = (buffer for layer in of.layers for buffer in layer.module.buffers())
+    trained = [p.numel() for p in of.parameters.values() if p.requires_grad]
     return LayerBytes(
         input=entry,
         output=result,
@@ -108,6 +110,7 @@ def _layer(
         kept_w=max(0, kept_w),
         keeps_input=keeps_input,
         keeps_output=keeps_output and given is not None,
+        keeps_given=keeps_given and given is not None,
         more_f=f.more,
         kept_again=max(0, alone.held - entry),
         more_alone=alone.more,
@@ -119,23 +122,36 @@ def _layer(
         masters=_size(masters),
         optimizer=_size(leaf for leaf in state if isinstance(leaf, Tensor)),
         largest=max((p.numel() for p in of.parameters.values()), default=0),
+        pair=max((before + 2 * one for before, one in pairwise([0, *trained])), default=0),
+        ends=[trained[0], trained[-1]] if trained else [],
     )
 
 
-def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool]:
-    """Whether the graph of a stage's forward keeps its input, and its output."""
+def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool, bool]:
+    """Whether the graph of a stage's forward keeps its input, and its output; whether B leaves the gradient it got."""
     stage.recompute = False
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
     leaf = x.requires_grad_(takes.dtype.is_floating_point and stage.index > 0)
     with Ledger() as ledger:
-        inner = leaf.clone()
+        inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
-        y, tape = stage.forward(inner, 0, 0, lambda result: result, Slot())
+        y, tape = stage.forward(inner, 0, 0, lambda result: result, slot)
         made = ledger.numbers([y])
+        grad = torch.zeros_like(y)
+        came = ledger.numbers([grad])
         del inner, y
         alive = set(ledger.sizes)
-        del tape
-    return bool(given & alive), bool(made & alive)
+        slot.split, before = True, swap_slot(slot)
+        try:
+            tape.backward(grad)
+        finally:
+            swap_slot(before)
+        del tape, grad, leaf, x
+        left = set(ledger.sizes)
+        slot.run()
+    for p in stage.parameters.values():
+        p.grad = None
+    return bool(given & alive), bool(made & alive), bool(came & left)
 
 
 def _bytes(spec: TensorSpec) -> int:

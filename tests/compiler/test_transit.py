@@ -1,0 +1,37 @@
+"""What is on its way while an op runs: posted for, handed over, and sent as long as the neighbour has not taken it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.compiler.grid import make
+from zbc.compiler.cost import Costs
+from zbc.compiler.passes import lower
+from zbc.compiler.simulate import simulate
+from zbc.compiler.transit import in_transit
+from zbc.ir import COMPUTE
+
+
+def moving(microbatches, f):
+    """Per rank and compute op of GPipe on two ranks the tensors on their way; B and W take 1."""
+    program = lower(make("gpipe", 2, microbatches))
+    costs = replace(Costs.uniform(program.placement), f=f)
+    found = in_transit(program, costs, simulate(program, costs))
+    return [
+        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind in COMPUTE}
+        for ops, counts in zip(program.ranks, found, strict=True)
+    ]
+
+
+def test_results_and_posted_buffers_count_and_what_a_neighbour_waits_for_leaves_at_once():
+    first, _ = moving(3, (1.0, 1.0))
+    assert first == {"F s0 m0": 1, "F s0 m1": 1, "F s0 m2": 2, "BW s0 m0": 1, "BW s0 m1": 1, "BW s0 m2": 0}
+
+
+def test_a_tensor_that_leaves_in_the_middle_of_an_op_counts_for_its_share_of_it():
+    """Rank 1 posts for m2 as F m0 ends, at 3.5 or 3.25; rank 0 has sent it at 3 and runs F m3 until 4."""
+    assert moving(4, (1.0, 2.5))[0]["F s0 m3"] == pytest.approx(2.5)
+    assert moving(4, (1.0, 2.25))[0]["F s0 m3"] == pytest.approx(2.25)
+    assert moving(4, (1.0, 3.0))[0]["F s0 m3"] == pytest.approx(3.0)
