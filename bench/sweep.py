@@ -1,16 +1,16 @@
 """Schedules by name on random pipelines: proven complete and free of deadlock, within their limit, no bound beaten.
 
-    python bench/sweep.py [PLANS] [LIMITS] [FIRST]
+    python bench/sweep.py [--plans 400] [--limits 100] [--first 0] [--all]
 
-PLANS (2000) programs of any p up to 12, m up to 48 and up to 4 chunks, with uneven times and memory of stages and a
-limit for all ranks or one each. Then LIMITS (300) times the least limit that an error names is taken at its word: there
-is a plan at it, and none just below. Fast tier only; what a budget adds keeps to the same checks.
+Programs of any p up to 12, m up to 48 and up to 4 chunks, with uneven times and memory of stages and a limit for all
+ranks or one each. Then the least limit that an error names is taken at its word: there is a plan at it, and none just
+below. Fast tier only; what a budget adds keeps to the same checks. `--all`: 2000 plans and 300 limits.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 from never_worse import text
-from record import Record
+from record import Record, commit
 
 from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all, check_complete
@@ -34,7 +34,9 @@ from zbc.ir import Placement, Program
 
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min")
 NAMES = (*SEARCHED, "eager-1f1b", "interleaved-1f1b")
+LIMITED = (*SEARCHED, "chimera-zb", "bitpipe-zb", "auto")
 OBJECTIVES = ("makespan", "span", "period")
+EACH = 50  # limits between two lines of the record
 
 
 def costs(rng: Random, where: Placement) -> Costs:
@@ -94,7 +96,7 @@ def wrong_with(asked: Request, where: Placement, program: Program) -> str:
 
 
 def plans(record: Record, count: int, first: int) -> None:
-    found, wrong = Counter[str](), 0
+    found, wrong, began = Counter[str](), 0, time.process_time()
     for seed in range(first, first + count):
         rng = Random(seed)
         name = NAMES[seed % len(NAMES)]
@@ -109,28 +111,34 @@ def plans(record: Record, count: int, first: int) -> None:
         if problem:
             wrong += 1
             record(f"{seed}: {name} p={asked.p} m={asked.m} v={asked.v}: {problem}")
-    record(f"{count} requests: {', '.join(f'{name} {times}' for name, times in sorted(found.items()))}; {wrong} wrong")
+    made = ", ".join(f"{name} {times}" for name, times in sorted(found.items()))
+    record(f"{count} requests: {made}; {wrong} wrong ({time.process_time() - began:.0f} s of one core)")
 
 
 def limits(record: Record, count: int, first: int) -> None:
     """The least limit of an error, as a multiple or in bytes, for searched schedules and for `auto`."""
-    wrong, tried = 0, Counter[str]()
+    wrong, tried, began = 0, Counter[str](), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(first, first + count):
-            rng = Random(seed)
-            name = [*SEARCHED, "auto"][seed % (len(SEARCHED) + 1)]
-            path = Path(folder) / "job.toml"
-            written = text(rng)
-            unit = rng.choice(("x", "GiB"))
-            if unit == "GiB":  # bytes are those of the model, not of [costs]
-                written = "\n".join(line for line in written.split("\n") if not line.startswith("act_"))
-            path.write_text(written)
-            outcome = _at_its_word(path, name, unit)
+        for done, seed in enumerate(range(first, first + count), 1):
+            name = LIMITED[seed % len(LIMITED)]
+            outcome, unit = _limit(Path(folder) / "job.toml", Random(seed), name)
             tried[outcome] += 1
             if outcome not in ("right", "no limit helps"):
                 wrong += 1
                 record(f"{seed}: {name} {unit}: {outcome}")
-    record(f"{count} limits: {', '.join(f'{times} {what}' for what, times in tried.items())}; {wrong} wrong")
+            if done % EACH == 0 or done == count:
+                took = f"{time.process_time() - began:.0f} s of one core"
+                record(
+                    f"{done} limits: {', '.join(f'{n} {what}' for what, n in tried.items())}; {wrong} wrong ({took})"
+                )
+
+
+def _limit(path: Path, rng: Random, name: str) -> tuple[str, str]:
+    written, unit = text(rng), rng.choice(("x", "GiB"))
+    if unit == "GiB":  # bytes are those of the model, not of [costs]
+        written = "\n".join(line for line in written.split("\n") if not line.startswith("act_"))
+    path.write_text(written)
+    return _at_its_word(path, name, unit), unit
 
 
 def _at_its_word(path: Path, name: str, unit: str) -> str:
@@ -156,14 +164,17 @@ def _at_its_word(path: Path, name: str, unit: str) -> str:
 
 
 def main() -> None:
-    counts = [int(argument) for argument in sys.argv[1:]] + [2000, 300, 0][len(sys.argv) - 1 :]
+    parser = argparse.ArgumentParser(description="Schedules by name, and the limits errors name, on random pipelines.")
+    parser.add_argument("--plans", type=int, default=400)
+    parser.add_argument("--limits", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first of both")
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
     record = Record("sweep")
-    began = time.process_time()
-    plans(record, counts[0], counts[2])
-    limits(record, counts[1], counts[2])
-    record(f"{time.process_time() - began:.0f} s of one core")
-    if counts[0] >= 2000:
-        record.write()
+    record(f"# {commit()}")
+    plans(record, 2000 if options.all else options.plans, options.first)
+    limits(record, 300 if options.all else options.limits, options.first)
+    record.write()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from zbc.spec import Job
 # Searched schedules in the order in which they are asked: of equally good ones the first is taken.
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
-DEFAULT = (0.6, 0.2)  # of the usual budget, to the most promising ones, where none was asked for
+# Of the usual budget, to the most promising ones, where none was asked for; finding cuts as well takes some of it.
+DEFAULT, DEFAULT_WITH_CUTS = (0.6, 0.2), (0.4, 0.15)
 BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
 WALKED = 2  # schedules whose cuts are walked where no budget was asked for
 INF = float("inf")
@@ -85,18 +86,21 @@ def _first(best: Best, tailor: Tailor, entries: Sequence[_Entry], budget: float 
         return None
     if budget == 0 and not case.two_pipes:  # all there is to it comes in the second pass
         return _Entry(tailor, tuple((INF, one) for one in left), float(len(entries)))
-    steps = [_two_pipes(best, left[0], 0.0, 0.0)] if case.two_pipes else []
+    steps = [_two_pipes(best, left[0], 0.0, None if budget is None else 0.0)] if case.two_pipes else []
     steps += [best.offer(one.make(0.0, compiled=not case.two_pipes)) for one in left[len(steps) :]]
     return _Entry(tailor, tuple(zip(steps, left, strict=True)), min(steps))
 
 
-def _two_pipes(best: Best, prepared: Prepared, budget: float, brief: float) -> float:
-    """Offers two pipes with the room they have, with room for everything, and under smaller limits; ms of the first."""
+def _two_pipes(best: Best, prepared: Prepared, budget: float, brief: float | None) -> float:
+    """Offers two pipes with the room they have, with room for everything, and under smaller limits; ms of the first.
+
+    Each smaller limit takes `brief` seconds; None leaves them out.
+    """
     step = best.offer(prepared.make(budget))
     widest = prepared.widest()
     if widest is not prepared:
         best.offer(widest.make(budget))
-    for smaller in widest.smaller():
+    for smaller in widest.smaller() if brief is not None else ():
         if best.rules_out(smaller):
             break
         best.offer(smaller.make(brief))
@@ -121,7 +125,8 @@ def _usual(best: Best, entries: Sequence[_Entry]) -> None:
             if not any(_alike(one, other) for other in known) and not best.rules_out(one)
         ]
     found.sort(key=lambda pair: pair[0])
-    for (_, prepared), share in zip(found, DEFAULT, strict=False):
+    shares = DEFAULT_WITH_CUTS if any(entry.case.free for entry in entries) else DEFAULT
+    for (_, prepared), share in zip(found, shares, strict=False):
         if not best.rules_out(prepared):
             best.offer(prepared.make(BUDGET * share, compiled=True, rungs=0.0, beat=best.step))
 

@@ -23,17 +23,17 @@ SAME = 1e-9  # loads this close are one
 Weights = Sequence[Sequence[float]]  # [stage][layer]
 
 
-def even(weights: Weights, placement: Placement) -> list[int]:
+def even(weights: Weights, placement: Placement, *, exact: bool = True) -> list[int]:
     """Cut points with the least load of the fullest rank, then the most even ranks, then the most even stages.
 
     The first is exact where `balance` is enough, where there are few cuts, and where the search comes to an end; the
-    other two for few cuts, and for one stage per rank.
+    other two for few cuts, and for one stage per rank. Without `exact` there is no such search.
     """
-    return list(_even(tuple(map(tuple, weights)), placement))
+    return list(_even(tuple(map(tuple, weights)), placement, exact))
 
 
 @lru_cache(maxsize=64)  # `auto` asks for the same placements again and again
-def _even(weights: Weights, placement: Placement) -> list[int]:
+def _even(weights: Weights, placement: Placement, exact: bool) -> list[int]:
     stages, n = placement.stages, len(weights[0])
     if placement.ranks == stages:
         return balance(weights)
@@ -42,7 +42,7 @@ def _even(weights: Weights, placement: Placement) -> list[int]:
         cuts = ([0, *inner, n] for inner in combinations(range(1, n), stages - 1))
         return min(cuts, key=lambda cut: (_score(prefixes, cut, placement), cut))
     cut = even_ranks(weights, balance(weights), placement)
-    while (lighter := _lighter(weights, cut, placement)) is not None:
+    while exact and (lighter := _lighter(weights, cut, placement)) is not None:
         cut = even_ranks(weights, lighter, placement)
     return cut
 

@@ -9,7 +9,7 @@ program that passed check/, so the rank's order already covers it.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
@@ -79,6 +79,11 @@ def build(program: Program, *, ahead: bool = False) -> Dag:
         source[i], target[j] = j, i
     meetings = tuple(_meetings(program, first, kinds))
     return Dag(ops, first, rank, source, target, meetings, _paired(program, len(ops), kinds))
+
+
+def with_meetings(dag: Dag, program: Program) -> Dag:
+    """The dag of `program`, which has the compute ops of `dag` and other collectives."""
+    return replace(dag, meetings=tuple(_meetings(program, dag.first, COMPUTE)))
 
 
 def _paired(program: Program, count: int, kinds: Container[Kind]) -> bytes:

@@ -18,7 +18,7 @@ from zbc.compiler.cuts import counts
 from zbc.compiler.dag import build
 from zbc.compiler.limits import state_of
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
+from zbc.compiler.passes import closed, lower, with_transfers
 from zbc.compiler.search.candidates import LIST_VISITS, Bench, Recipe
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.portfolio import liked
@@ -61,6 +61,10 @@ class FixedOrder:
         self._dag = build(few)
 
     @cached_property
+    def _sent(self) -> Program:
+        return with_transfers(self.few)
+
+    @cached_property
     def held(self) -> list[list[holding.Held]]:
         """What each rank holds at its fullest."""
         return holding.fullest(self.program)
@@ -68,7 +72,7 @@ class FixedOrder:
     def step(self, prepared: Prepared) -> float:
         costs, objective = prepared.costs, self.job.objective
         if not self.program.alone:
-            return step_ms(lower(self.few, self.job.optimizer.sync, costs), costs, objective)
+            return step_ms(closed(self._sent, self.job.optimizer.sync, costs), costs, objective)
         if objective == "period":
             return steady_state(self._dag, self.few, costs)
         timeline: Timeline = run(self._dag, self.few, costs)

@@ -14,11 +14,11 @@ its ranks have come to it and are done with the one before. What of them is not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import Dag, build
+from zbc.compiler.dag import Dag, build, with_meetings
 from zbc.errors import ZbcError
 from zbc.ir import AHEAD, Kind, Op, Program
 
@@ -150,6 +150,13 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
         if period - min(periods) <= SAME * period:
             break
     return period
+
+
+def with_sums(timeline: Timeline, program: Program, costs: Costs) -> Timeline:
+    """The timeline of `program`, which is that of `timeline` with collectives put in."""
+    dag = with_meetings(timeline.dag, program)
+    free = [timeline.last_end(r) for r in range(timeline.ranks)]
+    return replace(timeline, dag=dag, sums=_sums(dag, costs, timeline.end, free))
 
 
 def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:

@@ -84,7 +84,7 @@ class Tailor:
         for memory in several:
             if any(map(any, memory)):
                 yield Cut(tuple(even(memory, case.placement)))
-                yield Cut(tuple(even(_mixed(times, memory), case.placement)))
+                yield Cut(tuple(even(_mixed(times, memory), case.placement, exact=False)))
                 if case.two_pipes and case.schedule.searched:  # one microbatch alone is in one of them
                     yield Cut(tuple(even(memory, Placement(case.placement.pipes[:1]))))
 

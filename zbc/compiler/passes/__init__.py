@@ -24,21 +24,38 @@ from zbc.ir import Program
 Pass = Callable[[Program], Program]
 
 
+# What does not depend on what ops cost.
+_FIRST: dict[str, Pass] = {"insert-comm": insert_comm, "fuse-backward": fuse_backward}
+
+
 def passes(sync: str = "before-step", costs: Costs | None = None) -> dict[str, Pass]:
     """Every pass by name, in order. `sync` is that of the optimizer; `costs` decide where ops stand that take turns."""
-    close: dict[str, Pass] = {"optimizer-step": optimizer_step}
-    if sync == "post-validate":
-        close = {"post-validate": partial(post_validate, costs=costs)}
-    return {
-        "insert-comm": insert_comm,
-        "fuse-backward": fuse_backward,
-        "reduce-grads": partial(reduce_grads, costs=costs),
-        **close,
-    }
+    return {**_FIRST, **_last(sync, costs)}
 
 
 def lower(program: Program, sync: str = "before-step", costs: Costs | None = None) -> Program:
     """Run every pass in order: a complete plan from a compute-only schedule."""
-    for run in passes(sync, costs).values():
+    return closed(with_transfers(program), sync, costs)
+
+
+def with_transfers(program: Program) -> Program:
+    """The passes whose result is the same whatever ops cost."""
+    return _all(_FIRST, program)
+
+
+def closed(program: Program, sync: str = "before-step", costs: Costs | None = None) -> Program:
+    """The passes behind `with_transfers`."""
+    return _all(_last(sync, costs), program)
+
+
+def _last(sync: str, costs: Costs | None) -> dict[str, Pass]:
+    close: dict[str, Pass] = {"optimizer-step": optimizer_step}
+    if sync == "post-validate":
+        close = {"post-validate": partial(post_validate, costs=costs)}
+    return {"reduce-grads": partial(reduce_grads, costs=costs), **close}
+
+
+def _all(some: dict[str, Pass], program: Program) -> Program:
+    for run in some.values():
         program = run(program)
     return program

@@ -17,7 +17,7 @@ from zbc.compiler.passes.reduce_grads import reduce_grads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.search.shifting import annealed
-from zbc.compiler.simulate import simulate, step_ms
+from zbc.compiler.simulate import simulate, step_ms, with_sums
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -125,8 +125,10 @@ def packed(
 
 def _timed(program: Program, costs: Costs, objective: str) -> Found:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
-    summed = reduce_grads(program, costs) if any(costs.reduce) else program
-    timeline = simulate(summed, costs)
+    summed, timeline = program, simulate(program, costs)
+    if any(costs.reduce):
+        summed = reduce_grads(program, costs, timeline)
+        timeline = with_sums(timeline, summed, costs)
     period = step_ms(summed, costs, objective, timeline) if objective == "period" else 0.0
     return Found(program, timeline.makespan, timeline.span, period)
 

@@ -39,7 +39,7 @@ class Problem:
     def make(cls, placement: Placement, costs: Costs, m: int, limit: float | Sequence[float] | None) -> Problem:
         """`limit` in activation units, one for all ranks or one each; None for none."""
         p, v = placement.ranks, placement.stages // placement.ranks
-        limits = [UNLIMITED if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
+        each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
             p=p,
@@ -47,13 +47,13 @@ class Problem:
             v=v,
             rank=list(placement.pipes[0]),
             stages=[s for r in range(p) for s in placement.stages_of(r)],
-            f=list(costs.f),
-            b=list(costs.b),
-            w=list(costs.w),
-            lag=[0.0, *costs.comm[0]],
-            keep_b=list(costs.act_b),
-            keep_w=list(costs.act_w),
-            limit=limits,
+            f=list(map(float, costs.f)),  # compiled kernels tell them from whole numbers
+            b=list(map(float, costs.b)),
+            w=list(map(float, costs.w)),
+            lag=[0.0, *map(float, costs.comm[0])],
+            keep_b=list(map(float, costs.act_b)),
+            keep_w=list(map(float, costs.act_w)),
+            limit=list(map(float, each)),
         )
 
     @property

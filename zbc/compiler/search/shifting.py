@@ -113,11 +113,11 @@ class _Table:
                 continue
             op = Op(kind, s, self.dealt[pipe][place], pipe)
             self.numbers[op] = number
-            self.length[number], self.change[number] = costs.duration(op), costs.held(op)
+            self.length[number], self.change[number] = float(costs.duration(op)), float(costs.held(op))
             if kind is Kind.F and s:
-                self.source[number], self.lag[number] = number - self.count, costs.transfer(s - 1, pipe)
+                self.source[number], self.lag[number] = number - self.count, float(costs.transfer(s - 1, pipe))
             elif kind is Kind.B and s < last:
-                self.source[number], self.lag[number] = number + self.count, costs.transfer(s, pipe)
+                self.source[number], self.lag[number] = number + self.count, float(costs.transfer(s, pipe))
             elif kind is Kind.B:
                 self.source[number] = number - self.per_kind
 
