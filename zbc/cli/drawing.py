@@ -15,6 +15,7 @@ import typer
 from zbc.cli.console import labelled, show, table, tell, write_text
 from zbc.cli.numbers import listed
 from zbc.cli.options import PlanJobCsvOrRun, complete_schedule
+from zbc.text import wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -220,7 +221,7 @@ def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     p, m = _CARD
     program = lower(card.make(Request(p, m, card.default_chunks)))
     costs = Costs.uniform(program.placement)
-    yield f"{card.name}: {card.summary}"
+    yield from wrap(f"{card.name}: {card.summary}".split(" "), 80, between=" ")
     yield ""
     yield labelled("source", card.source)
     if card.aliases:
@@ -230,6 +231,6 @@ def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     yield labelled("makespan", card.makespan)
     yield labelled("span", card.span)
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
-    yield labelled("needs", card.needs)
+    yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
     yield draw(program, simulate(program, costs), costs, View(width=width, by="slot", unicode=False))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _ROWS = 16  # of a table before its middle is left out
 
 PROVEN = (
-    "complete: F, B and W of every stage and microbatch, once, on their rank, in order",
+    "complete: each stage's F, B and W of each microbatch, once, in order",
     "paired: every send meets one receive",
-    "FIFO: each direction of each pair of ranks receives in the order it sends",
-    "deadlock-free: no timing of ranks and messages makes ranks wait for each other",
+    "FIFO: a pair of ranks receives, either way, in the order it sends",
+    "deadlock-free: no timing makes ranks wait for each other forever",
 )
 
 
@@ -202,8 +202,11 @@ def _cut_note(report: Report) -> Iterator[str]:
     cut = report.cut
     times = aligned([cut.busiest_ms, cut.balanced_ms])
     unit, _ = _stage_unit(report)
-    kept = f" and {unit} kept for a microbatch, {unit} of weights, optimizer" if report.bytes_known else ""
-    yield f"layers, ms{kept or ' for a microbatch'}"
+    if report.bytes_known:
+        yield f"F, B, W: ms of a microbatch; kept: {unit} of it, from F to B"
+        yield f"stays: {unit} of weights, gradients and optimizer"
+    else:
+        yield "F, B, W: ms of a microbatch"
     busy = f"rank {cut.busiest_rank} is busy for {times[0]} ms"
     yield f"{busy}, {percent(cut.loss)} above perfect balance ({times[1]} ms)"
     if cut.all_tried:
