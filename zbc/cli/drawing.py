@@ -223,7 +223,7 @@ def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     costs = Costs.uniform(program.placement)
     yield from wrap(f"{card.name}: {card.summary}".split(" "), 80, between=" ")
     yield ""
-    yield labelled("source", card.source)
+    yield labelled("source", *wrap(card.source.split(" "), 69, between=" "))
     if card.aliases:
         yield labelled("also", ", ".join(card.aliases))
     yield labelled("placement", f"{card.placement_name}; stages per rank: {_chunks(card)}")
