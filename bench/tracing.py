@@ -41,14 +41,15 @@ def contestants(worker: Any, folder: Path) -> dict[str, Callable[[int], None]]:
     """The three ways to run a step of one worker."""
     from zbc import trace
     from zbc.runtime.execute import run_step
+    from zbc.runtime.scribe import Scribe
     from zbc.runtime.tracing import Recorder
 
     head = trace.Head(worker.plan.manifest.id, worker.rank, "cpu", "here:1", len(worker.script))
-    writer, recorder = trace.Writer(folder / "run", head), Recorder(worker)
+    writer, recorder, scribe = trace.Writer(folder / "run", head), Recorder(worker), Scribe()
 
     def on(step: int) -> None:
-        _, timing = recorder.step(step, stop=False)
-        writer.step(timing)
+        _, stamped = recorder.record(step, stop=False)
+        scribe.add(lambda: writer.step(stamped.timing()))
 
     return {"never": lambda step: before(worker, step), "off": lambda step: run_step(worker, step) and None, "on": on}
 

@@ -73,7 +73,7 @@ RUNTIME = [
     ["zbc.trace"],
     ["zbc.runtime.sinks", "zbc.runtime.live", "zbc.runtime.interface", "zbc.runtime.board"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
-    ["zbc.runtime.stamps", "zbc.runtime.board"],
+    ["zbc.runtime.stamps", "zbc.runtime.board", "zbc.runtime.scribe"],
     ["zbc.runtime.aligned"],
     ["zbc.runtime.nonfinite"],
     ["zbc.runtime.precision"],

@@ -38,7 +38,8 @@ from zbc.runtime.transport import Letter, Transport
 from zbc.runtime.validate import Layout, Verdict
 
 Value = TypeVar("Value")
-Script = list[tuple[Callable[["Worker", Op], None], Op, str]]  # handler, op, its text
+Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
+Script = list[Entry]
 
 
 class Kept(NamedTuple):

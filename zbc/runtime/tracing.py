@@ -1,7 +1,7 @@
 """Record what a rank does in some of its steps: start and end of every op, what it waited for, what it held.
 
 A recorded step runs in a loop of its own, with a transport and a clock that look at the time: what is not recorded runs
-as if nothing of this were there. The rank's own thread writes the step down when it is over.
+as if nothing of this were there. When it is over a thread beside the rank makes lines of what was stamped.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from zbc.runtime.board import Board
 from zbc.runtime.clock import Clock
 from zbc.runtime.execute import StepResult, run_step
 from zbc.runtime.measure import CATEGORIES, Scale
+from zbc.runtime.scribe import Scribe
 from zbc.runtime.stamps import Stamps, stamps_for
-from zbc.runtime.state import Worker
+from zbc.runtime.state import Entry, Worker
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.trace import Cause, Head, Memory, Timing, Writer
 from zbc.trace import Clock as Compared
+
+_MESSAGE = Cause.MESSAGE.value  # waited for at every other op
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Tracer:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._recorder = Recorder(self.worker)
+        self._recorder, self._scribe = Recorder(self.worker), Scribe()
         first, last = min(self.steps), max(self.steps)
         self._last = last
         self._weighed = last + 1 if last + 1 < self.total else first - 1 if first > 1 else None
@@ -64,9 +68,9 @@ class Tracer:
             return run_step(worker, step, stop=stop)
         if not self._opened:
             self._opened = True
-            self.writer.clock(self.compare())
-        result, timing = self._recorder.step(step, stop)
-        self.writer.step(timing)
+            self._clock()
+        result, stamped = self._recorder.record(step, stop)
+        self._scribe.add(lambda: self.writer.step(stamped.timing()))
         if step == self._last:
             self.close()
         return result
@@ -75,18 +79,25 @@ class Tracer:
         """To be called by all ranks together, when no further step is recorded."""
         if self._opened and not self._closed:
             self._closed = True
-            self.writer.clock(self.compare())
+            self._clock()
 
     def end(self) -> None:
         """The run is over."""
         self.close()
+        self._scribe.flush()
+        self._scribe.close()
         self.writer.close()
+
+    def _clock(self) -> None:
+        compared = self.compare()
+        self._scribe.add(lambda: self.writer.clock(compared))
 
     def _weigh(self, worker: Worker, step: int, stop: bool) -> StepResult | None:
         with Scale(worker) as scale:
             result = run_step(worker, step, stop=stop)
         rows = [[getattr(reading.held, name) for name in (*CATEGORIES, "peak")] for reading in scale.readings]
-        self.writer.memory(Memory(step + 1, (*CATEGORIES, "peak"), rows))
+        memory = Memory(step + 1, (*CATEGORIES, "peak"), rows)
+        self._scribe.add(lambda: self.writer.memory(memory))
         return result
 
 
@@ -117,6 +128,32 @@ def open_tracer(
     return Tracer(worker, Writer(folder, head, run_steps.start), steps, run_steps.stop, compare)
 
 
+@dataclass(frozen=True)
+class Stamped:
+    """What was stamped in a step, as read: ns on the clock of the rank."""
+
+    step: int  # from 0
+    script: Sequence[Entry]  # its ops
+    marks: list[int]  # before the first op and behind each
+    leads: tuple[list[int], list[int]]  # ops, when they began to compute
+    waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
+    close: int
+
+    def timing(self) -> Timing:
+        """Put it together. A REDO stamps computation of its own, which its op does not count as."""
+        marks = self.marks
+        took = list(map(sub, marks[1:], marks))
+        began = dict(zip(*self.leads, strict=True))
+        computing = (index for index, (_, op, _) in enumerate(self.script) if op.kind in COMPUTE)
+        leads = [began[index] - marks[index] for index in computing]
+        (of, at), waits = self.waits, list[int]()
+        for op, cause, a, b in zip(of[::2], of[1::2], at[::2], at[1::2], strict=True):
+            waits += (op, cause, max(0, b - a))
+        if min(took, default=0) < 0 or min(leads, default=0) < 0:  # moments of a GPU are rounded
+            took, leads = [max(0, ns) for ns in took], [max(0, ns) for ns in leads]
+        return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]))
+
+
 @dataclass
 class Recorder:
     """Times one step after the other."""
@@ -124,16 +161,21 @@ class Recorder:
     worker: Worker
     stamps: Stamps | None = None  # those of the worker's device
     _marks: list[Any] = field(default_factory=list)  # before the first op and behind each
-    _leads: list[tuple[int, Any]] = field(default_factory=list)  # op, when it begins to compute
-    _waits: list[tuple[int, Cause, Any, Any]] = field(default_factory=list)  # op, from when to when
+    _leads: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # ops, when they begin to compute
+    _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; from when, to when
 
     def __post_init__(self) -> None:
         self._stamps: Stamps = self.stamps or stamps_for(self.worker.device)
 
     def step(self, step: int, stop: bool) -> tuple[StepResult | None, Timing]:
         """Run a step and time it."""
+        result, stamped = self.record(step, stop)
+        return result, stamped.timing()
+
+    def record(self, step: int, stop: bool) -> tuple[StepResult | None, Stamped]:
+        """Run a step and stamp it."""
         worker, stamps = self.worker, self._stamps
-        for found in (self._marks, self._leads, self._waits):
+        for found in (self._marks, *self._leads, *self._waits):
             found.clear()
         transport, clock = worker.transport, worker.clock
         stamps.open()
@@ -144,11 +186,14 @@ class Recorder:
             close = stamps.stamp()
         finally:
             worker.transport, worker.clock = transport, clock
-        return result, self._timing(step, close)
+        read = stamps.read
+        leads, waits = (self._leads[0][:], read(self._leads[1])), (self._waits[0][:], read(self._waits[1]))
+        return result, Stamped(step, worker.script, read(self._marks), leads, waits, read([close])[0])
 
     def _loop(self, worker: Worker) -> None:
         progress, now, stamp, mark = worker.progress, time.monotonic, self._stamps.stamp, self._marks.append
-        self._waits.clear()  # those before the first op
+        for found in self._waits:
+            found.clear()  # those before the first op
         mark(stamp())
         for index, (handler, op, text) in enumerate(worker.script):
             progress.index, progress.op, progress.since = index, text, now()
@@ -156,46 +201,21 @@ class Recorder:
             mark(stamp())
         progress.index = len(worker.script)  # what is waited for from here on belongs to the close
 
-    def _timing(self, step: int, close: Any) -> Timing:
-        """Put together what was stamped. A REDO stamps computation of its own, which its op does not count as."""
-        read, script = self._stamps.read, self.worker.script
-        begun, *ends = read(self._marks)
-        closed = read([close])[0]
-        starts = [begun, *ends[:-1]]
-        computing = dict(zip((op for op, _ in self._leads), read([at for _, at in self._leads]), strict=True))
-        waits = list[int]()
-        spans = read([at for wait in self._waits for at in wait[2:]])
-        for (op, cause, _, _), a, b in zip(self._waits, spans[::2], spans[1::2], strict=True):
-            waits += (op, cause.value, max(0, b - a))
-        return Timing(
-            step=step + 1,
-            begin_ns=begun,
-            took_ns=[max(0, end - start) for start, end in zip(starts, ends, strict=True)],
-            lead_ns=[
-                max(0, computing[index] - starts[index])
-                for index, (_, op, _) in enumerate(script)
-                if op.kind in COMPUTE
-            ],
-            waits=waits,
-            close_ns=max(0, closed - (ends[-1] if ends else begun)),
-        )
-
 
 class _Clock:
     """A `Clock` that also notes when an op begins to compute."""
 
-    def __init__(self, inner: Clock, worker: Worker, stamp: Callable[[], Any], leads: list[tuple[int, Any]]) -> None:
-        self._inner, self._progress, self._stamp, self._leads = inner, worker.progress, stamp, leads
+    def __init__(
+        self, inner: Clock, worker: Worker, stamp: Callable[[], Any], leads: tuple[list[int], list[Any]]
+    ) -> None:
+        self._begin, self._progress, self._stamp = inner.start, worker.progress, stamp
+        self._ops, self._at = leads
+        self.stop, self.read = inner.stop, inner.read
 
     def start(self) -> None:
-        self._leads.append((self._progress.index, self._stamp()))
-        self._inner.start()
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-    def read(self) -> float:
-        return self._inner.read()
+        self._ops.append(self._progress.index)
+        self._at.append(self._stamp())
+        self._begin()
 
 
 class _Waited:
@@ -216,16 +236,18 @@ class _Transport:
         inner: Transport,
         worker: Worker,
         stamp: Callable[[], Any],
-        waits: list[tuple[int, Cause, Any, Any]],
+        waits: tuple[list[int], list[Any]],
     ) -> None:
         self.rank = inner.rank
-        self._inner, self._progress, self._stamp, self._waits = inner, worker.progress, stamp, waits
+        self._inner, self._progress, self._stamp = inner, worker.progress, stamp
+        self._of, self._at = waits
         self.send, self.post, self.close = inner.send, inner.post, inner.close
 
     def wait(self, message: Letter) -> Tensor:
         began = self._stamp()
         tensor = self._inner.wait(message)
-        self._waits.append((self._progress.index, Cause.MESSAGE, began, self._stamp()))
+        self._at += (began, self._stamp())
+        self._of += (self._progress.index, _MESSAGE)
         return tensor
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
@@ -247,4 +269,5 @@ class _Transport:
         """Do what may wait, and note how long it took."""
         began = self._stamp()
         call()
-        self._waits.append((self._progress.index, cause, began, self._stamp()))
+        self._at += (began, self._stamp())
+        self._of += (self._progress.index, cause.value)
