@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job
@@ -24,6 +24,7 @@ MS = st.floats(0.1, 10.0)
 MINE = {"model": {"family": "mine:layers", "loss": "mse"}, "data": {"kind": "mine:Data"}}
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))
 def test_kinds_explain_what_stages_took(data, kinds, stages):
     names = [f"k{i}" for i in range(kinds)]

@@ -40,7 +40,8 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     worst = memory[rank]
     if worst.bytes <= limit * GIB:
         return
-    text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}"
+    there = "" if limit >= 1 else f" ({size(limit * GIB)})"
+    text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}{there}"
     parts = [
         f"weights {size(worst.weights)} + gradients {size(worst.gradients)}"
         + (f" + masters {size(worst.masters)}" if worst.masters else "")
