@@ -1,10 +1,10 @@
 """B and W apart beside the fused backward: the same stage, microbatch by microbatch in turns, on one CPU thread.
 
-    python bench/split.py [--steps N]
+    python bench/split.py [--steps N] [--compile]
 
 The fused side runs torch's own layers (under autocast our linear layers, which keep one cast of a weight for all
 microbatches). Times are of the processor, so that other programs of the machine count less. For recompute both sides
-run each forward a second time in backward.
+run each forward a second time in backward. With --compile: forward and backward, with and without `model.compile`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "
 
 
 class Timed:
-    """A worker of one rank that notes how long each step's backward takes."""
+    """A worker of one rank that notes how long ops of `kinds` take in each step."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, kinds: tuple[Kind, ...] = (Kind.B, Kind.W, Kind.BW)) -> None:
+        self.kinds = kinds
         ops = plan.program.ranks[0]
         self.worker = build_worker(RankPlan(0, ops, plan.manifest), Hub(1).end(0), torch.device("cpu"))
         self.seconds = 0.0
@@ -41,7 +42,7 @@ class Timed:
         def run(worker: Worker, op: Any) -> None:
             began = time.thread_time()
             handler(worker, op)
-            if op.kind in (Kind.B, Kind.W, Kind.BW):
+            if op.kind in self.kinds:
                 self.seconds += time.thread_time() - began
 
         return run
@@ -55,27 +56,51 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description="B and W apart beside the fused backward.")
     parser.add_argument("--steps", type=int, default=15, help="steps of each side; the median counts")
+    parser.add_argument("--compile", action="store_true", help="what model.compile gains, instead")
     parser.add_argument("--no-file", action="store_true", help="write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record = Record("split")
-    record(f"# {STAGE}; ms of backward per microbatch, median of {options.steps} steps in turns")
-    record(f"{'':9} {'':10} {'BW':>8} {'B + W':>8} {'ratio':>7}   quartiles")
-    for dtype in ("float32", "bfloat16"):
-        for activations in ("keep", "recompute"):
-            job = {**STAGE, "pp": 1, "kind": "1f1b", "sync": "before-step", "dtype": dtype, "activations": activations}
-            plan = planned(JOB.format(**job))
-            fused, apart = Timed(plan), Timed(Plan(plan.manifest, halved(plan.program)))
-            pairs = [(fused.step(step), apart.step(step)) for step in range(options.steps + 2)][2:]
-            low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
-            times = [statistics.median(column) * 1e3 / STAGE["m"] for column in zip(*pairs, strict=True)]
-            record(
-                f"{dtype:9} {activations:10} {times[0]:8.2f} {times[1]:8.2f} {middle:7.3f}   {low:.3f} to {high:.3f}"
-            )
+    record = Record("split-compile" if options.compile else "split")
+    (_compile if options.compile else _split)(record, options.steps)
     record()
     record(JOB.rstrip())
     if not options.no_file:
         record.write()
+
+
+def _split(record: Record, steps: int) -> None:
+    record(f"# {STAGE}; ms of backward per microbatch, median of {steps} steps in turns")
+    record(f"{'':9} {'':10} {'BW':>8} {'B + W':>8} {'ratio':>7}   quartiles")
+    for dtype in ("float32", "bfloat16"):
+        for activations in ("keep", "recompute"):
+            plan = planned(_job(dtype, activations))
+            sides = Timed(plan), Timed(Plan(plan.manifest, halved(plan.program)))
+            record(f"{dtype:9} {activations:10} {_compared(sides, steps)}")
+
+
+def _compile(record: Record, steps: int) -> None:
+    record(f"# {STAGE}; ms of forward and backward per microbatch, median of {steps} steps in turns")
+    record(f"{'':7} {'':9} {'':6} {'as is':>8} {'compiled':>8} {'ratio':>7}   quartiles")
+    kinds = (Kind.F, Kind.B, Kind.W, Kind.BW)
+    for family in ("gpt", "llama"):
+        for dtype in ("float32", "bfloat16"):
+            job = _job(dtype, "keep").replace("[model]", f'[model]\nfamily = "{family}"')
+            plans = [planned(text) for text in (job, job.replace("[model]", "[model]\ncompile = true"))]
+            for name, pair in (("BW", plans), ("B + W", [Plan(one.manifest, halved(one.program)) for one in plans])):
+                compared = _compared((Timed(pair[0], kinds), Timed(pair[1], kinds)), steps)
+                record(f"{family:7} {dtype:9} {name:6} {compared}")
+
+
+def _job(dtype: str, activations: str) -> str:
+    return JOB.format(**STAGE, pp=1, kind="1f1b", sync="before-step", dtype=dtype, activations=activations)
+
+
+def _compared(sides: tuple[Timed, Timed], steps: int) -> str:
+    """ms per microbatch of both sides, step by step in turns, and how the second compares."""
+    pairs = [(sides[0].step(step), sides[1].step(step)) for step in range(steps + 2)][2:]
+    low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+    times = [statistics.median(column) * 1e3 / STAGE["m"] for column in zip(*pairs, strict=True)]
+    return f"{times[0]:8.2f} {times[1]:8.2f} {middle:7.3f}   {low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":

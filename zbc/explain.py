@@ -604,6 +604,18 @@ means that a layer does not do the same thing both times, or gets its gradient
 in a way a pipeline breaks.
 """,
     ),
+    "E511": _entry(
+        "a layer cannot be compiled",
+        """
+With model.compile = true each layer that is to be compiled is tried out before
+training starts: on numbers drawn for it, as it is and compiled, with B and W
+apart where the plan has them apart. It is refused if torch.compile fails, if
+its output or a gradient differs by more than rounding (1e-4 of its norm, 5e-2
+in bfloat16), or if torch compiles it anew for other numbers, which it would
+then do at every microbatch. Without model.compile the layer trains as it is;
+what a factory compiles itself is left alone.
+""",
+    ),
     "E520": _entry(
         "the folder of pretrained weights cannot be read",
         """
@@ -832,6 +844,16 @@ log.wandb asks for it, and wandb.init, which rank 0 calls before the first step,
 failed: nobody is logged in (`wandb login`, or WANDB_API_KEY), or its server is
 out of reach. WANDB_MODE=offline keeps the run on this machine; `wandb sync`
 sends it later. Without log.wandb metrics.jsonl still has every number.
+""",
+    ),
+    "E617": _entry(
+        "no compiler for model.compile",
+        """
+torch.compile makes C++ of layers on a CPU, Triton on CUDA, and found nothing
+to compile it with. Every machine of a run needs one.
+
+    apt install g++           or clang; CXX=/path/to/compiler names another
+    pip install triton        on CUDA; it comes with torch there
 """,
     ),
     "E701": _entry(

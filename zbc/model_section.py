@@ -68,7 +68,9 @@ class Model(Section):
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
-    compile: bool = Field(False, description="reserved: compiled blocks are not proven with B and W apart")
+    compile: bool = Field(
+        False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
+    )
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
     pretrained: str | None = Field(None, description="a Hugging Face folder (GPT-2, Llama) to take the weights from")
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')

@@ -642,7 +642,6 @@ def _unsupported(draft: Draft) -> Iterator[ZbcError]:
     """Values the format reserves for later; refused rather than ignored."""
     get, where = draft.sections.get, draft.document.where
     later: list[tuple[str, str, Callable[[Any], bool], str]] = [
-        ("model", "compile", lambda s: s.compile, "set it to false, or compile layers in a factory of your own"),
         ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
     ]
     for name, key, is_set, hint in later:

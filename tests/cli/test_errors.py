@@ -98,7 +98,6 @@ JOBS = {
         "zbc.toml:15:16",
         'write "1.0x" or "40 GiB"',
     ),
-    "compiled blocks": (edit(model={"compile": True}), 3, "E107", "zbc.toml:9:11", "in a factory of your own"),
     "offload": (edit(memory={"activations": "offload"}), 3, "E107", "zbc.toml:19:15", 'use "keep" or "recompute"'),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),

@@ -1,8 +1,8 @@
 """`zbc doctor --model`: one microbatch through the stages of a plan and through plain autograd; are gradients equal?
 
 All stages run here, on the CPU, one after the other: with B and W apart where the plan has them apart, with recompute
-where it recomputes, boundary tensors of the planned types in between. The other side runs the same layers, unpatched
-and uncut, with the same data and random numbers, and calls `loss.backward()`.
+where it recomputes, compiled where it compiles, boundary tensors of the planned types in between. The other side runs
+the same layers, unpatched and uncut, with the same data and random numbers, and calls `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
+_ROUNDING = 1e-6  # of the largest gradient of all; some gradients are nothing else (a bias in front of a softmax)
 
 
 class Compared(NamedTuple):
@@ -89,7 +90,9 @@ def check_up(plan: Plan) -> Checkup:
         raise ZbcError("E703", "run: a step with a barrier has no result")
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
     loss, plain = plain_gradients(single)
-    found = tuple(Compared(name, _error(mine.get(name), grad)) for name, grad in plain.items())
+    least = _ROUNDING * max((g.abs().max().item() for g in plain.values() if g is not None), default=0.0)
+    least *= settings.model.compile  # uncompiled there is no such rounding
+    found = tuple(Compared(name, _error(mine.get(name), grad, least)) for name, grad in plain.items())
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
 
 
@@ -160,19 +163,26 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def _error(mine: Tensor | None, plain: Tensor | None) -> float:
+def _error(mine: Tensor | None, plain: Tensor | None, least: float) -> float:
+    """As in `Compared`; differences of `least` and below, in numbers, are none."""
     if mine is None or plain is None:
         return 0.0 if mine is plain else math.inf
     if torch.equal(mine, plain):
         return 0.0
     largest = plain.abs().max().item()
-    error = (mine - plain).abs().max().item() / (largest or 1.0)
+    distance = (mine - plain).abs().max().item()
+    if distance <= least:
+        return _ROUNDING
+    error = distance / (largest or 1.0)
     return error if math.isfinite(error) else math.inf
 
 
 def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:
     split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
+    compiled = ", compiled" * settings.model.compile
     return tuple(
-        ("B and W apart" if s in split else "backward in one") + (", recomputed" * (settings.memory.of(s) != "keep"))
+        ("B and W apart" if s in split else "backward in one")
+        + (", recomputed" * (settings.memory.of(s) != "keep"))
+        + compiled
         for s in range(plan.manifest.stages)
     )

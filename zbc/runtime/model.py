@@ -40,6 +40,7 @@ class LayerPlan:
     Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
     overwrites the initial weights of a layer that has been built.
     `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
+    `compiles`: it is one of those that `model.compile` is about.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LayerPlan:
     like: str | None = None
     fill: Callable[[nn.Module], None] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
+    compiles: bool = False
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -118,7 +120,7 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
         LayerPlan("embed", embed),
-        *(LayerPlan(f"layers.{i}", block, like="block") for i in range(model.layers)),
+        *(LayerPlan(f"layers.{i}", block, like="block", compiles=True) for i in range(model.layers)),
         LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab), ties=ties),
     ]
 
@@ -166,7 +168,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found)
-    return [LayerPlan(f"layers.{i}", _builder(item)) for i, item in enumerate(found)]
+    return [LayerPlan(f"layers.{i}", _builder(item), compiles=True) for i, item in enumerate(found)]
 
 
 def _as_list(made: Any, family: str) -> list[Any]:

@@ -56,13 +56,16 @@ class Slot:
         return len(self._work)
 
 
-_local = threading.local()
+class _Current(threading.local):
+    slot: Slot | None = None
+
+
+_local = _Current()
 
 
 def current_slot() -> Slot | None:
     """The slot of the forward that runs on this thread; None outside a pipeline step (evaluation, tests)."""
-    slot: Slot | None = getattr(_local, "slot", None)
-    return slot
+    return _local.slot
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def using(slot: Slot | None) -> Iterator[None]:
 
 def swap_slot(slot: Slot | None) -> Slot | None:
     """Make `slot` current and return the one before: `using` without the cost of a generator."""
-    before: Slot | None = getattr(_local, "slot", None)
+    before = _local.slot
     _local.slot = slot
     return before
 

@@ -17,8 +17,8 @@ from zbc.runtime.remembered import Place, as_before, places, renew
 from zbc.runtime.seeding import drawing, draws, seed_of
 from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.split import SPLIT, SplitLinear, split_backward
-from zbc.runtime.tape import Graph, Inputs, Tape
+from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
+from zbc.runtime.tape import Graph, Inputs, Tape, input_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class Layer:
     module: nn.Module
     traits: Traits
     buffers: tuple[Place, ...] = ()  # those its forward changes
+    compiled: Callable[[Tensor], Tensor] | None = None  # its forward in training, if that is another
+
+    @functools.cached_property
+    def call(self) -> Callable[[Tensor], Tensor]:
+        """Its forward in training."""
+        return self.module if self.compiled is None else self.compiled
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -86,7 +92,7 @@ class Stage:
     def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
         for layer in self.layers:
             if layer.plain:
-                x = layer.module(x)
+                x = layer.call(x)
                 continue
             if layer.buffers:
                 renew(layer.buffers)
@@ -121,23 +127,27 @@ class Stage:
             return as_before(layers[index].buffers, found.pop(index)) if index in found else nullcontext()
 
         inputs: list[Tensor] = []
-        with torch.no_grad():
-            for index in range(len(layers)):
-                inputs.append(x)
-                if layers[index].buffers:
-                    found[index] = renew(layers[index].buffers)
-                x = run(index, x)
-        return x, Inputs(inputs, run, again, 0 if inputs[0].requires_grad else self._first_trained)
+        first = 0 if x.requires_grad else self._first_trained
+        for index in range(len(layers)):
+            inputs.append(x)
+            if layers[index].buffers:
+                found[index] = renew(layers[index].buffers)
+            if layers[index].compiled is None:
+                with torch.no_grad():
+                    x = run(index, x)
+            else:  # as backward will run it again: what torch compiles for no gradient has other bits
+                x = run(index, input_of(index, x, first)).detach()
+        return x, Inputs(inputs, run, again, first)
 
     def _run(self, layer: Layer, x: Tensor, step: int, mb: int) -> Tensor:
         if layer.plain:
-            return layer.module(x)  # type: ignore[no-any-return]
+            return layer.call(x)
         if layer.traits.overwrites:
             x = x.clone()
         if not layer.traits.random:
-            return layer.module(x)  # type: ignore[no-any-return]
+            return layer.call(x)
         with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
-            return layer.module(x)  # type: ignore[no-any-return]
+            return layer.call(x)
 
     @functools.cached_property
     def _first_trained(self) -> int:
@@ -200,20 +210,32 @@ def build_stage(
     dtype: str,
     splits: bool,
     recompute: bool,
+    compiles: bool = False,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
     `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
+    `compiles`: layers that can be are compiled, when they first run.
     """
-    layers = []
+    layers, patches, low = list[Layer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
         module = plan.build(seed).to(device)
         seen = traits[plan.name] | Traits(random=draws(module))
-        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers)))
-    low = dtype == "bfloat16"
-    # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all of them.
-    kinds = SPLIT if splits else (nn.Linear,) if low else ()
-    patches = [patch for layer in layers for patch in split_backward(layer.module, kinds)]
+        chosen = compiles and plan.compiles
+        # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
+        found = split_backward(module, SPLIT if splits else (nn.Linear,) if low and not chosen else ())
+        compiled = _compiled(module, found) if chosen else None
+        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers), compiled))
+        patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
     return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, casts=casts)
+
+
+def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
+    """None where there is nothing to compile: a layer that its user compiled, or that is one of those left outside."""
+    from zbc.runtime.compiled import compile_layer, is_compiled  # takes a second or two to import
+
+    if is_compiled(module) or any(patch.module is module for patch in patches):
+        return None
+    return compile_layer(module, patches)

@@ -80,9 +80,15 @@ class Inputs:
         """Backward of the last layer that is left: the gradient of its input, None if it has none."""
         x = self._inputs.pop()
         index = len(self._inputs)
-        if index:  # behind the first layer the kept tensor is no leaf yet; what nobody trains needs no gradient
-            x = x.detach().requires_grad_(index > self._first and x.is_floating_point())
+        x = input_of(index, x, self._first)
         with self._again(index):
             graph = Graph(self._run(index, x))
             graph.backward(grad)
         return x.grad
+
+
+def input_of(index: int, x: Tensor, first: int) -> Tensor:
+    """What layer `index` of a stage takes when its backward is to follow; what nobody trains needs no gradient."""
+    if not index:  # the stage's own, made for this
+        return x
+    return x.detach().requires_grad_(index > first and x.is_floating_point())

@@ -135,7 +135,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         raise unconnected(manifest.name(seat.rank), error) from error
     network = Network(manifest, seat.device, limit)
     watchdog.phase("building its stages")
-    worker = build_worker(plan, network, seat.device, ramp)
+    worker = build_worker(plan, network, seat.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
     seat.stop.training = True

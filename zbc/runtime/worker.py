@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,12 +72,14 @@ def build_worker(
     device: torch.device,
     ramp: Sequence[RankPlan] = (),
     plans: Sequence[model.LayerPlan] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Worker:
     """Build what one rank needs to run its plan, on `device`; `ramp` are the plans that its training begins with.
 
-    `plans` are the layers, if they are not those of the plan's model.
+    `plans` are the layers, if they are not those of the plan's model; `tell` is told of what takes long.
 
-    Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E508 (data, user code, shapes).
+    Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E511 (data, user code, shapes), E617
+    (nothing to compile with).
     """
     manifest = plan.manifest
     if manifest.slices > 1:
@@ -113,6 +115,8 @@ def build_worker(
         rate=functools.partial(_rate, settings),
         tied=_tied(manifest),
     )
+    if settings.model.compile:
+        _compile(stages, parts, settings.model.dtype, tell)
     worker.sums |= _sums(worker)
     worker.evaluation = build_evaluation(worker, settings.train, functools.partial(_validation, settings, bool(ends)))
     for act in worker.acts:
@@ -230,8 +234,7 @@ def _build_stages(
     device: torch.device,
 ) -> dict[int, Stage]:
     manifest = parts[-1].manifest
-    by_name = {layer.name: layer for layer in plans}
-    split = {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
+    by_name, split = {layer.name: layer for layer in plans}, _split(parts)
     stages = {}
     for s in manifest.to_placement().stages_of(parts[-1].rank):
         for name in manifest.layers[s]:
@@ -248,6 +251,23 @@ def _build_stages(
             dtype=settings.model.dtype,
             splits=s in split,
             recompute=settings.memory.of(s) == "recompute",
+            compiles=settings.model.compile,
         )
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
+
+
+def _split(parts: Sequence[RankPlan]) -> set[int]:
+    """The stages of which some B and W stand apart."""
+    return {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
+
+
+def _compile(stages: Mapping[int, Stage], parts: Sequence[RankPlan], dtype: str, tell: Callable[[str], None]) -> None:
+    """Compile now what is to be compiled, and see that it comes out right."""
+    from zbc.runtime.compiled import make_room  # takes a second or two to import
+    from zbc.runtime.proof import prove
+
+    make_room(sum(len(stage.layers) for stage in stages.values()))
+    split = _split(parts)
+    for index, stage in sorted(stages.items()):
+        prove(stage, dtype, splits=index in split, tell=tell)

@@ -49,11 +49,15 @@ class Rig:
         return build_worker(rank, Hub(1).end(0), device, plans=self.layers)
 
     def plain(self) -> Rig:
-        """The same without the layer that does nothing: it would share its tensors with its neighbours."""
+        """The same without the layer that does nothing: it would share its tensors with its neighbours.
+
+        Nothing is compiled there: bytes are counted op by op, and code that is compiled for several shows none.
+        """
         at = self.kinds.index(IDLE)
         layers, kinds, inputs = self.layers, self.kinds, self.inputs
         return replace(
             self,
+            job=replace(self.job, model=self.job.model.model_copy(update={"compile": False})),
             layers=layers[:at] + layers[at + 1 :],
             kinds=kinds[:at] + kinds[at + 1 :],
             inputs=inputs[:at] + inputs[at + 1 :],

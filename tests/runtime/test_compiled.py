@@ -1,0 +1,223 @@
+"""`model.compile`: compiled layers have the gradients of plain autograd, B and W apart or not, or are refused.
+
+Most tests use torch's backend "aot_eager": all of torch.compile's graphs, forwards and backwards, without the code that
+is made of them, which takes long. Without that code the bits are those of the layers as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of
+from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Placement
+from zbc.plan import Plan
+from zbc.runtime import compiled
+from zbc.runtime.checkup import check_up
+from zbc.runtime.evaluate import evaluate
+from zbc.runtime.execute import run_step
+from zbc.runtime.slot import Slot
+from zbc.runtime.threads import run_threads
+
+FAMILIES = {"gpt": {**GPT, "layers": 3, "hidden": 16}, "llama": {**LLAMA, "layers": 3, "hidden": 16}}
+
+
+# Ranks as threads look for compiled code at the same time and may miss it; torch then compiles once more, and warns.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def from_the_beginning():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def graphs_only(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled_layers(workers):
+    layers = [layer for worker in workers for stage in worker.stages.values() for layer in stage.layers]
+    return [layer.name for layer in layers if layer.compiled is not None]
+
+
+def apart(plan: Plan) -> bool:
+    return any(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
+
+
+CASES = [
+    ("gpt", "zb-h1", "float32", "keep", 0.0),
+    ("gpt", "1f1b", "bfloat16", "recompute", 0.0),
+    ("llama", "1f1b", "float32", "keep", 0.0),
+    ("llama", "zb-v", "bfloat16", "recompute", 1e-6),  # the three gradients of a norm's input add in another order
+]
+
+
+@pytest.mark.parametrize(("family", "schedule", "dtype", "activations", "tolerance"), CASES)
+def test_families_get_the_gradients_of_one_process(family, schedule, dtype, activations, tolerance, monkeypatch):
+    model, before, waiting = {**FAMILIES[family], "dtype": dtype, "compile": True}, graphs(), []
+    monkeypatch.setattr(Slot, "run", lambda slot, run=Slot.run: (waiting.append(len(slot)), run(slot)))
+    plan = make_plan(make_program(schedule, 2, 3), model=model, keep=without_step, activations=activations)
+    workers = check_gradients(plan, tolerance=tolerance)
+    assert graphs() > before and sorted(compiled_layers(workers)) == ["layers.0", "layers.1", "layers.2"]
+    assert apart(plan) == schedule.startswith("zb") == bool(waiting)
+    assert not waiting or max(waiting) >= 4  # each block has four linear layers
+
+
+@pytest.mark.parametrize("kind", ["custom", "overwrites", "dropped"])
+def test_layers_of_users_get_the_gradients_of_one_process(kind):
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", "compile": True}
+    plan = make_plan(make_program("zb-h1", 2, 3), model=model, **VECTORS, keep=without_step)
+    workers = check_gradients(plan)
+    assert len(compiled_layers(workers)) == (3 if kind == "overwrites" else 4)  # one is a linear layer by itself
+
+
+def test_buffers_that_a_forward_changes_and_training_without_a_barrier():
+    model = {"family": "tests.runtime.zoo:batchnorm", "layers": 4, "loss": "mse", "compile": True}
+    optimizer = {"lr": 1e-2, "clip_grad_norm": 1e-3, "sync": "post-validate"}
+    plans = [
+        make_plan(
+            make_program("zb-h1", 2, 3, sync="post-validate"),
+            model={**model, "compile": compiles},
+            optimizer=optimizer,
+            **VECTORS,
+        )
+        for compiles in (True, False)
+    ]
+    one, other = (run_threads(plan, 3) for plan in plans)
+    assert any(result.redone for result in one[0].results)
+    assert [result.loss for result in one[0].results] == [result.loss for result in other[0].results]
+    for mine, plain in zip(one, other, strict=True):
+        for stage in mine.stages:
+            for a, b in zip(mine.stages[stage].layers, plain.stages[stage].layers, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
+
+
+def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layers_as_they_are():
+    ops = "F s0 m0, B s0 m0, F s0 m1, W s0 m0, BW s0 m1, VALIDATE, STEP s0"
+    options = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
+    losses = []
+    for compiles in (True, False):
+        model = {**FAMILIES["gpt"], "compile": compiles}
+        worker = make_worker(
+            plan_of([ops], Placement.linear(1), 2, model=model, activations={"0": "recompute"}, **options)
+        )
+        built = dict(counters["frames"])
+        for step in range(2):
+            run_step(worker, step)
+        losses.append(evaluate(worker, 1).loss)
+        assert dict(counters["frames"]) == built
+    assert losses[0] == losses[1]
+
+
+def test_trying_layers_out_leaves_weights_gradients_buffers_and_generators_as_they_were():
+    model = {"family": "tests.runtime.zoo:batchnorm", "layers": 4, "loss": "mse"}
+    before = torch.get_rng_state()
+    workers = [
+        make_worker(make_plan(make_program("zb-h1", 1, 2), model={**model, "compile": compiles}, **VECTORS))
+        for compiles in (True, False)
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    one, other = ([layer.module.state_dict() for layer in w.stages[0].layers] for w in workers)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in b)
+    assert all(p.grad is None for p in parameters(workers).values())
+
+
+def refusal(family, schedule="zb-h1"):
+    plan = make_plan(make_program(schedule, 2, 3), model={**family, "compile": True}, **VECTORS)
+    with pytest.raises(ZbcError) as caught:
+        make_worker(plan)
+    assert caught.value.hint and "model.compile = false" in caught.value.hint
+    return caught.value.code, caught.value.message
+
+
+def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_by_name():
+    averages = {"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}
+    code, text = refusal(averages, "1f1b")
+    assert code == "E511" and "layer layers.0 compiled (backward in one) is not what it is uncompiled" in text
+    assert refusal(user("value_dependent")) == (
+        "E511",
+        "model: layer layers.0 depends on its data: torch compiles it anew for other numbers",
+    )
+
+
+class Wrong(torch.autograd.Function):
+    """x * w, whose gradient is that of another function where it is compiled."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w * (1.001 if torch.compiler.is_compiling() else 1.0), (grad * x).sum(0)
+
+
+class Deceives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.w = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wrong.apply(self.linear(x), self.w)
+
+
+def deceivers():
+    return [Deceives] * 4
+
+
+def test_a_gradient_that_is_off_by_a_thousandth_is_found():
+    code, text = refusal({"family": f"{__name__}:deceivers", "layers": 4, "loss": "mse"})
+    assert code == "E511" and "the gradient of linear.bias" in text and "its output" not in text
+
+
+def test_the_doctor_holds_compiled_layers_against_plain_autograd():
+    found = check_up(make_plan(make_program("zb-h1", 2, 3), model={**FAMILIES["gpt"], "compile": True}))
+    assert found.fine and found.equal == len(found.parameters)
+    assert found.stages[0] == "B and W apart, compiled"
+
+
+# ---- with the code that torch makes ----------------------------------------------------------------------------
+
+REAL = {"backend": "inductor", "options": {"fallback_random": True}}
+
+
+def test_without_a_compiler_the_error_comes_before_training(monkeypatch, tmp_path):
+    from torch._inductor import config
+
+    monkeypatch.setattr(compiled, "BACKEND", REAL)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert refusal(user("residual"))[0] == "E617"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_code_has_the_gradients_of_one_process_and_the_bits_of_itself_on_one_rank(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", REAL)
+    torch._dynamo.reset()
+    model = {**FAMILIES["gpt"], "compile": True}
+    workers = check_gradients(make_plan(make_program("zb-h1", 2, 3), model=model, keep=without_step), tolerance=1e-5)
+    ops = "F s0 m0, B s0 m0, W s0 m0, F s0 m1, F s0 m2, B s0 m1, B s0 m2, W s0 m1, W s0 m2, VALIDATE"
+    (alone,) = run_threads(plan_of([ops], Placement.linear(1), 3, model=model), 1)
+    found, expected = parameters(workers), parameters([alone])
+    assert all(torch.equal(found[name].grad, p.grad) for name, p in expected.items())
+    assert workers[0].results[0].loss == alone.results[0].loss

@@ -1,0 +1,96 @@
+"""Layers compiled by torch.compile (`model.compile`).
+
+Where a plan runs B and W apart, the layers that split their backward (split.py) stay outside: the compiled code is cut
+around each of them. It would otherwise be one node of the graph, with all of its backward in B. What is deferred until
+W are tensors that compiled code has handed out, which it never writes into again; buffers inside of it, which it does
+use again, are seen by nobody else.
+
+Shapes are those of the plan and never change, so each kind of layer is compiled once for each way it is called; layers
+of one kind share the code. Random numbers are drawn as without compiling.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._dynamo  # takes a second or two: import this module where something is compiled
+import torch._inductor.config
+import torch.hub
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.runtime.split import Patch
+
+BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+_WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch says nothing and compiles no more
+_NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
+
+
+def compile_layer(layer: nn.Module, patches: Iterable[Patch]) -> Callable[[Tensor], Tensor]:
+    """The forward of `layer`, to be compiled when it first runs; `patches` of layers inside of it stay as they are."""
+    for patch in patches:
+        patch.module.forward = Outside(patch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what torch imports for it
+        compiled: Callable[[Tensor], Tensor] = torch.compile(layer, dynamic=False, **BACKEND)
+    return compiled
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    return isinstance(layer, torch._dynamo.OptimizedModule)
+
+
+def make_room(layers: int) -> None:
+    """Let so many layers, which may all be of one class and of different kinds, be compiled, by this process alone.
+
+    Workers beside every rank would outnumber the cores, and ranks do not end in a way that lets them go in peace; nor
+    would a progress bar, for which torch has tqdm make a lock between processes.
+    """
+    bars: Any = getattr(torch.hub, "tqdm", None)
+    if hasattr(bars, "set_lock"):
+        bars.set_lock(threading.RLock())
+    inductor: Any = torch._inductor.config
+    inductor.compile_threads = 1
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _WAYS * layers)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _WAYS * _WAYS * layers)
+
+
+class Outside:
+    """A forward that compiled code calls without looking into it."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _outside(self.patch, x)
+
+
+def _call(patch: Patch, x: Tensor) -> Tensor:
+    return patch(x)
+
+
+_outside: Callable[[Patch, Tensor], Tensor] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+
+
+def not_compiled(layer: str, error: Exception) -> ZbcError:
+    """What torch says of a layer that it cannot compile, and what to do about it."""
+    chain: list[BaseException] = [error]
+    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) and inner not in chain:
+        chain.append(inner)
+    details = [f"{type(one).__name__}: {first_line(one)}" for one in chain]
+    if any(cls.__name__ in _NO_COMPILER for one in chain for cls in type(one).__mro__):
+        hint = "install g++ or clang (on CUDA: triton), name one in CXX, or set model.compile = false and plan again"
+        text = "run: model.compile needs a compiler, and torch finds none that works"
+        return ZbcError("E617", text, hint=hint, details=details)
+    text = f"model: torch.compile fails for layer {layer}"
+    return ZbcError("E511", text, hint="set model.compile = false and plan again", details=details)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch's says first; the rest is where in torch."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
