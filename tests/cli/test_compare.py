@@ -83,6 +83,13 @@ def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
     )
 
 
+def test_values_that_were_swept_in_quotes_are_shown_without_them(zbc, job):
+    sweep = ("--schedules", "1f1b,gpipe", "--sweep", """schedule.memory_limit="1x",'3x'""")
+    for form in ((), ("--csv",), ("--md",)):
+        out = zbc("compare", job(**UNIT), *sweep, *form).out
+        assert "1x" in out and "3x" in out and '"1x' not in out and "'3x" not in out
+
+
 def test_nothing_is_said_of_crossings_where_only_choices_are_swept(zbc, job):
     sweep = ("--sweep", "schedule.microbatches=4,16")
     assert zbc("compare", job(**UNIT), *PAIR, *sweep, "--json").json()["crossings"] == []

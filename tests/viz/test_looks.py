@@ -126,6 +126,19 @@ def test_three_steps_say_how_far_apart_they_end():
     assert "|80" in text
 
 
+def test_of_two_plans_each_says_below_itself_what_is_too_short_for_a_cell():
+    found = []
+    for microbatches in (64, 4):
+        program = make("1f1b", 4, microbatches)
+        costs = Costs.uniform(program.placement)
+        found.append(Drawn(f"m={microbatches}", program, once(simulate(program, costs)), costs))
+    lines = draw_all(found, View(width=80)).plain.split("\n")
+    notes = [k for k, line in enumerate(lines) if line.startswith("too short for a cell")]
+    second = next(k for k, line in enumerate(lines) if line.startswith("m=4"))
+    assert len(notes) == 2 and notes[0] < second < notes[1]
+    assert "of 256 F" in " ".join(lines[notes[0] : second]) and "of 16 F" in " ".join(lines[notes[1] :])
+
+
 def test_two_plans_share_one_time_axis():
     found = []
     for name in ("1f1b", "zb-h1"):

@@ -237,7 +237,12 @@ def _where(world: Sequence[tuple[str, str]]) -> str:
 
 def _candidate(candidate: Candidate) -> str:
     schedule, choice = candidate
-    return " ".join([schedule, *(f"{key.rpartition('.')[2]}={value}" for key, value in choice)])
+    return " ".join([schedule, *(f"{key.rpartition('.')[2]}={_plainly(value)}" for key, value in choice)])
+
+
+def _plainly(value: str) -> str:
+    """The text of a swept value without quotes around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _name(row: Row) -> str:
@@ -266,7 +271,10 @@ def _cells(planned: Sequence[tuple[Row, Report]], columns: Sequence[Column]) -> 
     """The cells of all rows that have a report, the numbers of a column with equally many decimals."""
     texts = [
         [row.schedule for row, _ in planned],
-        *([value for _, value in column] for column in zip(*(row.settings for row, _ in planned), strict=True)),
+        *(
+            [_plainly(value) for _, value in column]
+            for column in zip(*(row.settings for row, _ in planned), strict=True)
+        ),
         *(column.shown([column.value(*entry) for entry in planned]) for column in columns),
     ]
     return [list(cells) for cells in zip(*texts, strict=True)]
@@ -280,7 +288,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
     lines += _cells([(row, row.report) for row in rows if row.report is not None], columns)
     for row in rows:
         if row.error is not None:
-            lines.append([row.schedule, *(value for _, value in row.settings), _reason(row).replace("|", "\\|")])
+            lines.append(
+                [row.schedule, *(_plainly(value) for _, value in row.settings), _reason(row).replace("|", "\\|")]
+            )
     return "\n".join("| " + " | ".join(cells + [""] * (len(heads) - len(cells))) + " |" for cells in lines)
 
 
@@ -291,7 +301,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     columns = _columns(rows)
     writer.writerow(["schedule", *_swept(rows), *(column.key for column in columns), "error"])
     for row in rows:
-        first: list[Any] = [row.schedule, *(value for _, value in row.settings)]
+        first: list[Any] = [row.schedule, *(_plainly(value) for _, value in row.settings)]
         writer.writerow([*first, *_numbers(row, columns), _reason(row)])
     return out.getvalue().rstrip("\n")
 

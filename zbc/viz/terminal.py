@@ -63,7 +63,7 @@ def draw(program: Program, timeline: Timeline, costs: Costs, view: View = View()
     window = view.zoom or (0.0, strip.length or 1.0)
     panel, grid = _panel(program, strip, costs, view, window, _tails(strip, costs, view, window))
     notes = [*_legend([(program, strip)], view), *wrap(verdict(timeline).split("; "), view.width, between="; ")]
-    notes += _steps(strip, view) + _notes(grid, window, view)
+    notes += [*_steps(strip, view), *_hidden(grid, window, view), *_of_slots(view)]
     return Text("\n").join([Text(_title(program, view.width)), *panel, Text(), *(Text(note) for note in notes)])
 
 
@@ -73,16 +73,14 @@ def draw_all(drawn: Sequence[Drawn], view: View = View()) -> Text:
     tails = [_tails(one.strip, one.costs, view, window) for one in drawn]
     width = max((len(tail) for found in tails for tail in found), default=0)
     lines: list[Text] = []
-    notes: list[str] = []
     for one, found in zip(drawn, tails, strict=True):
         aligned_tails = [tail.ljust(width) for tail in found]
         panel, grid = _panel(one.program, one.strip, one.costs, view, window, aligned_tails, exactly=True)
         lines += [Text(_title(one.program, view.width, one.name)), *panel]
         lines += [Text(note) for note in wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")]
-        lines += [*(Text(note) for note in _steps(one.strip, view)), Text()]
-        notes += [note for note in _notes(grid, window, view) if note not in notes]
+        lines += [*(Text(note) for note in [*_steps(one.strip, view), *_hidden(grid, window, view)]), Text()]
     legend = _legend([(one.program, one.strip) for one in drawn], view)
-    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *notes])])
+    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *_of_slots(view)])])
 
 
 def _panel(
@@ -241,13 +239,17 @@ def _legend(drawn: Sequence[tuple[Program, Strip]], view: View) -> list[str]:
     return wrap(words, view.width)
 
 
-def _notes(grid: Grid, window: Window, view: View) -> list[str]:
-    notes = []
-    if grid.hidden:
-        cell = short((window[1] - window[0]) / grid.columns, 3)
-        counts = [f"{few} of {all_} {look(kind).letter}" for kind, (few, all_) in grid.hidden.items()]
-        words = [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:], "see --zoom A-B and --width N"]
-        notes += wrap(words, view.width, between=", ")
-    if view.by == "slot":
-        notes += wrap(["by slot: columns in order of starts", "widths are not times"], view.width)
-    return notes
+def _hidden(grid: Grid, window: Window, view: View) -> list[str]:
+    """What has no cell of its own."""
+    if not grid.hidden:
+        return []
+    cell = short((window[1] - window[0]) / grid.columns, 3)
+    counts = [f"{few} of {all_} {look(kind).letter}" for kind, (few, all_) in grid.hidden.items()]
+    words = [f"too short for a cell of {cell} ms: {counts[0]}", *counts[1:], "see --zoom A-B and --width N"]
+    return wrap(words, view.width, between=", ")
+
+
+def _of_slots(view: View) -> list[str]:
+    return (
+        wrap(["by slot: columns in order of starts", "widths are not times"], view.width) if view.by == "slot" else []
+    )
