@@ -101,7 +101,12 @@ RUNTIME = [
     ["zbc.runtime.checkpoint.folder"],
     ["zbc.runtime.checkpoint.blockfile"],
     ["zbc.runtime.checkpoint.storage", "zbc.runtime.checkpoint.together"],
-    ["zbc.runtime.checkpoint.planning", "zbc.runtime.checkpoint.resume", "zbc.runtime.checkpoint.tryout"],
+    [
+        "zbc.runtime.checkpoint.planning",
+        "zbc.runtime.checkpoint.resume",
+        "zbc.runtime.checkpoint.tryout",
+        "zbc.runtime.checkpoint.owner",
+    ],
     ["zbc.runtime.checkpoint.state"],
     ["zbc.runtime.checkpoint.saving"],
     ["zbc.runtime.checkpoint.loading"],

@@ -48,6 +48,13 @@ def test_wsd_stays_and_falls_at_the_end():
     assert rates(20, kind="wsd").count(1.0) == 18
 
 
+@pytest.mark.parametrize("warmup", [18, 19, 20])
+def test_the_way_down_of_wsd_waits_for_the_end_of_a_long_warm_up(warmup):
+    found = rates(20, kind="wsd", warmup_steps=warmup)
+    assert found[:warmup] == [pytest.approx(step / warmup) for step in range(1, warmup + 1)]
+    assert found[warmup:] == [[0.5, 0.0], [0.0], []][warmup - 18]
+
+
 @given(
     kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     steps=st.integers(1, 300),

@@ -101,7 +101,7 @@ def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tm
     for tokenizer in (Bytes(), Json(word_tokenizer, None)):
         whole, calls = tmp_path / f"whole-{tokenizer.vocab}.bin", []
         tokenize.tokenize([str(texts)], whole, tokenizer, done=calls.append)
-        assert sum(calls) == tokenize.total_bytes([str(texts)]) and len(calls) > 10
+        assert sum(calls) == tokenize.total_bytes([str(texts)], whole) and len(calls) > 10
         for stop in range(len(calls)):
             out, left = tmp_path / f"{tokenizer.vocab}-{stop}.bin", [stop]
 
@@ -140,6 +140,27 @@ tokenize.tokenize([sys.argv[1]], __import__("pathlib").Path(sys.argv[2]), tokeni
     tokenize.tokenize([str(texts)], tmp_path / "whole.bin", Bytes())
     tokenize.tokenize([str(texts)], out, Bytes())
     assert out.read_bytes() == (tmp_path / "whole.bin").read_bytes()
+
+
+def test_an_attempt_that_left_its_parts_among_the_texts_goes_on(texts):
+    out = texts / "out.bin"
+    with pytest.raises(Stopped):
+        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    with pytest.raises(Stopped):
+        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    made, size = tokenize.tokenize([str(texts)], out, Bytes()), tokenize.total_bytes([str(texts / "a.txt")], out)
+    assert made.documents == 18 and size == (texts / "a.txt").stat().st_size
+
+
+def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
+    """JSON can write what UTF-8 cannot."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "pairs \\ud83d\\ude00 are fine"}\n')
+    tokenize.tokenize([str(lines)], tmp_path / "fine.bin", Bytes())
+    lines.write_text('{"text": "fine"}\n{"text": "broken \\ud83d here"}\n')
+    error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "l.bin", Bytes())
+    assert error.code == "E503" and "'\\ud83d', behind 'broken '" in error.message
+    error.render().encode()
 
 
 def test_changed_inputs_start_anew(texts, tmp_path):

@@ -823,7 +823,8 @@ weights, write them with --save-hf and set model.pretrained.
 A run that begins anew, or from an older checkpoint, would write among later
 checkpoints of another run, and --resume auto could not tell them apart. Go on
 from the newest with --resume auto, choose another --out or checkpoint.dir, or
-remove the old ones.
+remove the old ones. So it is with a run that writes there at the same time:
+rank 0 holds a lock on the file .writer, which ends with its process.
 """,
     ),
     "E615": _entry(

@@ -41,7 +41,8 @@ def decay_steps(schedule: Schedule, steps: float) -> float:
         return 0
     if schedule.decay_steps is not None:
         return schedule.decay_steps
-    return max(1, steps // 10) if schedule.kind == "wsd" else max(1, steps - schedule.warmup_steps)
+    rest = max(1, steps - schedule.warmup_steps)
+    return min(max(1, steps // 10), rest) if schedule.kind == "wsd" else rest
 
 
 def rate(lr: float, schedule: Schedule, steps: int, step: int) -> float:
@@ -54,7 +55,7 @@ def rate_after(lr: float, schedule: Schedule, steps: float, done: float) -> floa
     down = decay_steps(schedule, steps)
     if done < schedule.warmup_steps:
         return lr * done / schedule.warmup_steps
-    start = steps - down if schedule.kind == "wsd" else schedule.warmup_steps
+    start = max(steps - down, schedule.warmup_steps) if schedule.kind == "wsd" else schedule.warmup_steps
     part = min(1.0, max(0.0, (done - start) / down)) if down else 0.0
     if schedule.kind == "cosine":
         part = 0.5 * (1.0 - math.cos(math.pi * part))

@@ -14,6 +14,7 @@ import array
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from zbc.tokenfile import Tokens, sidecar, write_sidecar
 PIECE = 2**22  # bytes of text at a time
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _CODES = {"uint16": "H", "uint32": "I"}
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can write and UTF-8 cannot
 
 
 class Tokenizer(Protocol):
@@ -100,7 +102,7 @@ def tokenize(
     """
     if out.exists():
         raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
-    files = list(text_files(list(texts)))
+    files = _inputs(texts, out)
     dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
     part = out.with_name(out.name + ".part")
     try:
@@ -124,9 +126,16 @@ def tokenize(
     return made
 
 
-def total_bytes(texts: Sequence[str]) -> int:
+def total_bytes(texts: Sequence[str], out: Path) -> int:
     """Of all the text that `tokenize` would read. Raises E501."""
-    return sum(_size(file) for file in text_files(list(texts)))
+    return sum(_size(file) for file in _inputs(texts, out))
+
+
+def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
+    """What `texts` name, but not what an interrupted attempt has left there of its own."""
+    part = out.with_name(out.name + ".part")
+    own = {path.resolve() for path in (part, sidecar(part), sidecar(part).with_suffix(".new"), sidecar(out))}
+    return [file for file in text_files(list(texts)) if file.resolve() not in own]
 
 
 def _size(file: Path) -> int:
@@ -213,6 +222,12 @@ def _text_of(file: Path, line: bytes) -> str:
     if not isinstance(text, str) or "\0" in text:
         shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
         raise ZbcError("E503", shown, hint="one JSON object a line; other text belongs into files with other names")
+    if (half := _SURROGATE.search(text)) is not None:
+        near = text[max(0, half.start() - 20) : half.end()]
+        shown = f"data: {file} has a line with half of a character, {half[0]!a}, behind {near[:-1]!a}: {line[:60]!r}"
+        raise ZbcError(
+            "E503", shown, hint=r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
+        )
     return text
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from zbc.errors import ZbcError
 from zbc.plan import read_manifest
 from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint import owner
 from zbc.runtime.checkpoint.resume import Start, choose
 from zbc.runtime.options import RunOptions
 
@@ -211,6 +214,41 @@ def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
     with pytest.raises(ZbcError) as caught:
         start(plan)
     assert caught.value.code == "E614"
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("somebody else", file=file, flush=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
+    """What a run holds ends with its process, so nothing is left behind that keeps the next one out."""
+    monkeypatch.setattr(owner, "_PATIENCE_S", 0.3)
+    board, folder = Board(dist.HashStore(), 0, 1), tmp_path / "a folder"
+    with owner.owned(board, folder, "this run"):
+        assert (folder / owner.NAME).read_text() == "this run\n"
+    command = [sys.executable, "-c", HOLDER, str(folder / owner.NAME)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(ZbcError, match="another run writes its checkpoints into") as caught,
+            owner.owned(Board(dist.HashStore(), 0, 1), folder, "this run"),
+        ):
+            pytest.fail("two runs")
+        assert caught.value.code == "E614" and list(caught.value.details) == ["somebody else"]
+        plan = plan_of(tmp_path, checkpoint={"dir": str(folder)})
+        with pytest.raises(ZbcError, match="another run writes its checkpoints into"):
+            run_here(plan, 2, tmp_path / "second")
+        assert not (tmp_path / "second" / "metrics.jsonl").exists()
+        holder.kill()
+        holder.wait()
+        with owner.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
+            assert (folder / owner.NAME).read_text() == "the next\n"
 
 
 def test_old_checkpoints_go_when_newer_ones_are_complete(tmp_path):

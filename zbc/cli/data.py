@@ -34,7 +34,7 @@ def tokenize(
     if tokenizer is None and end is not None:
         raise typer.BadParameter("bytes as tokens end documents with NUL; --end goes with --tokenizer")
     chosen = Bytes() if tokenizer is None else Json(tokenizer, end)
-    with progress("tokenizing", total_bytes(texts), quiet=quiet) as done:
+    with progress("tokenizing", total_bytes(texts, output), quiet=quiet) as done:
         made = make(texts, output, chosen, done=done)
     if not quiet:
         show(labelled("tokens", f"{made.tokens} of {made.documents} documents, {made.dtype}"))

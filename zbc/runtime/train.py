@@ -22,6 +22,7 @@ from zbc.plan import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.checkpoint import resume
+from zbc.runtime.checkpoint.owner import owned
 from zbc.runtime.checkpoint.tryout import try_out
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
@@ -143,7 +144,11 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     first = _load(worker, board, seat, start, watchdog)
     resumed = None if start.checkpoint is None else str(start.checkpoint)
     settings = RunSettings(folder, steps, seat.device.type, processes, worker.course, options.launch, first, resumed)
-    with RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
+    place = resume.known_folder(manifest, start.run or options.out)
+    with (
+        owned(board, place, f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"),
+        RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log,
+    ):
         tracer = None
         if options.trace:
             watchdog.phase("opening its trace", waiting=True)

@@ -78,6 +78,11 @@ def save_folder(manifest: Manifest, run: Path) -> Path:
     return _chosen(manifest) or run / disk.FOLDER
 
 
+def known_folder(manifest: Manifest, run: Path | None) -> Path | None:
+    """The same before that directory is there; None if there are none, or they go into one yet to be made."""
+    return _place(manifest, run) if manifest.training.get("checkpoint", {}).get("every") else None
+
+
 def _chosen(manifest: Manifest) -> Path | None:
     chosen = manifest.training.get("checkpoint", {}).get("dir")
     return None if chosen is None else Path(chosen)
