@@ -47,17 +47,19 @@ class _Rank:
         self.at += 1
 
 
-def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...] = (4, 5, 6)) -> trace.Trace:
-    """The trace of a plan in this world."""
+def record(
+    compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...] = (4, 5, 6), phase: str = ""
+) -> trace.Trace:
+    """The trace of a plan, or of a phase of its ramp, in this world."""
     compiled.write(folder / "plan")
-    plan = Plan.read(folder / "plan")
+    plan = Plan.read(folder / "plan" / phase)
     run = folder / "run"
     trace.start(run, folder / "plan")
     count, now = plan.manifest.world, 10**12
     writers = []
     for rank in range(count):
         ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
-        writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)))
+        writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)), phase=phase)
         skew = round(world.skew(rank) * MS)
         writer.clock(Clock(now - skew, skew, 0))
         writers.append((writer, skew))
@@ -74,7 +76,7 @@ def record(compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...
             ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
             writer.memory(Memory(steps[-1] + 1, ("activations", "peak"), [[world.held(op)] * 2 for op in ops]))
         writer.close()
-    return trace.read(run)
+    return trace.read(run, phase)
 
 
 def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:

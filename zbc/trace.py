@@ -4,6 +4,7 @@
       plan/              the plan as it ran
       rank-0000.jsonl    what rank 0 of the run did, one JSON object per line; complete at any moment
       rank-0001.jsonl    ...
+      m4/                the same of steps that the training began with, where it has a ramp; their plan is plan/m4
 
 The lines of a rank's file, times in ns on its own clock:
 
@@ -67,6 +68,7 @@ __all__ = [
     "Wait",
     "Writer",
     "has_trace",
+    "phases",
     "rank_file",
     "read",
     "start",
@@ -97,12 +99,12 @@ def start(run: Path, plan: Path) -> None:
 class Writer:
     """The file of one rank while it runs; every line is complete as soon as it is written."""
 
-    def __init__(self, run: Path, head: Head, behind: int = 0) -> None:
+    def __init__(self, run: Path, head: Head, behind: int = 0, phase: str = "") -> None:
         """`behind`: a training goes on behind this step (from 1), and what it recorded until then stays.
 
-        Raises E606 if the file cannot be written.
+        `phase` is the folder of a plan that the training begins with. Raises E606 if the file cannot be written.
         """
-        path = run / FOLDER / rank_file(head.rank)
+        path = run / FOLDER / phase / rank_file(head.rank)
         about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,11 +225,13 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run: the plan, and per rank of the run what it did."""
+    """A recorded run, or a phase of it: the plan, and per rank of the run what it did."""
 
     folder: Path  # the run directory
     plan: plans.Plan
     ranks: tuple[RankTrace, ...]
+    phase: str = ""  # the folder of its plan, where that is one that the training began with
+    whole: plans.Manifest | None = None  # the plan with that folder in it, if so
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
@@ -250,21 +254,36 @@ class Trace:
         return self.ranks[rank].recorded(step)
 
 
-def has_trace(run: Path) -> bool:
-    """Whether a run directory holds a trace."""
-    return (run / FOLDER / rank_file(0)).is_file()
+def has_trace(run: Path, phase: str | None = None) -> bool:
+    """Whether a run directory holds a trace, of this phase or of any."""
+    if phase is not None:
+        return (run / FOLDER / phase / rank_file(0)).is_file()
+    return has_trace(run, "") or any((run / FOLDER).glob(f"*/{rank_file(0)}"))
 
 
-def read(run: Path) -> Trace:
-    """The trace of a run directory, as far as it was written.
+def phases(run: Path) -> list[str]:
+    """The phases of a training that were recorded, in their order: the last one has no name of its own but ""."""
+    names = [*(part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp), ""]
+    return [name for name in names if has_trace(run, name)]
+
+
+def read(run: Path, phase: str | None = None) -> Trace:
+    """The trace of a run directory, as far as it was written: of a phase of the training, of the last one recorded.
 
     Raises E430 (no trace there, or of some ranks only, or no complete step), E431 (a file is damaged: file and line),
     E4xx (the copy of the plan).
     """
-    folder = run / FOLDER
     if not has_trace(run):
         raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
-    plan = plans.Plan.read(folder / PLAN)
+    recorded = phases(run)
+    if phase is None:
+        phase = recorded[-1] if recorded else ""
+    if phase not in recorded:
+        names = ", ".join(name or "the last one" for name in recorded) or "none"
+        text = f"trace: {run} has no trace of the phase {phase or 'behind the ramp'}"
+        raise ZbcError("E430", text, hint=f"recorded phases: {names}")
+    folder = run / FOLDER / phase
+    plan = plans.Plan.read(run / FOLDER / PLAN / phase)
     world = plan.manifest.world
     missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
@@ -274,7 +293,7 @@ def read(run: Path) -> Trace:
     ranks = plan.program.ranks
     parts = [plan.manifest.seats.of(r).part for r in range(world)]
     found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
-    trace = Trace(run, plan, found)
+    trace = Trace(run, plan, found, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
     return trace

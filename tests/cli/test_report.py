@@ -9,6 +9,7 @@ import pytest
 
 from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
 from tests.recorded_runs import record
+from zbc.plan import Plan
 
 
 @pytest.fixture
@@ -55,6 +56,28 @@ def test_the_report_as_json_has_stable_keys(run, zbc):
 def test_verbose_shows_every_op_and_the_links(run, zbc):
     short, full = zbc("report", run).out, zbc("report", run, "-v").out
     assert "links" not in short and "links" in full and full.count(" ops ") > short.count(" ops ")
+
+
+def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
+    ramp = [{"microbatches": 2, "steps": 3}, {"microbatches": 4, "steps": 3}]
+    plan = compiled("1f1b", costs={**GIVEN, "per": "layer"}, layers=12, schedule={"ramp": ramp}, train={"steps": 9})
+    world = as_predicted(plan, op=slowed(plan, 2, 1.5))
+    for steps, phase in (((2, 3), "m2"), ((5, 6), "m4")):
+        record(plan, folder, world, steps, phase)
+    found = zbc("report", "run", "--phase", "m2", "--json").json()
+    assert (found["phase"], found["microbatches"], found["steps"]) == ("m2", 2, [2, 3])
+    start = plan.ramp[0].compiled
+    assert found["makespan"]["predicted"] == pytest.approx(start.report.makespan_ms)
+    assert [one["rank"] for one in found["slow_ranks"]] == [2] and found["replan"]["changed"]
+    for command in found["replan_command"].split(" && "):
+        assert zbc(*shlex.split(command)[1:]).code == 0
+    anew = Plan.read(folder / "plan-measured").ramp[0].manifest
+    assert anew.predicted["barrier_ms"] == pytest.approx(found["replan"]["planned_ms"], rel=1e-5)
+    assert [*map(list, anew.layers)] == found["replan"]["cut"] != [*map(list, plan.layers)]
+    latest = zbc("report", "run")
+    assert "the steps of m4 of a ramp, 4 microbatches each" in latest.out and "also recorded: --phase m2" in latest.out
+    missing = zbc("report", "run", "--phase", "m3")
+    assert (missing.code, missing.out) == (2, "") and "recorded phases: m2, m4" in missing.err
 
 
 @pytest.fixture

@@ -33,6 +33,23 @@ def test_a_run_records_the_steps_it_is_asked_to(tmp_path):
         assert (took.ends - took.begins) / 1e6 == pytest.approx(shown[step], rel=0.2, abs=1.0)
 
 
+def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path):
+    ramp = [{"microbatches": 1, "steps": 3}, {"microbatches": 2, "steps": 1}]
+    schedule = {"kind": "1f1b", "microbatches": 4, "ramp": ramp}
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}, schedule=schedule, train={"steps": 8}), tmp_path / "run"
+    run_here(plan, 2, out, trace=frozenset({1, 2, 3, 5, 6}))
+    assert trace.phases(out) == ["m1", "m2", ""]
+    whole = Plan.read(plan)
+    expected = {"m1": (whole.ramp[0], (2, 3), None), "m2": (whole.ramp[1], (4,), None), "": (whole, (6, 7), 8)}
+    for phase, (its, steps, weighed) in expected.items():
+        found = trace.read(out, phase)
+        assert (found.phase, found.steps) == (phase, steps)
+        assert found.plan.program == its.program and found.plan.manifest.id == its.manifest.id
+        assert [one.memory and one.memory.step for one in found.ranks] == [weighed] * 2
+        assert all(len(one.clocks) == 2 for one in found.ranks)
+    assert trace.read(out).phase == ""
+
+
 def test_what_a_killed_run_recorded_can_be_read(tmp_path):
     plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
     kill = at_step(4, lambda: os.kill(processes(out)[1], signal.SIGKILL))

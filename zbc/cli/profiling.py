@@ -47,6 +47,10 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="With --from-trace: the profile that has the rest; default the plan's own."),
     ] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --from-trace: the recorded phase of a ramp (m4); else the last."),
+    ] = None,
     settings: Settings = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -62,12 +66,12 @@ def profile(
             raise typer.BadParameter(
                 "--from-trace measures nothing, so JOB.toml and how to measure have no place beside it"
             )
-        _derive(from_trace, base, output, as_json=json, quiet=quiet)
+        _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
     if job is None:
         raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
-    if base is not None:
-        raise typer.BadParameter("--base goes with --from-trace")
+    if base is not None or phase is not None:
+        raise typer.BadParameter("--base and --phase go with --from-trace")
     from zbc.compiler.compile import load_job
 
     loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
@@ -82,14 +86,14 @@ def profile(
     _write(found, job, output, as_json=json, quiet=quiet)
 
 
-def _derive(run: Path, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
+def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
     """The profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
     from zbc import profile as profiles
     from zbc import trace
     from zbc.compiler.recorded.derive import derive
     from zbc.compiler.recorded.replan import refuse_misfit
 
-    recorded = trace.read(run)
+    recorded = trace.read(run, phase)
     known = None if base is None else profiles.read(base)
     if known is not None:
         refuse_misfit(recorded.plan.manifest, known, str(base))

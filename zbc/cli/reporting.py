@@ -30,6 +30,9 @@ _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host"
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    phase: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a ramp, the recorded phase to look at (m4); else the last.")
+    ] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -49,23 +52,25 @@ def report(
         else:
             show(*_unrecorded(found))
         return
-    made = build(trace.read(run))
-    command = replan_command(run)
+    made = build(trace.read(run, phase))
+    command = replan_command(run, made.phase)
     if json:
         show_json({**made.as_json(), "replan_command": command})
         return
-    show(*_summary(run, made))
+    show(*_summary(run, made, trace.phases(run)))
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
     show(*_memory(made))
     show("", labelled("plan anew", *_again(made, command)))
 
 
-def replan_command(run: Path) -> str:
-    """The command that plans the job of a recorded run with its measured times."""
+def replan_command(run: Path, phase: str = "") -> str:
+    """The command that plans the job of a recorded run with the measured times of these steps."""
     folder, plan = shlex.quote(str(run)), shlex.quote(str(run / "trace" / "plan"))
+    which = f" --phase {phase}" if phase else ""
     return (
-        f"zbc profile --from-trace {folder} -o profile.json && zbc plan {plan} --profile profile.json -o plan-measured"
+        f"zbc profile --from-trace {folder}{which} -o profile.json && "
+        f"zbc plan {plan} --profile profile.json -o plan-measured"
     )
 
 
@@ -98,7 +103,7 @@ def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
 # ---- a recorded run ------------------------------------------------------------------------------------------
 
 
-def _summary(run: Path, made: RunReport) -> Iterator[RenderableType]:
+def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[RenderableType]:
     count = len(made.steps)
     yield labelled("run", f"{run}: {made.schedule} on {len(made.ranks)} {made.device} ranks, plan {made.plan}")
     yield labelled(
@@ -108,6 +113,14 @@ def _summary(run: Path, made: RunReport) -> Iterator[RenderableType]:
         if made.clock_uncertainty_ms
         else "all ranks read the same clock",
     )
+    others = [f"--phase {name}" if name else "the steps behind the ramp" for name in phases if name != made.phase]
+    if made.phase or others:
+        where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps behind a ramp"
+        yield labelled(
+            "phase",
+            f"{where}, {made.microbatches} microbatches each",
+            *([f"also recorded: {', '.join(others)}"] if others else []),
+        )
     yield ""
     table_ = table("", "predicted", "measured", "", "")
     table_.add_row("step, with its optimizer", *_times(made.step))

@@ -172,10 +172,6 @@ def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -
     if trace and max(trace) >= total:
         text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
         raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
-    ramp = sum(part.steps for part in manifest.ramp)
-    if trace and min(trace) < ramp:
-        text = f"run: --trace asks for step {min(trace) + 1}, the first {ramp} run other plans"
-        raise ZbcError("E160", text, hint=f"name steps from {ramp + 1} on")
 
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:

@@ -38,33 +38,35 @@ _MESSAGE = Cause.MESSAGE.value  # waited for at every other op
 
 @dataclass
 class Tracer:
-    """Runs the steps of a rank, and records those in `steps` (from 0).
+    """Runs the steps of a rank in one leg of its course, and records those in `steps` (from 0).
 
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
     and behind the last. What ops hold is looked at in the step behind the last recorded one, or in the one before the
-    first, since looking takes long; in the first step of all the optimizer makes its state, so it does not count. Steps
-    of a ramp run other plans and are left out.
+    first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a leg
+    only turns to its plan, so neither counts.
     """
 
     worker: Worker
     writer: Writer
     steps: frozenset[int]
-    total: int  # steps of the run
+    total: int  # steps of the run, up to the end of this leg
     compare: Callable[[], Compared]
+    leg: int = -1
     _opened: bool = False
     _closed: bool = False
 
     def __post_init__(self) -> None:
         self._recorder, self._scribe = Recorder(self.worker), Scribe()
-        first, last = min(self.steps), max(self.steps)
-        self._last = last
-        self._weighed = last + 1 if last + 1 < self.total else first - 1 if first > 1 else None
+        first, self._last = min(self.steps, default=0), max(self.steps, default=-1)
+        begin = self.worker.course.legs[self.leg].first
+        before = first - 1 if first - 1 > begin else None
+        self._weighed = self._last + 1 if self._last + 1 < self.total else before
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
-        if step == self._weighed and worker.act is worker.acts[-1]:
+        if self.steps and step == self._weighed:
             return self._weigh(worker, step, stop)
-        if step not in self.steps or worker.act_of(step) is not worker.acts[-1]:
+        if step not in self.steps:
             return run_step(worker, step, stop=stop)
         if not self._opened:
             self._opened = True
@@ -101,7 +103,24 @@ class Tracer:
         return result
 
 
-def open_tracer(
+@dataclass(frozen=True)
+class Tracers:
+    """A tracer for each leg of the course that has steps to record, or has had."""
+
+    legs: dict[int, Tracer]
+
+    def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
+        """`run_step`, recorded or not."""
+        tracer = self.legs.get(worker.course.leg(step))
+        return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
+
+    def end(self) -> None:
+        """The run is over."""
+        for tracer in self.legs.values():
+            tracer.end()
+
+
+def open_tracers(
     worker: Worker,
     board: Board,
     steps: frozenset[int],
@@ -109,7 +128,7 @@ def open_tracer(
     limit: timedelta,
     run: Path | None,
     plan: Path,
-) -> Tracer:
+) -> Tracers:
     """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of.
 
     `run_steps` are those that are still to be trained; what was recorded before them stays.
@@ -118,14 +137,23 @@ def open_tracer(
         trace.start(run, plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
     process = f"{socket.gethostname()}:{os.getpid()}"
-    act = worker.acts[-1]
-    head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script))
+    manifest, course = worker.acts[-1].plan.manifest, worker.course
     turns = itertools.count()
 
     def compare() -> Compared:
         return compare_clocks(board, str(next(turns)), limit)
 
-    return Tracer(worker, Writer(folder, head, run_steps.start), steps, run_steps.stop, compare)
+    found = {}
+    ends = [*(leg.first for leg in course.legs[1:]), run_steps.stop]
+    for number, (act, end) in enumerate(zip(worker.acts, ends, strict=True)):
+        phase = "" if act is worker.acts[-1] else manifest.ramp[number].folder
+        mine = frozenset(step for step in steps if course.leg(step) == number)
+        if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
+            continue
+        head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script))
+        writer = Writer(folder, head, run_steps.start, phase)
+        found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
+    return Tracers(found)
 
 
 @dataclass(frozen=True)

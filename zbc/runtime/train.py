@@ -33,7 +33,7 @@ from zbc.runtime.nonfinite import Skips
 from zbc.runtime.options import RunOptions
 from zbc.runtime.reach import Doorstep, check_reach, unconnected
 from zbc.runtime.state import Worker
-from zbc.runtime.tracing import Tracer, open_tracer
+from zbc.runtime.tracing import Tracers, open_tracers
 from zbc.runtime.watchdog import Watchdog, in_time
 from zbc.runtime.worker import Settings, build_worker
 
@@ -153,7 +153,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         if options.trace:
             watchdog.phase("opening its trace", waiting=True)
             run = None if log is None else log.folder
-            tracer = open_tracer(worker, board, options.trace, range(first, steps), limit, run, folder)
+            tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
         checkpoints = _checkpoints(worker, board, seat, log, limit)
         if checkpoints is not None:
             checkpoints.last = first
@@ -205,7 +205,7 @@ def _train(
     seat: Seat,
     steps: range,
     log: RunLog | None,
-    tracer: Tracer | None,
+    tracer: Tracers | None,
     checkpoints: Checkpoints | None,
 ) -> str | None:
     if log is not None:

@@ -37,9 +37,19 @@ class Replan:
         return None if self.planned_ms is None else 1 - self.planned_ms / self.present_ms
 
 
-def replan(manifest: Manifest, program: Program, profile: Profile, *, budget: float | None = None) -> Replan:
-    """Plan the job of a plan again with a profile, and compare both under it."""
-    job = with_profile(manifest, profile)
+def replan(
+    manifest: Manifest,
+    program: Program,
+    profile: Profile,
+    *,
+    whole: Manifest | None = None,
+    budget: float | None = None,
+) -> Replan:
+    """Plan the job of a plan again with a profile, and compare both under it.
+
+    Of a phase of a ramp the `whole` plan is what is planned again, and the same phase of it compared.
+    """
+    job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
     present = settled(program, again)
     cut = tuple(map(tuple, manifest.layers))
@@ -47,6 +57,9 @@ def replan(manifest: Manifest, program: Program, profile: Profile, *, budget: fl
         compiled = compile_job(job, suggest=False, budget=budget)
     except ZbcError as error:
         return Replan(present, None, manifest.schedule, cut, False, error.message)
+    if whole is not None:
+        starts = (start.compiled for start in compiled.ramp)
+        compiled = next(one for one in starts if one.program.microbatches == program.microbatches)
     changed = compiled.layers != cut or compiled.program.ranks != program.ranks
     return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
 

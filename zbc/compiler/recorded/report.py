@@ -14,7 +14,7 @@ from zbc.compiler.recorded import blame, deviations
 from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
-from zbc.compiler.recorded.times import times_of
+from zbc.compiler.recorded.times import Times, times_of
 from zbc.compiler.recorded.view import Step, step_of, typical
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
@@ -69,6 +69,8 @@ class RunReport:
     plan: str
     schedule: str
     device: str
+    phase: str  # of a training that began with smaller batches, the folder of these steps' plan; "" behind the ramp
+    microbatches: int
     steps: tuple[int, ...]  # those looked at
     median_step: int  # the one that is taken apart by cause
     clock_uncertainty_ms: float
@@ -93,7 +95,7 @@ class RunReport:
     def _values(self) -> dict[str, Any]:
         kinds = ("slow_ranks", "slow_links", "stalls", "outliers", "ops", "links")
         values: dict[str, Any] = {name: asdict(getattr(self, name)) for name in _QUANTITIES}
-        values |= {name: getattr(self, name) for name in ("plan", "schedule", "device", "steps", "median_step")}
+        values |= {name: getattr(self, name) for name in _PLAIN}
         values |= {"clock_uncertainty_ms": self.clock_uncertainty_ms}
         values |= {"ranks": [asdict(one) for one in self.ranks], "memory": [asdict(one) for one in self.memory]}
         values |= {name: [one._asdict() for one in getattr(self, name)] for name in kinds}
@@ -102,6 +104,7 @@ class RunReport:
         return values
 
 
+_PLAIN = ("plan", "schedule", "device", "phase", "microbatches", "steps", "median_step")
 _QUANTITIES = ("step", "makespan", "span", "bubble_makespan", "bubble_span")
 
 
@@ -134,6 +137,8 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         plan=manifest.id,
         schedule=manifest.schedule,
         device=trace.device,
+        phase=trace.phase,
+        microbatches=manifest.microbatches,
         steps=numbers,
         median_step=middle.number,
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
@@ -150,10 +155,14 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         ops=tuple(ops),
         links=tuple(links),
         memory=_memory(trace),
-        replan=replan(manifest, program, derive_from(manifest, times, rounds=len(steps), device=trace.device).profile)
-        if again
-        else None,
+        replan=_replan(trace, times, len(steps)) if again else None,
     )
+
+
+def _replan(trace: Trace, times: Times, rounds: int) -> Replan:
+    manifest, program = trace.plan.manifest, trace.plan.program
+    profile = derive_from(manifest, times, rounds=rounds, device=trace.device).profile
+    return replan(manifest, program, profile, whole=trace.whole)
 
 
 def _median(steps: Sequence[Step]) -> Step:
