@@ -10,6 +10,7 @@ import pytest
 
 import zbc.plan as plans
 from tests.compiler.grid import make
+from zbc.cli.checking import check_plan
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
@@ -121,6 +122,8 @@ def test_a_plan_that_is_as_another_version_wrote_it_is_not_called_edited(folder,
     with pytest.raises(ZbcError, match="made by another version of zbc") as caught:
         Plan.read(folder)
     assert caught.value.code == "E403" and all(name in caught.value.message for name in (*missing, *added))
+    with pytest.raises(ZbcError, match="made by another version of zbc"):
+        check_plan(folder)
     (folder / "plan.json").write_text(json.dumps({**other, "sha256": sha, "microbatches": 1}))
     assert code_of(folder) in ("E402", "E404")
 

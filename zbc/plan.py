@@ -306,7 +306,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
     if data.get("version") != VERSION:
         text = f"plan: {path} has plan version {data.get('version')!r}, this zbc reads {VERSION}"
         raise ZbcError("E403", text, hint=_REPLAN)
-    if verify:
+    if verify or data.keys() - Manifest.model_fields.keys():
         _refuse_other_fields(path, data)
     try:
         manifest = Manifest.model_validate(data)
