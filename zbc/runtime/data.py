@@ -26,6 +26,7 @@ from zbc.runtime.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
 _PAIR = tuple, list
+_AT_ONCE = 32  # samples that are looked up in one go, ahead of the microbatch that is asked for
 
 
 class Samples(Protocol):
@@ -150,6 +151,7 @@ class Batches:
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
         self._begun = self.course, 0, self.course.position(0)
+        self._next: tuple[int, list[int]] = 0, []  # a position, the numbers of the samples from there on
 
     @property
     def count(self) -> int:
@@ -171,12 +173,21 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        epoch, place = divmod(self._start(step) + mb * self._size, self._count)
-        order, end = self._order(epoch), place + self._size
-        if end <= self._count:
-            return [order[i] for i in range(place, end)]
-        after = self._order(epoch + 1)  # at most one epoch ends in a step, see above
-        return [*(order[i] for i in range(place, self._count)), *(after[i] for i in range(end - self._count))]
+        size, place = self._size, self._start(step) + mb * self._size
+        first, numbers = self._next
+        if not first <= place <= first + len(numbers) - size:
+            first, numbers = self._next = place, self._numbers(place, max(size, _AT_ONCE))
+        return numbers[place - first : place - first + size]
+
+    def _numbers(self, start: int, count: int) -> list[int]:
+        """The numbers of `count` samples from a position on."""
+        epoch, place = divmod(start, self._count)
+        found: list[int] = []
+        while len(found) < count:
+            order, end = self._order(epoch), min(self._count, place + count - len(found))
+            found += [order[i] for i in range(place, end)]
+            epoch, place = epoch + 1, 0
+        return found
 
     def _start(self, step: int) -> int:
         """How many samples the steps before took; asked for once per microbatch of the same step."""

@@ -33,7 +33,8 @@ def forward(worker: Worker, op: Op) -> None:
     key, stage, message, _, local, end = worker.routes[op]
     if key in worker.kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    number, step = worker.number(key.mb), worker.step
+    act, step = worker.act, worker.step
+    number = act.first + key.mb
     x = _input_here(worker, key, number) if message is None else worker.wait(message)
     takes = stage.takes
     if x.dtype is not takes.dtype or x.shape != takes.shape:
@@ -45,7 +46,7 @@ def forward(worker: Worker, op: Op) -> None:
         target = to_device(_batches(worker).targets(step, number), worker.device)
         finish = functools.partial(stage_loss, worker.loss, target)
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
-    slot = Slot() if stage.casts_weights or key in worker.act.halves else None
+    slot = Slot() if stage.casts_weights or key in act.halves else None
     worker.clock.start()
     y, tape = stage.forward(x, step, number, finish, slot)
     if end:
@@ -169,14 +170,14 @@ def receive_forward(worker: Worker, op: Op) -> None:
     """RECV_F: post the buffer for the stage input; F waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None:
-        worker.post(message, stage.takes.empty(worker.device), peer)
+        worker.post(message, stage.empty_input(), peer)
 
 
 def receive_backward(worker: Worker, op: Op) -> None:
     """RECV_B: post the buffer for the gradient of the stage output; B or BW waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None and stage.gives is not None:
-        worker.post(message, stage.gives.empty(worker.device), peer)
+        worker.post(message, stage.empty_grad(), peer)
 
 
 # ---- the end of a step ---------------------------------------------------------------------------------------

@@ -27,15 +27,14 @@ class Permutation:
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        while (index := self._turn(index)) >= self._count:
-            pass
-        return index
-
-    def _turn(self, number: int) -> int:
-        left, right = number >> self._half, number & self._low
-        for values in self._rounds:
-            left, right = right, left ^ values[right]
-        return left << self._half | right
+        half, low, rounds, count = self._half, self._low, self._rounds, self._count
+        while True:
+            left, right = index >> half, index & low
+            for values in rounds:
+                left, right = right, left ^ values[right]
+            index = left << half | right
+            if index < count:
+                return index
 
 
 class _Round(dict[int, int]):

@@ -77,6 +77,8 @@ class ThreadSends:
             self._wake.set()
 
     def drain(self) -> None:
+        if self._ended == self._begun and self._failure is None:  # as where a step ends with what all ranks do
+            return
         self._draining = True
         self._wake.set()
         with self._changed:

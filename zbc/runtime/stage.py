@@ -99,6 +99,16 @@ class Stage:
             x = self._run(layer, x, step, mb)
         return finish(x)
 
+    @functools.cached_property
+    def empty_input(self) -> Callable[[], Tensor]:
+        """A buffer for a stage input; see `TensorSpec.maker`."""
+        return self.takes.maker(self.device)
+
+    @functools.cached_property
+    def empty_grad(self) -> Callable[[], Tensor]:
+        """A buffer for the gradient of a stage output."""
+        return (self.gives or self.takes).maker(self.device)
+
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         """What `finish` makes of the stage's output, with nothing kept for a backward.
 

@@ -75,11 +75,7 @@ class Act:
     layout: Layout
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
-
-    @functools.cached_property
-    def microbatches(self) -> int:
-        """Of one copy of the pipeline."""
-        return self.plan.manifest.microbatches
+    first: int = 0  # the number of this copy's first microbatch among those of all copies of the pipeline
 
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
@@ -144,6 +140,7 @@ class Worker:
         self.clock = clock_for(self.device)
         self.routes: dict[Op, Route] = {}
         for act in self.acts:
+            act.first = self.copy * act.plan.manifest.microbatches
             self.prepare(act.plan.ops)
         self._shares: dict[tuple[torch.dtype, int], Tensor] = {}
 
@@ -213,7 +210,7 @@ class Worker:
 
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
-        return self.copy * self.act.microbatches + mb
+        return self.act.first + mb
 
     def share(self, dtype: torch.dtype) -> Tensor:
         """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""

@@ -120,7 +120,7 @@ class Layout:
         own = torch.tensor([float(stop), busy, float(peak)], dtype=torch.float64)
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         at = torch.tensor(where, device=vector.device)
-        vector[at] = torch.cat([*(value.double() for value in values), own.to(vector.device)])
+        vector.index_copy_(0, at, torch.cat([*(value.double() for value in values), own.to(vector.device)]))
 
     def _entries(self, name: str, count: int) -> range:
         """Those of a parameter that is cut into `count` chunks."""
