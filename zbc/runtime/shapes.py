@@ -39,6 +39,9 @@ class TensorSpec(NamedTuple):
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
         """Makes tensors like this with whatever in them, in two thirds of the time that torch.empty takes."""
         like = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)  # takes no room itself
