@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tests.search.instances import Recorder, instance
+from zbc.compiler.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import anneal
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
@@ -29,6 +32,19 @@ def test_list_scheduling_and_timing_are_the_same(seed, plain, compiled):
         fast.decode(recipe, "x")
     assert list(slow.seen.items()) == list(fast.seen.items())
     assert slow.spent == fast.spent
+
+
+@pytest.mark.parametrize("name", ["zb-auto", "v-auto", "chimera-zb"])
+def test_times_given_as_whole_numbers_are_those_given_as_fractions(name):
+    """Compiled kernels have arrays of one kind or the other."""
+    where = SCHEDULES[name].placement(3, SCHEDULES[name].default_chunks)
+    whole = replace(Costs.uniform(where), f=(1, *[2.5] * (where.stages - 1)), b=(3,) * where.stages)
+    parts = replace(whole, f=tuple(map(float, whole.f)), b=tuple(map(float, whole.b)))
+    made = [
+        SCHEDULES[name].make(Request(3, 5, SCHEDULES[name].default_chunks, costs=one, memory_limit=4, budget=0.002))
+        for one in (whole, parts)
+    ]
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

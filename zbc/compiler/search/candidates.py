@@ -151,7 +151,7 @@ class Bench:
         if self.objective == "period":
             period = float(engine.period(p, order, self._position, *self._wires, self._end, STEPS))
             self.spent += STEPS * TIME_VISITS * self.problem.size
-        return Candidate(float(span), float(makespan), tuple(int(op) for op in order), origin, recipe, period)
+        return Candidate(float(span), float(makespan), tuple(engine.whole(order)), origin, recipe, period)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
         """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""

@@ -52,6 +52,10 @@ class Engine:
         kind = self._numpy.float64 if values and isinstance(values[0], float) else self._numpy.int64
         return self._numpy.array(values, dtype=kind)
 
+    def whole(self, numbers: Any) -> list[int]:
+        """What `numbers` made of whole numbers, as Python's."""
+        return list(numbers.tolist()) if self.compiled else list(numbers)
+
 
 def _names() -> dict[str, Any]:
     return {name: value for module in _MODULES for name, value in vars(module).items()}
