@@ -56,7 +56,7 @@ def load(path: Path) -> Document:
 
 def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except OSError as error:
         hints: dict[type, str] = {
             FileNotFoundError: "`zbc init` writes a first job file",
@@ -91,6 +91,8 @@ def loads(text: str, source: str) -> Document:
     except tomli.TOMLDecodeError as error:
         where = f"{source}:{error.lineno}:{error.colno}"
         hint = "one `key = value` a line; strings in quotes; tables as [name]"
+        if "Cannot overwrite" in error.msg or "Cannot declare" in error.msg:
+            hint = "this is there twice: keep one of them"
         raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where, hint=hint) from None
     document = Document(source, values)
     for path, is_key, line, column in _positions(text):

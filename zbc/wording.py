@@ -137,6 +137,7 @@ def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:
-    """The nearest of `known`, as a hint."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f'did you mean "{close[0]}"?' if close else None
+    """The nearest of `known`, as a hint; capitals are no difference."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1)
+    return f'did you mean "{lower[close[0]]}"?' if close else None

@@ -109,6 +109,14 @@ JOBS = {
         "from 0 to 3",
     ),
     "more layers than anybody has": (edit(layers=99999999), 3, "E114", "zbc.toml:4:10", "100000 or fewer"),
+    "a key that is there twice": (
+        GOOD.replace("layers = 8", "layers = 8\nlayers = 9"),
+        3,
+        "E100",
+        "zbc.toml:5:",
+        "twice",
+    ),
+    "capitals": (edit(optimizer={"kind": "adamW"}), 3, "E103", "zbc.toml:19:8", 'did you mean "adamw"?'),
     "the microbatches of a year": (edit(m=10**8), 3, "E114", "zbc.toml:13:16", "fewer microbatches"),
     "a stage too many": (edit(memory={"activations": {"4": "recompute"}}), 3, "E110", "zbc.toml:19", "from 0 to 3"),
     "bytes that do not fit a vocabulary": (edit(model={"vocab": 100}), 3, "E150", "zbc.toml:7:9", "256 or more"),
@@ -162,6 +170,11 @@ def test_errors_are_a_json_document_beside_the_text(zbc, folder):
 @pytest.mark.parametrize("command", ["plan", "check", "compare", "visualize"])
 def test_a_job_file_that_is_missing_is_named_by_every_command(command, zbc):
     fails(zbc(command, "nowhere.toml"), 3, "E101", hint="zbc init", text="nowhere.toml")
+
+
+def test_a_job_file_may_begin_with_the_mark_of_its_encoding(zbc, folder):
+    (folder / "zbc.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert zbc("plan", "zbc.toml", "-q").code == 0
 
 
 def test_a_job_file_that_is_not_text_is_refused(zbc, folder):

@@ -42,11 +42,12 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
         return
     there = "" if limit >= 1 else f" ({size(limit * GIB)})"
     text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}{there}"
+    flight = f"{worst.in_flight} microbatch{'es' if worst.in_flight != 1 else ''}"
     parts = [
         f"weights {size(worst.weights)} + gradients {size(worst.gradients)}"
         + (f" + masters {size(worst.masters)}" if worst.masters else "")
         + f" + optimizer {size(worst.optimizer)}",
-        f"+ activations {size(worst.activations)} ({worst.in_flight} microbatches in flight, peak at {worst.peak_op})"
+        f"+ activations {size(worst.activations)} ({flight} in flight, peak at {worst.peak_op})"
         f" + buffers {size(worst.buffers)}",
     ]
     where = job.where("hardware", "memory_gib")
