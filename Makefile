@@ -51,6 +51,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/predict.py
 	$(BIN)/python bench/loop.py
+	$(BIN)/python bench/jitter.py
 	$(BIN)/python bench/numerics.py
 	$(BIN)/python bench/split.py
 	$(BIN)/python bench/checkpoint.py

@@ -5,6 +5,8 @@ A model like any other to zbc: `family = "sleeping:layers"` and `data.kind = "sl
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import statistics
 import time
@@ -44,23 +46,45 @@ def sleep_until(end: float) -> None:
     late.append(now - end)
 
 
+class Jitter:
+    """Factors of mean 1 for the times of ops, in every second step; 1 in the others and without $SLEEPING_JITTER.
+
+    That has the standard deviation and the microbatches of a step: "0.1 8".
+    """
+
+    def __init__(self, seed: int) -> None:
+        deviation, count = os.environ.get("SLEEPING_JITTER", "0 1").split()
+        self._sigma, self._count = math.sqrt(math.log1p(float(deviation) ** 2)), int(count)
+        self._random, self._begun = random.Random(seed), {"forward": 0, "backward": 0}
+
+    def draw(self, way: str, factors: int) -> list[float]:
+        """Factors for one microbatch going that way."""
+        step, self._begun[way] = self._begun[way] // self._count, self._begun[way] + 1
+        if not self._sigma or step % 2 == 0:
+            return [1.0] * factors
+        shift = -self._sigma * self._sigma / 2
+        return [math.exp(self._random.gauss(shift, self._sigma)) for _ in range(factors)]
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Sleeper, slot: Slot | None) -> Tensor:
         ctx.layer, ctx.slot, ctx.weight = layer, slot, weight
-        end = time.perf_counter() + layer.f
+        began = time.perf_counter()
         y = x * weight
         if not x.is_meta:  # there only shapes are asked for
-            sleep_until(end)
+            sleep_until(began + layer.f * layer.jitter.draw("forward", 1)[0])
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layer, slot, weight = ctx.layer, ctx.slot, ctx.weight
-        end = time.perf_counter() + layer.b
+        apart = slot is not None and slot.split
+        now, later = layer.jitter.draw("backward", 2)
+        end = time.perf_counter() + layer.b * now
 
         def weight_grad() -> None:
-            end = time.perf_counter() + layer.w
+            end = time.perf_counter() + layer.w * (later if apart else now)  # a backward in one piece is one op
             accumulate(weight, torch.zeros_like(weight))
             sleep_until(end)
 
@@ -76,8 +100,9 @@ class _Sleep(torch.autograd.Function):
 class Sleeper(nn.Module):
     """Takes `f`, `b` and `w` ms for the forward and the two halves of the backward, and passes its input on."""
 
-    def __init__(self, f: float, b: float, w: float, width: int | None = None) -> None:
+    def __init__(self, f: float, b: float, w: float, width: int | None = None, seed: int = 0) -> None:
         super().__init__()
+        self.jitter = Jitter(seed)
         self.weight = nn.Parameter(torch.ones(() if width is None else width))
         self.f, self.b, self.w = f / 1e3, b / 1e3, w / 1e3
 
@@ -89,6 +114,11 @@ class Sleeper(nn.Module):
 def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     """`count` layers; times in ms, of one microbatch."""
     return [Sleeper(f, b, w) for _ in range(count)]
+
+
+def noisy(count: int, f: float, b: float, w: float) -> list[nn.Module]:
+    """`count` layers, each with random numbers of its own."""
+    return [Sleeper(f, b, w, seed=i) for i in range(count)]
 
 
 def uneven(count: int, f: float, b: float, w: float, width: int = 1) -> list[nn.Module]:
