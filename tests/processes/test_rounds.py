@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.runtime.rounds import joined
+from zbc.runtime.rounds import joined, launch_of, same_launch
 
 
 def start(store, ranks, order=None):
@@ -59,6 +59,19 @@ def test_a_start_that_never_was_complete_does_not_hold_up_the_next(store):
         assert number == 1
     first.__exit__(None, None, None)
     assert start(store, 3) == dict.fromkeys(range(3), 2)
+
+
+def test_a_launch_is_told_from_every_other_one_whatever_it_is_called(store):
+    """torchrun calls every launch "none" unless it is told a name, and that may be given again the next day."""
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    for name in ("none", "job1"):
+        first = launch_of(store, name, 1, restarted=False)
+        again = launch_of(store, name, 2, restarted=True)
+        later = launch_of(other, name, 1, restarted=False)
+        assert same_launch(first, again) and not same_launch(first, later)
+    lost = launch_of(other, "job1", 1, restarted=True)  # a store that was lost with the start before
+    assert same_launch(first, lost) and not same_launch(first, "job") and not same_launch(None, lost)
+    assert not same_launch(launch_of(store, "none", 1, restarted=False), launch_of(other, "none", 1, restarted=True))
 
 
 def test_a_rank_0_that_does_not_come_is_an_error_in_words(store):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -168,6 +169,14 @@ def test_without_a_launcher_both_ways_to_start_are_shown(tmp_path):
     assert error.code == "E604"
     assert f"torchrun --standalone --nproc-per-node 4 -m zbc run {plan}" in error.details[0]
     assert f"zbc run {plan} --local 4" in error.details[1]
+
+
+def test_commands_in_hints_can_be_typed_whatever_a_plan_is_called(tmp_path):
+    plan = write_plan(tmp_path, "a plan; rm")
+    for error in (refused(plan), refused(plan, local=3)):
+        for line in (*error.details, error.hint or ""):
+            words = shlex.split(line.partition(": ")[2])
+            assert not words or words[words.index("run", words.index("zbc")) + 1] == str(plan)
 
 
 def test_local_inside_of_torchrun_is_refused(tmp_path, as_rank):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import shutil
 import threading
 import zlib
@@ -479,6 +480,25 @@ def test_nothing_is_unpickled(copy, monkeypatch):
     with pytest.raises(ZbcError) as caught:
         train(plan(), 3, resume=at(copy, 2))
     assert caught.value.code == "E612" and str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("marker", [b"", b"\x80", b"[]", b'{"index": 3}'])
+def test_a_marker_that_says_nothing_is_damage_too(marker, copy):
+    (at(copy, 2) / ".complete").write_bytes(marker)
+    with pytest.raises(ZbcError) as caught:
+        train(plan(), 4, resume=at(copy, 2))
+    assert caught.value.code == "E612" and caught.value.hint.endswith(f"--resume {at(copy, 1)}")
+    assert (".complete is damaged" in caught.value.message) == (marker in (b"", b"\x80"))
+
+
+def test_the_way_out_of_damage_can_be_typed(copy):
+    apart = copy / "a run's place"
+    for step in (1, 2):
+        shutil.move(at(copy, step), at(apart, step))
+    (at(apart, 2) / ".complete").write_bytes(b"")
+    with pytest.raises(ZbcError) as caught:
+        disk.read_index(at(apart, 2))
+    assert shlex.split(caught.value.hint)[-1] == str(at(apart, 1))
 
 
 def test_a_checkpoint_without_its_marker_is_not_read(copy):

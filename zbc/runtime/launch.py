@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def run(
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
     if max_restarts and local is None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
-        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {folder}")
+        named = shlex.quote(str(folder))
+        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
     try:
         _check_torch()
         manifest = read_manifest(folder)
@@ -176,10 +178,10 @@ def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
     wanted, env = manifest.world, os.environ
-    plan_wants = f"plan wants {wanted} ranks"
+    plan_wants, named = f"plan wants {wanted} ranks", shlex.quote(str(folder))
     if manifest.copies > 1:
         plan_wants += f" ({manifest.ranks} pp x {manifest.copies} dp)"
-    torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {folder}"
+    torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {named}"
     if "WORLD_SIZE" in env and "RANK" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
@@ -193,12 +195,12 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         text = "run: nothing has started the ranks of this plan"
         details = [
             f"= with torchrun:             {torchrun}",
-            f"= on this machine's CPU:     zbc run {folder} --local {wanted}",
+            f"= on this machine's CPU:     zbc run {named} --local {wanted}",
         ]
         raise ZbcError("E604", text, details=details)
     elif local != wanted:
         text = f"run: {plan_wants}, --local asks for {local}"
-        raise ZbcError("E601", text, hint=f"run: zbc run {folder} --local {wanted}")
+        raise ZbcError("E601", text, hint=f"run: zbc run {named} --local {wanted}")
 
 
 def _place() -> Place:

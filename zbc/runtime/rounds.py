@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _TICK_S = 0.05
+_NO_NAME = ("", "none")  # torchrun's without --rdzv-id
 
 
 @contextmanager
@@ -44,6 +45,22 @@ def joined(store: Store, rank: int, ranks: int, patience: float) -> Iterator[int
     finally:
         done.set()
         thread.join(timeout=1.0)
+
+
+def launch_of(store: Store, name: str, number: int, *, restarted: bool) -> str:
+    """What tells this launch from every other one: `name`, which torchrun calls it by, and a word kept in its store.
+
+    The name alone does not: without --rdzv-id it is "none", and with one it may be given again the next day. Where the
+    launcher counts a restart that the store knows nothing of (`number` is 1), there is only the name.
+    """
+    if restarted and number == 1 and name not in _NO_NAME:
+        return name
+    return f"{name}/{store.compare_set('launch', '', uuid.uuid4().hex).decode()}"
+
+
+def same_launch(told: object, launch: str) -> bool:
+    """Whether what a run says it was launched by is `launch`."""
+    return isinstance(told, str) and (told == launch or told.startswith(f"{launch}/"))
 
 
 def _ask(store: Store, patience: float) -> int:

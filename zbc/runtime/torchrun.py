@@ -23,7 +23,7 @@ from zbc.runtime.interface import bind_towards
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
 from zbc.runtime.reach import Doorstep
-from zbc.runtime.rounds import joined
+from zbc.runtime.rounds import joined, launch_of
 from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
@@ -78,7 +78,8 @@ def run_place(
     store = connector(place.host, place.port, place.run)()
     with joined(store, place.rank, place.ranks, patience) as number:
         connect = connector(place.host, place.port, f"{place.run}/{number}")
-        options = replace(options, restarted=options.restarted or number > 1)
+        launch = launch_of(store, options.launch, number, restarted=options.restarted)
+        options = replace(options, restarted=options.restarted or number > 1, launch=launch)
         stopped = _run(folder, manifest, place, options, connect, emit, live)
     _linger(place)
     del hosted

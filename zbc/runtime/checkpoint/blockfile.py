@@ -108,7 +108,7 @@ class BlockFile:
         try:
             return os.write(self._file, part)
         except OSError as error:
-            if not self._direct or error.errno != errno.EINVAL:
+            if not self._direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self._direct = self._set_direct(False)  # this file system cannot
             return os.write(self._file, part)

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import zlib
 from collections.abc import Callable
@@ -181,9 +182,12 @@ def read_index(folder: Path) -> Index:
         raise ZbcError("E612", text, hint=hint)
     try:
         marker = json.loads((folder / COMPLETE).read_bytes())
-        raw = (folder / INDEX).read_bytes()
     except (OSError, ValueError) as error:
-        raise damaged(folder / INDEX, getattr(error, "strerror", None) or str(error)) from None
+        raise damaged(folder / COMPLETE, getattr(error, "strerror", None) or str(error)) from None
+    try:
+        raw = (folder / INDEX).read_bytes()
+    except OSError as error:
+        raise damaged(folder / INDEX, error.strerror or str(error)) from None
     if not isinstance(marker, dict) or hashlib.sha256(raw).hexdigest() != marker.get("index"):
         raise damaged(folder / INDEX, "it is not what was written (sha256 differs)")
     return _parse(folder, raw)
@@ -236,5 +240,9 @@ def damaged(path: Path, why: str) -> ZbcError:
     """E612, with the checkpoint before this one as the way out."""
     folder, step = path.parent, step_of(path.parent)
     before = [one for number, one in complete(folder.parent).items() if step is not None and number < step]
-    hint = f"go on from the one before: --resume {before[-1]}" if before else "there is no complete one before it"
+    hint = (
+        f"go on from the one before: --resume {shlex.quote(str(before[-1]))}"
+        if before
+        else "there is no complete one before it"
+    )
     return ZbcError("E612", f"run: the checkpoint file {path} is damaged: {why}", hint=hint)

@@ -17,6 +17,7 @@ from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint.together import together
 from zbc.runtime.options import RunOptions
+from zbc.runtime.rounds import same_launch
 
 RUN = "run.json"
 
@@ -117,7 +118,7 @@ def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
 def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     """The run that this launch began with, which may have written nothing yet."""
     found = [options.out] if options.out is not None else runs(manifest, plan)
-    run = next((one for one in found if _about(one).get("launch") == options.launch), None)
+    run = next((one for one in found if same_launch(_about(one).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
 
 
