@@ -6,7 +6,7 @@ Three parts: heads of several weights against interleaved 1F1B (v = 2) on unifor
 transfer time, beside what perfect balance without a bubble would gain, and against the best of all schedules by name on
 uniform cuts; random small jobs of one schedule against every cut there is (N of them, half under a memory limit); and
 against every cut times every set of stages that recompute. All of it takes some eight minutes of one core, and is
-recorded as it goes; `--quick` is `--cases 20 --recompute 6 --others 2`, half a minute.
+recorded as it goes; `--quick` is `--cases 20 --recompute 6 --others 2`, half a minute, and writes no file.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ def main() -> None:
         gains(bench, options.others, options.budget)
         against_all_cuts(bench, options.cases)
         against_all_recomputes(bench, options.recompute)
-    record.write()
+    if not options.quick:
+        record.write()
 
 
 if __name__ == "__main__":

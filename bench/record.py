@@ -16,14 +16,17 @@ RESULTS = Path(__file__).parent / "results"
 class Record:
     """Prints lines as they come, and writes them to bench/results/DATE-NAME.txt at the end.
 
-    Until then they are kept in DATE-NAME.partial beside it, so that a bench that is stopped leaves what it found.
+    Until then they are kept in DATE-NAME.partial beside it, so that a bench that is stopped leaves what it found; not
+    with --quick, which writes no file.
     """
 
     def __init__(self, name: str) -> None:
         self.path = RESULTS / f"{datetime.date.today().isoformat()}-{name}.txt"
         self.partial = self.path.with_suffix(".partial")
         self.partial.parent.mkdir(exist_ok=True)
-        self.partial.unlink(missing_ok=True)
+        self.keeps = "--quick" not in sys.argv
+        if self.keeps:
+            self.partial.unlink(missing_ok=True)
         self.lines: list[str] = []
         self(f"# {name}: {' '.join(['python', *sys.argv])}")
         self(f"# {machine()}")
@@ -31,8 +34,9 @@ class Record:
     def __call__(self, line: str = "") -> None:
         print(line, flush=True)
         self.lines.append(line)
-        with self.partial.open("a") as file:
-            file.write(line + "\n")
+        if self.keeps:
+            with self.partial.open("a") as file:
+                file.write(line + "\n")
 
     def write(self) -> None:
         self.path.write_text("\n".join(self.lines) + "\n")
