@@ -52,6 +52,10 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
     ("changes", "code", "text"),
     [
         ({"model": {"heads": 5}}, "E110", "model.heads = 5 does not divide model.hidden = 32"),
+        ({"checkpoint": {"keep": 5}}, "E105", "checkpoint.every is missing"),
+        ({"checkpoint": {"every": 5, "dir": ""}}, "E103", "checkpoint.dir is empty"),
+        ({"log": {"dir": ""}}, "E103", "log.dir is empty"),
+        ({"log": {"wandb": ""}}, "E103", "log.wandb is empty"),
         ({"model": {"heads": 32, "positions": "rotary"}}, "E110", "even head size"),
         ({"model": {"vocab": 100}}, "E150", "text data has 256 byte values, model.vocab is 100"),
         ({"model": {"family": "a.b:c", "tie_embeddings": True}}, "E110", "tie_embeddings is for built-in families"),

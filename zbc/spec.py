@@ -478,6 +478,21 @@ def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
 
 
+def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
+    """What would be written nowhere, or in the current directory, without a word."""
+    where = draft.document.where
+    checkpoint = draft.sections.get("checkpoint")
+    if checkpoint is not None and checkpoint.model_fields_set and "every" not in checkpoint.model_fields_set:
+        text = "config: checkpoint.every is missing, without which there are no checkpoints"
+        hint = "add every = 500 (steps between two), or every = 0 for none"
+        yield ZbcError("E105", text, where=where(("checkpoint",), key=True), hint=hint)
+    for section, key in (("checkpoint", "dir"), ("log", "dir"), ("log", "wandb")):
+        found = draft.sections.get(section)
+        if found is not None and getattr(found, key) == "":
+            text = f"config: {section}.{key} is empty"
+            yield ZbcError("E103", text, where=where((section, key)), hint="give it a name, or leave it out")
+
+
 def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
     if data.kind == "tokens" and not data.path:
         text = "config: data.path is missing (token files)"
@@ -665,6 +680,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _evaluation_rules,
+    _writing_rules,
     _unsupported,
 )
 

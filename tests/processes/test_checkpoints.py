@@ -231,7 +231,7 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "_PATIENCE_S", 0.3)
     board, folder = Board(dist.HashStore(), 0, 1), tmp_path / "a folder"
     with owner.owned(board, folder, "this run"):
-        assert (folder / owner.NAME).read_text() == "this run\n"
+        assert (folder / owner.NAME).read_text().split() == ["this", "run"]
     command = [sys.executable, "-c", HOLDER, str(folder / owner.NAME)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
@@ -248,7 +248,37 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
         holder.kill()
         holder.wait()
         with owner.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
-            assert (folder / owner.NAME).read_text() == "the next\n"
+            assert (folder / owner.NAME).read_text().split() == ["the", "next"]
+
+
+def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
+    """A file server keeps the locks of a machine that is gone for a while."""
+    monkeypatch.setattr(owner, "_PATIENCE_S", 0.0)
+    asked = iter([False, False, True])
+    monkeypatch.setattr(owner, "_locked", lambda file: next(asked, False))
+    (tmp_path / owner.NAME).write_text("rank 0 of before\nlaunch 1\n")
+    with owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "rank 0 of now", "launch 1"):
+        assert (tmp_path / owner.NAME).read_text() == "rank 0 of now\nlaunch 1\n"
+    for launch in ("launch 2", ""):
+        with pytest.raises(ZbcError), owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "another", launch):
+            pytest.fail("two runs")
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("numbers")
+    (tmp_path / owner.NAME).symlink_to(tmp_path / "precious")
+    with owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "this run"):
+        assert (tmp_path / "precious").read_text() == "numbers"
+
+
+def test_a_checkpoint_that_is_kept_elsewhere_is_not_deleted_with_the_old_ones(tmp_path):
+    kept = checkpoint(tmp_path / "elsewhere", 10)
+    (tmp_path / "checkpoints").mkdir()
+    disk.folder_of(tmp_path / "checkpoints", 10).symlink_to(kept)
+    for step in (20, 30):
+        checkpoint(tmp_path / "checkpoints", step)
+    disk.prune(tmp_path / "checkpoints", 1)
+    assert disk.is_complete(kept) and list(disk.complete(tmp_path / "checkpoints")) == [10, 30]
 
 
 def test_old_checkpoints_go_when_newer_ones_are_complete(tmp_path):

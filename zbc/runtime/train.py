@@ -146,7 +146,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     settings = RunSettings(folder, steps, seat.device.type, processes, worker.course, options.launch, first, resumed)
     place = resume.known_folder(manifest, start.run or options.out)
     with (
-        owned(board, place, f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"),
+        owned(board, place, f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}", options.launch),
         RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log,
     ):
         tracer = None

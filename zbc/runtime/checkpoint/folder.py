@@ -166,7 +166,7 @@ def prune(parent: Path, keep: int) -> None:
         return
     kept = set(whole[-keep:])
     for step, folder in _all(parent).items():
-        if step not in kept and step < whole[-1]:
+        if step not in kept and step < whole[-1] and not folder.is_symlink():  # what is elsewhere is somebody else's
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 

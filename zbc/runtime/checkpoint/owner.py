@@ -23,19 +23,20 @@ from zbc.runtime.checkpoint.together import together
 NAME = ".writer"  # its text is for whoever is refused: who writes here
 _HELD = (errno.EACCES, errno.EAGAIN)
 _PATIENCE_S = 5.0  # for a process that is just ending
+_LEASE_S = 90.0  # for one of this launch, whose machine may be gone: a file server then keeps its locks for a while
 _TICK_S = 0.1
 
 
 @contextmanager
-def owned(board: Board, folder: Path | None, who: str) -> Iterator[None]:
+def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iterator[None]:
     """Keep other runs out of `folder` inside of the block, which all ranks enter together. Raises E614 on all of them.
 
-    None: a folder that is not there yet, and that no other run can know.
+    `folder`: None if it is not there yet, so that no other run can know it. `launch` is the same for all restarts.
     """
     locks: list[int] = []
 
     def take() -> dict[str, Any]:
-        lock = None if board.rank or folder is None else _lock(folder, who)
+        lock = None if board.rank or folder is None else _lock(folder, who, launch)
         locks.extend([] if lock is None else [lock])
         return {}
 
@@ -47,24 +48,24 @@ def owned(board: Board, folder: Path | None, who: str) -> Iterator[None]:
             os.close(lock)
 
 
-def _lock(folder: Path, who: str) -> int | None:
+def _lock(folder: Path, who: str, launch: str) -> int | None:
     """An open file with the lock on it; None where there is no such thing. Raises E614 if another process has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError:
         return None  # whoever tries the folder out will say so
-    deadline = time.monotonic() + _PATIENCE_S
+    began = time.monotonic()
     while not _locked(file):
-        if time.monotonic() > deadline:
-            other = os.read(file, 4096).decode(errors="replace").strip()
+        other, _, theirs = os.pread(file, 4096, 0).decode(errors="replace").strip().partition("\n")
+        if time.monotonic() - began > (_LEASE_S if launch and theirs == launch else _PATIENCE_S):
             os.close(file)
             text = f"run: another run writes its checkpoints into {folder} now"
             hint = "wait for it to end, or give this run another --out or checkpoint.dir"
             raise ZbcError("E614", text, hint=hint, details=[other] if other else [])
         time.sleep(_TICK_S)
     os.ftruncate(file, 0)
-    os.pwrite(file, f"{who}\n".encode(), 0)
+    os.pwrite(file, f"{who}\n{launch}\n".encode(), 0)
     return file
 
 
