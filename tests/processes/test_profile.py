@@ -26,15 +26,15 @@ def zbc(tmp_path, monkeypatch, capfd):
 
 def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, data={"kind": "synthetic"}, costs={"profile": "gone.json"}))
-    code, out, err = zbc("profile", "zbc.toml", "-o", "p.json", "--rounds", "3")
+    code, out, err = zbc("profile", "zbc.toml", "-o", "p.json", "--rounds", "3", "--set", "model.hidden=16")
     assert code == 0, err
     assert err == ""  # a bar is for terminals
-    assert "zbc plan zbc.toml --profile p.json" in out
+    assert "zbc plan zbc.toml --set=model.hidden=16 --profile p.json" in out
     found = read(tmp_path / "p.json")
     assert list(found.layers) == ["block", "embed", "head"] and found.on.rounds == 3
     assert found.link is not None and found.link.latency_us > 0 and found.host.agree_us > 0
     assert all(layer.f.ms > 0 and layer.bytes is not None for layer in found.layers.values())
-    code, out, err = zbc("plan", "zbc.toml", "--profile", "p.json", "--json")
+    code, out, err = zbc("plan", "zbc.toml", "--set=model.hidden=16", "--profile", "p.json", "--json")
     assert code == 0 and json.loads(out)["costs"] == "profiled"
     run_here(tmp_path / "plan", 2, tmp_path / "run", steps=1)
 
@@ -65,6 +65,7 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
         (["zbc.toml", "--from-trace", "run"], "no place beside it"),
         (["--from-trace", "run", "--threads", "2"], "no place beside it"),
         (["zbc.toml", "--base", "p.json"], "goes with --from-trace"),
+        (["zbc.toml", "--phase", "m4"], "--phase goes with --from-trace"),
         (["zbc.toml", "--rounds", "1"], "--rounds"),
         (["zbc.toml", "--device", "tpu"], "tpu"),
     ],
@@ -80,4 +81,5 @@ def test_what_a_users_layer_raises_reaches_the_console(zbc, tmp_path):
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, layers=4, model=model, data=data))
     code, out, err = zbc("profile", "zbc.toml", "--rounds", "3")
     assert out == "" and not (tmp_path / "profile.json").exists()
-    assert "out of luck" in err and code != 0
+    assert "failed: ValueError: out of luck" in err and "and out of time" in err and code == 7
+    assert "user_layers.py" in err and "bug in zbc" not in err

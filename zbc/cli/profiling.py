@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -70,8 +71,9 @@ def profile(
         return
     if job is None:
         raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
-    if base is not None or phase is not None:
-        raise typer.BadParameter("--base and --phase go with --from-trace")
+    for option, value in (("--base", base), ("--phase", phase)):
+        if value is not None:
+            raise typer.BadParameter(f"{option} goes with --from-trace")
     from zbc.compiler.compile import load_job
 
     loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
@@ -83,7 +85,7 @@ def profile(
     how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         found = measure(loaded, how, done)
-    _write(found, job, output, as_json=json, quiet=quiet)
+    _write(found, [str(job), *(f"--set={one}" for one in settings or ())], output, as_json=json, quiet=quiet)
 
 
 def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
@@ -98,10 +100,14 @@ def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as
     if known is not None:
         refuse_misfit(recorded.plan.manifest, known, str(base))
     found = derive(recorded, known)
-    _write(found.profile, run / trace.FOLDER / trace.PLAN, output, as_json=as_json, quiet=quiet, notes=found.notes)
+    _write(
+        found.profile, [str(run / trace.FOLDER / trace.PLAN)], output, as_json=as_json, quiet=quiet, notes=found.notes
+    )
 
 
-def _write(found: Profile, job: Path, output: Path, *, as_json: bool, quiet: bool, notes: Sequence[str] = ()) -> None:
+def _write(
+    found: Profile, job: Sequence[str], output: Path, *, as_json: bool, quiet: bool, notes: Sequence[str] = ()
+) -> None:
     write_text(output, found.dumps())
     if as_json:
         show_json({**found.plain(), "file": str(output), "notes": list(notes)})
@@ -109,7 +115,10 @@ def _write(found: Profile, job: Path, output: Path, *, as_json: bool, quiet: boo
         show(*summary(found))
         if notes:
             show(labelled("not told", *notes))
-        show(labelled("profile", str(output)), labelled("next", f"zbc plan {job} --profile {output}"))
+        show(
+            labelled("profile", str(output)),
+            labelled("next", shlex.join(["zbc", "plan", *job, "--profile", str(output)])),
+        )
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:

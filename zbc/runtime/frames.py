@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from itertools import dropwhile
@@ -17,6 +18,13 @@ _MOST = 8  # frames of a stack
 def of_error(error: BaseException) -> list[str]:
     """Where an error comes from, as lines."""
     return _lines(traceback.extract_tb(error.__traceback__))
+
+
+def of_users(error: BaseException) -> bool:
+    """Whether an error comes through code that is neither zbc's, nor torch's, nor Python's own."""
+    known = (str(Path(_OURS).parent), _TORCH, sysconfig.get_path("stdlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(not frame.filename.startswith((*known, "<frozen")) for frame in frames)
 
 
 def of_thread(ident: int) -> list[str]:

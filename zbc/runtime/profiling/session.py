@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
+from zbc.runtime import frames
 from zbc.runtime.forking import fork_server
 from zbc.runtime.local import cores
 from zbc.runtime.network import bind_loopback
@@ -283,13 +284,22 @@ def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
     return heard
 
 
+def _explain(error: Exception) -> ZbcError | RankFailed:
+    """The error as a user sees it: layers and data are the user's, as they are in training."""
+    if not frames.of_users(error):
+        return RankFailed(traceback.format_exc())
+    first, *more = f"{type(error).__name__}: {error}".splitlines()
+    text = f"profile: a layer, the loss or the data of the job failed: {first}"
+    return ZbcError("E703", text, details=[*more, *frames.of_error(error)])
+
+
 def _run(target: Callable[..., Any], rank: int, arguments: tuple[Any, ...], pipe: Connection) -> None:
     try:
         result: Any = target(rank, *arguments, pipe)
     except ZbcError as error:
         result = error
-    except Exception:
-        result = RankFailed(traceback.format_exc())
+    except Exception as error:
+        result = _explain(error)
     try:
         pipe.send(result)
         pipe.recv()  # until the parent is done with all
