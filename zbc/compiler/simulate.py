@@ -226,6 +226,8 @@ def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -
     Weights are gathered behind the barrier, after all sums; without one behind TENTATIVE, which waits for those of its
     rank.
     """
+    if not dag.meetings:
+        return ()
     found: list[Sum] = []
     over = [0.0] * len(free)  # per rank, the end of its last collective
     summed = [0.0] * len(free)  # and of its last sum of gradients

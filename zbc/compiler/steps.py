@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
 from zbc.compiler.passes.post_validate import post_validate
-from zbc.compiler.simulate import SAME, Timeline, run
+from zbc.compiler.simulate import SAME, Timeline, lags, lengths, replay
 from zbc.ir import AHEAD, BARRIER, Kind, Program
 
 SETTLES = 8  # steps after which their length no longer changes
@@ -30,8 +30,9 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
     ranks = range(len(program.ranks))
     tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in ranks] if ahead else []
     free = [0.0 for _ in ranks]
+    length, lag = lengths(dag, costs), lags(dag, costs)
     while True:
-        timeline = run(dag, program, costs, free)
+        timeline = replay(dag, costs, length, lag, free)
         yield timeline
         if ahead:  # a sum that ends behind the ops holds up the tentative steps
             sums = [timeline.summed(r) for r in ranks]

@@ -50,7 +50,7 @@ def _rank(
     count, sending = 0, list[float]()  # when each send is over
     known: dict[tuple[Kind, int, int], tuple[bool | None, bool | None]] = {}
     for op, (begin, end) in zip(program.ranks[rank], times, strict=True):
-        leaving = sum(_leave(sending, begin, end))
+        leaving = sum(_leave(sending, begin, end)) if sending and sending[0] <= end else 0.0
         if op.kind in COMPUTE:
             key = op.kind, op.stage, op.pipe
             if key not in known:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.dag import Dag, build
-from zbc.compiler.simulate import SAME, run
+from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
 from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
 
@@ -80,8 +80,9 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
     closing = [[op for s in program.placement.stages_of(r) for op in _tentative(program, s)] for r in range(ranks)]
     tentative = [sum(map(costs.duration, ops)) for ops in closing]
     ends = [0.0] * ranks
+    length, lag = lengths(dag, costs), lags(dag, costs)
     for _ in range(SETTLES):
-        timeline, last = run(dag, program, costs, ends), ends  # `last`: when each rank ended the step before
+        timeline, last = replay(dag, costs, length, lag, ends), ends  # `last`: when each rank ended the step before
         ends = [timeline.closes(r) + tentative[r] for r in range(ranks)]
         periods = [b - a for a, b in zip(last, ends, strict=True)]
         if max(periods) - min(periods) <= SAME * max(periods):

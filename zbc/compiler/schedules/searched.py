@@ -27,7 +27,7 @@ from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
-from zbc.compiler.search.portfolio import Effort
+from zbc.compiler.search.portfolio import FEW_OPS, Effort
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -96,8 +96,8 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
-    # Loading compiled code takes longer than the fast tier of one search.
-    engine = Engine(available() and (request.budget > 0 or request.compiled))
+    # Loading compiled code takes longer than the fast tier of one search, unless it is a large one.
+    engine = Engine(available() and (request.budget > 0 or request.compiled or problem.size > FEW_OPS))
     question = Question(
         problem,
         request.objective,
