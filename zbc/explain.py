@@ -171,7 +171,7 @@ of trials is one or more.
         """
 A step has 3 ops or so for each stage and microbatch. Ten million of them take
 some minutes and several GB to plan; beyond that, and beyond a hundred thousand
-layers, zbc does not begin. Such numbers are rarely meant.
+layers or ranks, zbc does not begin. Such numbers are rarely meant.
 
     schedule.microbatches = 100000000       per step, not of the whole training
 """,

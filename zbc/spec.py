@@ -558,10 +558,10 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = draft.sections.get("model")
     parallel: Parallel | None = draft.sections.get("parallel")
     schedule: Schedule | None = draft.sections.get("schedule")
-    ops = None
+    ranks, ops = None if parallel is None else parallel.pp * parallel.dp, None
     if parallel is not None and schedule is not None:
         ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches
-    yield from extent.problems(draft.document, model.layers if model is not None else None, ops)
+    yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
 
 
 def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
