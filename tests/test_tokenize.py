@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -150,6 +151,19 @@ def test_an_attempt_that_left_its_parts_among_the_texts_goes_on(texts):
         tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
     made, size = tokenize.tokenize([str(texts)], out, Bytes()), tokenize.total_bytes([str(texts / "a.txt")], out)
     assert made.documents == 18 and size == (texts / "a.txt").stat().st_size
+
+
+def test_two_processes_do_not_make_one_file(texts, tmp_path):
+    out = tmp_path / "out.bin"
+    with pytest.raises(Stopped):
+        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    part = out.with_name("out.bin.part")
+    with part.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        before = part.read_bytes()
+        error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
+        assert error.code == "E533" and "another process is making" in error.message and part.read_bytes() == before
+    tokenize.tokenize([str(texts)], out, Bytes())
 
 
 def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):

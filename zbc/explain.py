@@ -693,8 +693,9 @@ model.vocab is too small: set it and plan again.
     "E533": _entry(
         "text cannot be tokenized like this",
         """
-OUT exists already; or the tokenizer.json cannot be read, is none, or has no
-token to end a document with (--end names one).
+OUT exists already, or another process is making it; or the tokenizer.json
+cannot be read, is none, or has no token to end a document with (--end names
+one).
 """,
     ),
     "E601": _entry(

@@ -11,6 +11,8 @@ the end token.
 from __future__ import annotations
 
 import array
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -107,10 +109,10 @@ def tokenize(
     part = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
-        done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
-        with part.open("r+b") as target:
-            target.seek(0, os.SEEK_END)
+        with part.open("ab") as target:
+            _alone(target, out)
+            journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
+            done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
             for file in files[journal.file :]:
                 for piece in _pieces(file, journal.byte):
                     journal = _write(target, part, piece, tokenizer, dtype, journal)
@@ -136,6 +138,16 @@ def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
     part = out.with_name(out.name + ".part")
     own = {path.resolve() for path in (part, sidecar(part), sidecar(part).with_suffix(".new"), sidecar(out))}
     return [file for file in text_files(list(texts)) if file.resolve() not in own]
+
+
+def _alone(target: BinaryIO, out: Path) -> None:
+    """Raise E533 if another process is making the same file. Where the file system has no locks nothing is checked."""
+    try:
+        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            text = f"data: another process is making {out}"
+            raise ZbcError("E533", text, hint="wait for it, or name another file with -o") from None
 
 
 def _size(file: Path) -> int:
