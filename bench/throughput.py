@@ -1,19 +1,21 @@
 """Steps per second beside torch.distributed.pipelining: the same model, order and microbatches on two gloo processes.
 
-    python bench/throughput.py [--steps N] [--case NAME ...]
+    python bench/throughput.py [--steps N] [--case NAME ...] [--quick]
 
 Both runtimes run in the same processes and take turns, step by step, so that a busy machine slows both; one thread per
 kernel. The peer is torch's general runtime with our order of ops and its own split of backward; with recompute its
 layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer sums the norm of all gradients over
 the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
 is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
-time the main thread spends per op when stages compute nothing, and what bare transfers of torch and reading data take.
+time the main thread spends per op when stages compute nothing, and what bare transfers of torch and reading data take
+of that; the last rank's has the forward and backward of a loss in it, too, by torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ranks import results
 from record import Record
@@ -142,8 +144,19 @@ def over_ranks(number: float, how: str = "MAX") -> float:
     return tensor.item()
 
 
-def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float, float]:
-    """Ops of a step of rank 0, us of its main thread per op, and of that torch's own calls for transfers, and the data.
+class PerOp(NamedTuple):
+    """us of a rank's main thread per op, and what is in it: torch's own calls for transfers, the data; waits asleep."""
+
+    ops: int
+    whole: float
+    bare: float
+    data: float
+    asleep: float
+    last: float  # `whole` of the last rank, which computes a loss
+
+
+def per_op(rank: int, folder: Path, limit: timedelta) -> PerOp:
+    """What the main thread spends where stages compute nothing.
 
     A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
     """
@@ -155,18 +168,20 @@ def per_op(rank: int, folder: Path, limit: timedelta) -> tuple[int, float, float
     ops = plan.program.ranks[rank]
     runtime = ours.build(plan, rank, limit)
     transfers = sum(op.kind.is_transfer for op in ops) / len(ops)
-    whole, bare, data = [], [], []
-    for step in range(60):
+    rows = []
+    for step in range(120):
         over_ranks(0.0)
-        began = time.thread_time()
+        slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.thread_time()
         runtime.step(step)
-        whole.append((time.thread_time() - began) / len(ops) * 1e6)
-        bare.append(transfers * bare_transfers(rank) * 1e6)
+        whole, slept = time.thread_time() - began, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
+        bare = transfers * bare_transfers(rank)
         began = time.thread_time()
         for mb in range(plan.manifest.microbatches if rank == 0 else 0):
-            runtime.worker.batches.inputs(step, mb)
-        data.append((time.thread_time() - began) / len(ops) * 1e6)
-    return len(ops), *(statistics.median(column[10:]) for column in (whole, bare, data))
+            runtime.worker.batches.inputs(step + 1, mb)  # of the next step, whose order is not known yet
+        data = time.thread_time() - began
+        rows.append((whole / len(ops) * 1e6, bare * 1e6, data / len(ops) * 1e6, slept / len(ops)))
+    whole, bare, data, asleep = (statistics.median(column) for column in zip(*rows[20:], strict=True))
+    return PerOp(len(ops), whole, bare, data, asleep, over_ranks(whole if rank == RANKS - 1 else 0.0))
 
 
 def bare_transfers(rank: int, count: int = 30) -> float:
@@ -195,7 +210,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Steps per second beside torch.distributed.pipelining.")
     parser.add_argument("--steps", type=int, default=20, help="steps of each runtime; the median counts")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one (repeatable); writes no file")
+    parser.add_argument("--quick", action="store_true", help="few steps of one case; writes no file")
     options = parser.parse_args()
+    if options.quick:
+        options.case, options.steps = options.case or ["small 1f1b"], min(options.steps, 5)
     cases = options.case or list(CASES)
     record = Record("throughput")
     record(f"# {RANKS} gloo processes, one thread each; ms per step, median of {options.steps} in turns")
@@ -209,9 +227,11 @@ def main() -> None:
         for case, count in zip(cases, counts, strict=True):
             report(record, case, count, next(found))
         for kind in IDLE:
-            ops, whole, bare, data = next(found)
-            parts = f"{bare:.1f} of it torch's transfers, {data:.1f} reading a dataset of the user's"
-            record(f"idle {kind:11} {ops:5} {whole:9.1f} us of the main thread per op, {parts}")
+            one = next(found)
+            whole = f"{one.whole:9.1f} us of the main thread per op; {one.last:.1f} on the last rank"
+            record(f"idle {kind:11} {one.ops:5} {whole}")
+            parts = f"{one.bare:.1f} us are torch's transfers, {one.data:.1f} reading a dataset of the user's"
+            record(f"{'':22} {parts}; it waits asleep {one.asleep:.2f} times")
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())

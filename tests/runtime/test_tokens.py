@@ -14,6 +14,7 @@ import torch
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from zbc import spec
 from zbc.errors import ZbcError
+from zbc.runtime import permutation
 from zbc.runtime.data import Batches, build_samples, build_validation
 from zbc.runtime.permutation import Permutation
 from zbc.runtime.prefetch import AHEAD, Prefetched
@@ -55,6 +56,15 @@ def test_orders_of_other_seeds_are_others_and_a_billion_cost_nothing():
     huge = Permutation(10**9 + 7, 3)
     found = [huge[i] for i in range(2000)]
     assert len(set(found)) == 2000 and max(found) > 9e8 and min(found) < 1e8
+
+
+def test_an_order_is_the_same_whether_its_rounds_are_remembered_or_not(monkeypatch):
+    orders = [Permutation(count, 5) for count in (7, 50, 1000)]
+    known = [list(order) for order in orders]
+    assert [list(order) for order in orders] == known
+    monkeypatch.setattr(permutation, "_REMEMBERED", 0)
+    assert [list(Permutation(count, 5)) for count in (7, 50, 1000)] == known
+    assert not any(Permutation(50, 5)._rounds)
 
 
 def test_places_are_spread_evenly():
