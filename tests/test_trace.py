@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -174,6 +175,17 @@ def test_a_trace_of_another_plan_makes_room(run, tmp_path):
     compile_job(job(kind="gpipe", m=2, pp=2)).write(tmp_path / "other")
     trace.start(run, tmp_path / "other")
     assert not trace.has_trace(run) and trace.plans.read_manifest(run / "trace/plan").schedule == "gpipe"
+
+
+def test_a_trace_without_the_file_of_rank_0_or_without_its_plan_is_no_run_without_a_trace(run):
+    write(run)[0].unlink()
+    assert trace.has_trace(run)
+    with pytest.raises(ZbcError, match="has no file of rank 0") as caught:
+        trace.read(run)
+    assert caught.value.code == "E430"
+    shutil.rmtree(run / "trace" / "plan")
+    with pytest.raises(ZbcError, match="has lost plan, its copy of the plan that ran"):
+        trace.read(run)
 
 
 def test_a_rank_without_a_file_is_named(run):

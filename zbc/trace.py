@@ -75,6 +75,7 @@ __all__ = [
 ]
 
 FOLDER, PLAN = "trace", "plan"
+_RANKS = "rank-*.jsonl"
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ class Trace:
 def has_trace(run: Path, phase: str | None = None) -> bool:
     """Whether a run directory holds a trace, of this phase or of any."""
     if phase is not None:
-        return (run / FOLDER / phase / rank_file(0)).is_file()
-    return has_trace(run, "") or any((run / FOLDER).glob(f"*/{rank_file(0)}"))
+        return any((run / FOLDER / phase).glob(_RANKS))
+    return has_trace(run, "") or any((run / FOLDER).glob(f"*/{_RANKS}"))
 
 
 def phases(run: Path) -> list[str]:
@@ -275,6 +276,9 @@ def read(run: Path, phase: str | None = None) -> Trace:
     """
     if not has_trace(run):
         raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
+    if not plans.is_plan(run / FOLDER / PLAN):
+        text = f"trace: {run / FOLDER} has lost {PLAN}, its copy of the plan that ran"
+        raise ZbcError("E430", text, hint=f"copy the plan directory to {run / FOLDER / PLAN}")
     recorded = phases(run)
     if phase is None:
         phase = recorded[-1] if recorded else ""

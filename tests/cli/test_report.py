@@ -104,6 +104,10 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
     assert ran.code == 0
     assert "3 of 4 count" in ran.out and "103.0 ms" in ran.out and "2 MiB" in ran.out
     assert "zbc run 'plans/a b' --local 4 --trace 10-19" in ran.out
+    about = json.loads((unrecorded / "run.json").read_text())
+    for steps, some in ((19, "2-18"), (3, "2"), (1, "1")):
+        (unrecorded / "run.json").write_text(json.dumps({**about, "steps": steps}))
+        assert f"--local 4 --trace {some} " in zbc("report", "run").out
     found = zbc("report", "run", "--json").json()
     assert found["recorded"] is False and found["step"]["measured"] == 103.0
     assert found["bubble_of_step"]["measured"] == pytest.approx(1 - 90.9 / 103.0)

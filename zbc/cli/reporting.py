@@ -96,8 +96,16 @@ def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
     yield labelled(
         "more",
         "where the time went, what deviates and memory by category need a trace:",
-        f"zbc run {shlex.quote(run.plan_folder)}{local} --trace 10-19   (under torchrun if the run was)",
+        f"zbc run {shlex.quote(run.plan_folder)}{local} --trace {_some(int(run.about.get('steps', 20)))}   "
+        "(under torchrun if the run was)",
     )
+
+
+def _some(steps: int) -> str:
+    """Steps to record of a run that has so many: not the first, and one behind them to be weighed."""
+    if steps >= 20:
+        return "10-19"
+    return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))
 
 
 # ---- a recorded run ------------------------------------------------------------------------------------------
@@ -105,10 +113,12 @@ def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
 
 def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[RenderableType]:
     count = len(made.steps)
-    yield labelled("run", f"{run}: {made.schedule} on {len(made.ranks)} {made.device} ranks, plan {made.plan}")
+    ranks_ = f"{len(made.ranks)} {made.device} rank{'s' if len(made.ranks) > 1 else ''}"
+    yield labelled("run", f"{run}: {made.schedule} on {ranks_}, plan {made.plan}")
     yield labelled(
         "steps",
         f"{ranges(made.steps)} recorded" + ("; medians, with quartiles" if count > 1 else ""),
+        *(["the first of the run, in which things are set up: record others"] if made.steps == (1,) else []),
         f"clocks of the ranks agree within {short(made.clock_uncertainty_ms, 2)} ms"
         if made.clock_uncertainty_ms
         else "all ranks read the same clock",
