@@ -146,7 +146,7 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
             if loss.requires_grad:
                 (loss / m).backward()
         result.grads = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
-        norm = sum(p.grad.double().square().sum().item() for p in weights.values() if p.grad is not None) ** 0.5
+        norm = sum(_squares(p.grad) for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
         for group in [] if optimizer is None else optimizer.param_groups:
@@ -156,6 +156,10 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
         )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
+
+
+def _squares(grad: torch.Tensor) -> float:
+    return (torch.view_as_real(grad) if grad.is_complex() else grad).double().square().sum().item()
 
 
 def _optimizer(options: spec.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:

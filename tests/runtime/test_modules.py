@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime import model as models
+from zbc.runtime.split import Patch
 from zbc.runtime.threads import run_threads
 from zbc.runtime.worker import Settings
 
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]
 EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
+EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "normed"]
 
 
 def plan(kind, schedule="zb-h1", p=2, m=4, **options):
@@ -94,9 +96,42 @@ REFUSED = {
     "gambles": ("E509", "layer layers.1 draws from Python's random module"),
     "lazy": ("E509", "layer layers.0 is lazy"),
     "sparse": ("E509", "layer layers.1.0 has sparse gradients"),
+    "numpys": ("E509", "layer layers.1 draws from numpy.random"),
+    "own_generator": ("E509", "layer layers.1 draws from a generator of its own"),
+    "with_history": ("E509", "keeps a tensor with a history of autograd"),
     "branches": ("E505", "layer layers.1 returned dict, not one tensor"),
     "handed_out_twice": ("E508", "layers.0 and layers.2 share a parameter"),
 }
+
+
+def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
+    """Not zeros, by which an optimizer would decay weights that one process leaves alone."""
+    for kind, first in (("stops", 4), ("constant", 1)):
+        workers = check_gradients(plan(kind, "zb-v", keep=without_step))
+        grads = {name: p.grad for w in workers for s in w.stages.values() for name, p in s.parameters.items()}
+        assert {name for name, grad in grads.items() if grad is None} == {
+            name for name in grads if int(name.split(".")[1]) < first
+        }
+    check_training(plan("constant", "zb-v", optimizer={"lr": 1e-2, "weight_decay": 0.5}))
+
+
+def test_double_precision_inside_of_autocast_stays():
+    family = {"family": "tests.runtime.zoo:wide", "layers": 4, "loss": "mse", "dtype": "bfloat16"}
+    check_gradients(make_plan(make_program("zb-h1", 2, 4), model=family, **VECTORS, keep=without_step))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_layers_that_need_it_keep_their_backward_in_one_piece(dtype):
+    def apart(model, **options):
+        worker = make_worker(make_plan(make_program("zb-h1", 2, 4), model=model, **options))
+        modules = [m for stage in worker.stages.values() for layer in stage.layers for m in layer.module.modules()]
+        return sum(isinstance(vars(m).get("forward"), Patch) for m in modules)
+
+    assert apart({**GPT, "dtype": dtype}) == 2 + 3 * 4
+    assert apart({**LLAMA, "dtype": dtype}) == 1 + 3 * 4
+    for kind, count in (("dropped", 2), ("custom", 4), ("mapped", 0), ("rules_again", 0)):
+        family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", "dtype": dtype}
+        assert apart(family, **VECTORS) == count, kind
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -301,3 +302,145 @@ def compiled():
         return torch.compile(inside, backend="aot_eager")
 
     return [one, lambda: nn.Linear(W, W), one, lambda: nn.Linear(W, W)]
+
+
+class Stops(nn.Module):
+    """Passes no gradient on to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.detach())
+
+
+class Rules(nn.Module):
+    """Asks for a gradient inside of its forward; with `again` the gradient has one of its own."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.linear, self.again = nn.Linear(W, W), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), inner, create_graph=self.again)
+        return self.linear(x) + slope
+
+
+class Mapped(nn.Module):
+    """Calls its linear layers in ways that only torch's own know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.a)(torch.tanh(self.b(input=x)))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W // 2, W // 2, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Pairs(nn.Module):
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.linear, self.back = nn.Linear(W, W), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.back:
+            return self.linear(torch.view_as_real(x).flatten(1))
+        return torch.view_as_complex(self.linear(x).view(-1, W // 2, 2))
+
+
+class Wide(nn.Module):
+    """Computes in double precision on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W).double(), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.double()).float())
+
+
+class Draws(nn.Module):
+    """Draws random numbers from elsewhere."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where, self.generator = nn.Linear(W, W), where, torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "numpy":
+            return self.linear(x) * float(numpy.random.rand())
+        return self.linear(x) * torch.rand(W, generator=self.generator)
+
+
+def stops():
+    return [lambda: nn.Linear(W, W), Stops, lambda: nn.Linear(W, W), Rounds]
+
+
+def constant():
+    """The second layer does not look at its input: nothing before it is trained."""
+    return [lambda: nn.Linear(W, W), lambda: Unrelated(), lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
+
+
+class Unrelated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table
+
+
+def rules():
+    return four(lambda: Rules(again=False))
+
+
+def rules_again():
+    return four(lambda: Rules(again=True))
+
+
+def mapped():
+    return four(Mapped)
+
+
+def imaginary():
+    return [lambda: Pairs(back=False), Complex, Complex, lambda: Pairs(back=True)]
+
+
+def normed():
+    parametrized = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
+    return [lambda wrap=wrap: nn.Sequential(wrap(nn.Linear(W, W)), nn.Tanh()) for wrap in parametrized * 2]
+
+
+def wide():
+    return four(Wide)
+
+
+def numpys():
+    return [lambda: nn.Linear(W, W), lambda: Draws("numpy"), nn.ReLU, nn.ReLU]
+
+
+def own_generator():
+    return [lambda: nn.Linear(W, W), lambda: Draws("own"), nn.ReLU, nn.ReLU]
+
+
+def with_history():
+    """As the old torch.nn.utils.weight_norm."""
+
+    def one():
+        layer = nn.Linear(W, W)
+        layer.doubled = layer.weight * 2
+        return layer
+
+    return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]

@@ -90,7 +90,8 @@ def check_up(plan: Plan) -> Checkup:
         raise ZbcError("E703", "run: a step with a barrier has no result")
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
     loss, plain = plain_gradients(single)
-    least = _ROUNDING * max((g.abs().max().item() for g in plain.values() if g is not None), default=0.0)
+    largest = max((g.abs().max().item() for g in plain.values() if g is not None and g.numel()), default=0.0)
+    least = _ROUNDING * largest
     least *= settings.model.compile  # uncompiled there is no such rounding
     found = tuple(Compared(name, _error(mine.get(name), grad, least)) for name, grad in plain.items())
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
@@ -167,7 +168,7 @@ def _error(mine: Tensor | None, plain: Tensor | None, least: float) -> float:
     """As in `Compared`; differences of `least` and below, in numbers, are none."""
     if mine is None or plain is None:
         return 0.0 if mine is plain else math.inf
-    if torch.equal(mine, plain):
+    if torch.equal(mine, plain):  # none at all included
         return 0.0
     largest = plain.abs().max().item()
     distance = (mine - plain).abs().max().item()

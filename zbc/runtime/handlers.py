@@ -39,7 +39,7 @@ def forward(worker: Worker, op: Op) -> None:
     takes = stage.takes
     if x.dtype is not takes.dtype or x.shape != takes.shape:
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
-    if key.stage and x.is_floating_point():
+    if stage.flows:
         x.requires_grad_()  # made for this op alone, here or by the stage before
     finish = stage.fit
     if end:

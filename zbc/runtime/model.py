@@ -214,7 +214,14 @@ def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
 
     memo: dict[int, Any] = {id(t): empty(t) for t in module.buffers()}
     memo |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        if not str(error).startswith("Only Tensors created explicitly"):
+            raise
+        text = f"model: {type(module).__name__} keeps a tensor with a history of autograd, and cannot be looked at"
+        hint = "compute it in forward: torch.nn.utils.parametrizations instead of the old weight_norm"
+        raise ZbcError("E509", text, hint=hint, details=[str(error).partition(".")[0]]) from error
 
 
 def loss(name: str) -> Loss:

@@ -52,16 +52,18 @@ class Buffers:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._places = [(m, name) for module in modules for m in module.modules() for name in m._buffers]
-        self._before = [(id(b), -1 if b is None else b._version) for b in map(self._get, self._places)]
+        # The tensors themselves, not their ids: that of one that is gone may be the id of the one in its place.
+        self._before = [(b, -1 if b is None else b._version) for b in map(self._get, self._places)]
         self._running: list[tuple[nn.Module, str]] | None = None
         self._saved: list[Tensor | None] = []
 
     def save(self) -> None:
         """Remember the values; to be called at the beginning of each step but the first."""
         if self._running is None:
-            now = [(id(b), -1 if b is None else b._version) for b in map(self._get, self._places)]
+            now = [(b, -1 if b is None else b._version) for b in map(self._get, self._places)]
             pairs = zip(self._places, self._before, now, strict=True)
-            self._running = [place for place, a, b in pairs if a != b]
+            self._running = [place for place, (a, at), (b, then) in pairs if a is not b or at != then]
+            self._before.clear()
         self._saved = [None if b is None else b.detach().clone() for b in map(self._get, self._running)]
 
     def restore(self) -> None:

@@ -3,11 +3,13 @@
 random       it draws from torch's generators: the stage seeds them for it
 overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
+whole        its backward stays in one piece, all in B: it calls autograd itself, or its layers in a way of their own
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbc.errors import ZbcError
@@ -28,20 +31,24 @@ class Traits:
     random: bool = False
     overwrites: bool = False
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
+    whole: bool = False
 
     def __or__(self, other: Traits) -> Traits:
         remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
-        return Traits(self.random or other.random, self.overwrites or other.overwrites, remembers)
+        return Traits(
+            self.random or other.random, self.overwrites or other.overwrites, remembers, self.whole or other.whole
+        )
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices ops that draw random numbers."""
+    """Notices ops that draw random numbers, and from a generator of whose."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.seen = self.elsewhere = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.elsewhere |= (kwargs or {}).get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs or {}):
             self.seen = True
         return func(*args, **(kwargs or {}))
@@ -56,19 +63,69 @@ def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return not given.get("dropout_p")
 
 
+class _Differentiates(TorchFunctionMode):
+    """Notices calls of autograd."""
+
+    _CALLS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func in self._CALLS
+        return func(*args, **(kwargs or {}))
+
+
 def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], object]) -> tuple[object, Traits]:
-    """Call `run(x)`, the forward of `module`, and say what it did. Raises E509 if it draws outside of torch."""
+    """Call `run(x)`, the forward of `module`, and say what it did.
+
+    Raises E509 if it draws random numbers that nobody seeds: outside of torch, or from a generator of its own.
+    """
     buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
-    version, state = x._version, random.getstate()
-    with _Draws() as draws:
+    version, states = x._version, _states()
+    with _Draws() as draws, _Differentiates() as differentiates:
         y = run(x)
-    if random.getstate() != state:
-        text = f"model: layer {name} draws from Python's random module in its forward"
-        hint = "draw with torch, whose numbers are seeded for each step, microbatch and layer"
+    found = next((what for what, state in _states().items() if states.get(what, state) != state), None)
+    if draws.elsewhere:
+        found = "a generator of its own"
+    if found is not None:
+        text = f"model: layer {name} draws from {found} in its forward"
+        hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
         raise ZbcError("E509", text, hint=hint)
     after = dict(module.named_buffers())
     changed = [key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at]
-    return y, Traits(draws.seen, x._version != version, tuple(dict.fromkeys([*changed, *_statistics(module)])))
+    remembers = tuple(dict.fromkeys([*changed, *_statistics(module)]))
+    return y, Traits(draws.seen, x._version != version, remembers, differentiates.seen)
+
+
+def _states() -> dict[str, object]:
+    """Generators outside of torch, by what they are called; numpy's only where somebody has imported it."""
+    found: dict[str, object] = {"Python's random module": random.getstate()}
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found["numpy.random"] = repr([*map(_plain, numpy.get_state())])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.tobytes() if hasattr(value, "tobytes") else value
+
+
+def reaches(y: Tensor, x: Tensor) -> bool:
+    """Whether a backward from `y` comes to the leaf `x`."""
+    seen, left = set[Any](), [y.grad_fn]
+    if y is x:
+        return True
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is x:
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
 
 
 def _statistics(module: nn.Module) -> list[str]:

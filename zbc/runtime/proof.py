@@ -47,7 +47,7 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
     with seeded(seed_of(stage.seed, "compile", stage.index)), _left_alone(stage), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
         warnings.simplefilter("ignore", DeprecationWarning)  # of what it does itself
-        first = x = _example(stage.takes, stage.device).requires_grad_(_flows(stage))
+        first = x = _example(stage.takes, stage.device).requires_grad_(stage.flows)
         for layer in stage.layers:
             plain = _run(stage, layer, layer.module, x, None)
             if layer.compiled is not None:
@@ -59,11 +59,6 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
         tell(f"trying out stage {stage.index}")
         for slot in (None, Slot()) if splits else (None,):
             _whole(stage, first, slot)
-
-
-def _flows(stage: Stage) -> bool:
-    """Whether the input of a stage gets a gradient."""
-    return stage.index > 0 and (stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex)
 
 
 def _example(takes: TensorSpec, device: torch.device) -> Tensor:
@@ -107,7 +102,7 @@ def _compiled(stage: Stage, layer: Layer, x: Tensor, slot: Slot | None) -> _Ran:
 
 def _again(stage: Stage, layer: Layer, x: Tensor, slot: Slot | None) -> None:
     """Raise E511 if other numbers have torch compile the layer anew: it would do so all the time."""
-    other = x.detach() * 1.25 if x.is_floating_point() else x.detach()
+    other = x.detach() * 1.25 if x.is_floating_point() or x.is_complex() else x.detach()
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
             _run(stage, layer, layer.call, other.requires_grad_(x.requires_grad), slot)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
 from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
-from zbc.runtime.probe import Traits, observe
+from zbc.runtime.probe import Traits, observe, reaches
 from zbc.runtime.seeding import seeded
+from zbc.runtime.slot import Slot, using
+from zbc.runtime.split import split_backward
 
 
 class TensorSpec(NamedTuple):
@@ -54,12 +57,30 @@ class TensorSpec(NamedTuple):
 @dataclass(frozen=True)
 class Shapes:
     """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
-    per layer what its forward does besides returning a tensor."""
+    per layer what its forward does besides returning a tensor.
+
+    `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
+    a layer passes none on. `needed`: whether its output gets one.
+    """
 
     inputs: tuple[TensorSpec, ...]
+    flows: tuple[bool, ...]
+    needed: tuple[bool, ...]
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
     traits: dict[str, Traits]
+
+
+class _Seen(NamedTuple):
+    """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
+    or would if that wanted one."""
+
+    traits: Traits
+    trains: bool
+    passes: bool
+
+    def in_one(self) -> _Seen:
+        return self._replace(traits=self.traits | Traits(whole=True))
 
 
 def derive(
@@ -80,26 +101,39 @@ def derive(
     _check_layers(plans, manifest)
     sizes: dict[str, int] = {}
     behind = [first]  # behind[i]: the input of layer i
-    known: dict[tuple[str, TensorSpec], tuple[dict[str, int], TensorSpec, Traits]] = {}
-    traits: dict[str, Traits] = {}
-    owners = Owners()
+    known: dict[tuple[str, TensorSpec, bool], tuple[dict[str, int], TensorSpec, _Seen]] = {}
+    seen: dict[str, _Seen] = {}
+    owners, flow = Owners(), False
     for plan in plans:
-        place = (plan.like or plan.name, behind[-1])
+        place = (plan.like or plan.name, behind[-1], flow)
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
-            known[place] = inner, *_output(plan, module, behind[-1], autocast, lowered)
-        inner, output, traits[plan.name] = known[place]
+            known[place] = inner, *_output(plan, module, behind[-1], flow, autocast, lowered)
+        inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
+        flow = seen[plan.name].trains
     inputs, position = [first], 0
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
         free = autocast is not None
         inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], free_dtype=free))
     names = sorted(sizes)
-    return Shapes(tuple(inputs), tuple(names), tuple(sizes[name] for name in names), traits)
+    flows, needed = _ways(manifest.layers, seen)
+    traits = {name: found.traits for name, found in seen.items()}
+    return Shapes(tuple(inputs), flows, needed, tuple(names), tuple(sizes[name] for name in names), traits)
+
+
+def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Per stage: does its input get a gradient in one process, does its output?"""
+    first = [name for names in stages for name in names]
+    starts = [*accumulate(map(len, stages), initial=0)]
+    through = [seen[name].passes for name in first]
+    flows = tuple(at > 0 and seen[first[at - 1]].trains for at in starts[:-1])
+    needed = tuple(all(through[at:]) for at in starts[1:])
+    return flows, needed
 
 
 def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
@@ -117,21 +151,28 @@ def _output(
     plan: LayerPlan,
     module: nn.Module,
     takes: TensorSpec,
+    flow: bool,
     autocast: torch.device | None,
     lowered: torch.dtype | None,
-) -> tuple[TensorSpec, Traits]:
-    """What a layer makes of its input; a layer that cannot run without values is built and run once on the CPU."""
+) -> tuple[TensorSpec, _Seen]:
+    """What a layer makes of its input, and does; `flow`: whether the input wants a gradient.
+
+    A layer that cannot run without values is built and run once on the CPU.
+    """
     try:
-        y, traits = _run(plan, module, takes, "meta") if autocast is None else _run_fake(plan, module, takes, autocast)
+        y, seen = _run(plan, module, takes, flow, torch.device("meta") if autocast is None else autocast)
     except ZbcError:
         raise
     except Exception:
         try:
-            with seeded(0), nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
+            with seeded(0):
                 built = copy.deepcopy(plan.build(0))  # it may be ready-made and in use
                 if lowered is not None:
                     lower_precision(built.parameters(), lowered)
-                y, traits = _run(plan, built, takes, "cpu")
+                with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
+                    y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
+                    x = torch.zeros(takes.shape, dtype=takes.dtype)
+                    seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
         except ZbcError:
             raise
         except Exception as error:
@@ -139,20 +180,62 @@ def _output(
             details = [f"{type(error).__name__}: {error}"]
             hint = "each layer takes the one tensor that the layer before returns"
             raise ZbcError("E505", text, hint=hint, details=details) from error
-    if not isinstance(y, Tensor):
-        text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
-        raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
-    return TensorSpec.of(y), traits
+    return y, seen
 
 
-def _run(plan: LayerPlan, module: nn.Module, takes: TensorSpec, device: torch.device | str) -> tuple[object, Traits]:
-    with torch.no_grad():
-        return observe(plan.name, module, torch.zeros(takes.shape, dtype=takes.dtype, device=device), module)
+def _run(
+    plan: LayerPlan, module: nn.Module, takes: TensorSpec, flow: bool, device: torch.device
+) -> tuple[TensorSpec, _Seen]:
+    """Without values: on the meta device, or as fake tensors of another one, under autocast."""
+    meta = device.type == "meta"
+    lower = nullcontext() if meta else torch.autocast(device.type, torch.bfloat16)
+    if meta:
+        y, seen = _looked_at(plan, module, takes, flow, device)
+    else:
+        with FakeTensorMode(), lower:
+            y, seen = _looked_at(plan, hollow(module, device), takes, flow, device)
+
+    def forward() -> None:
+        with FakeTensorMode(), lower:  # what splits asks for autocast, which meta knows not
+            place = torch.device("cpu") if meta else device
+            hollow(module, place)(torch.zeros(takes.shape, dtype=takes.dtype, device=place))
+
+    return y, seen if _splits(module, forward) else seen.in_one()
 
 
-def _run_fake(plan: LayerPlan, module: nn.Module, takes: TensorSpec, device: torch.device) -> tuple[object, Traits]:
-    with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
-        return _run(plan, hollow(module, device), takes, device)
+def _looked_at(
+    plan: LayerPlan, module: nn.Module, takes: TensorSpec, flow: bool, device: torch.device
+) -> tuple[TensorSpec, _Seen]:
+    differentiable = takes.dtype.is_floating_point or takes.dtype.is_complex
+    x = torch.zeros(takes.shape, dtype=takes.dtype, device=device, requires_grad=differentiable and flow)
+    with torch.enable_grad():
+        y, traits = observe(plan.name, module, x.clone(), module)
+        if not isinstance(y, Tensor):
+            text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
+            raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
+    passes = reaches(y, x) if x.requires_grad else differentiable
+    return TensorSpec.of(y), _Seen(traits, y.requires_grad, passes)
+
+
+def _splits(module: nn.Module, forward: Callable[[], object]) -> bool:
+    """Whether `forward`, which runs the module, does so also where layers inside of it split their backward.
+
+    They may be called in other ways than by a plain forward: torch.vmap, arguments by name.
+    """
+
+    def runs() -> bool:
+        try:
+            with using(Slot()), torch.enable_grad():
+                forward()
+        except Exception:
+            return False
+        return True
+
+    patches = split_backward(module)
+    fine = not patches or runs()
+    for patch in patches:
+        del patch.module.forward
+    return fine or not runs()
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:

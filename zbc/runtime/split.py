@@ -91,6 +91,8 @@ class SplitLinear:
 
     def _cast(self, dtype: torch.dtype) -> Tensor | None:
         weight = self.module.weight
+        if weight.dtype == torch.float64:  # as autocast, which leaves those alone
+            return None
         if weight.dtype == dtype:
             return weight.detach()
         version = weight._version

@@ -44,6 +44,7 @@ class Layer:
 class Stage:
     """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
 
+    `flows`: the input gets a gradient; `needed`: the output does. Both as in one process: see shapes.py.
     `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
     """
 
@@ -55,6 +56,8 @@ class Stage:
     device: torch.device
     autocast: AbstractContextManager[object]
     recompute: bool = False
+    flows: bool = True
+    needed: bool = True
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
 
@@ -168,6 +171,8 @@ class Stage:
     def fit(self, y: Tensor) -> Tensor:
         """The output as the next stage expects it. Raises E505 if it is not."""
         gives = self.gives
+        if not self.needed:
+            y = y.detach()
         if gives is None or (y.dtype is gives.dtype and y.shape == gives.shape):
             return y
         autocast = not isinstance(self.autocast, nullcontext)
@@ -220,6 +225,8 @@ def build_stage(
     dtype: str,
     splits: bool,
     recompute: bool,
+    flows: bool,
+    needed: bool,
     compiles: bool = False,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
@@ -233,13 +240,14 @@ def build_stage(
         seen = traits[plan.name] | Traits(random=draws(module))
         chosen = compiles and plan.compiles
         # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
-        found = split_backward(module, SPLIT if splits else (nn.Linear,) if low and not chosen else ())
+        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
+        found = split_backward(module, kinds)
         compiled = _compiled(module, found) if chosen else None
         layers.append(Layer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, casts=casts)
+    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts=casts)
 
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:

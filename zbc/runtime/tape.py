@@ -91,4 +91,4 @@ def input_of(index: int, x: Tensor, first: int) -> Tensor:
     """What layer `index` of a stage takes when its backward is to follow; what nobody trains needs no gradient."""
     if not index:  # the stage's own, made for this
         return x
-    return x.detach().requires_grad_(index > first and x.is_floating_point())
+    return x.detach().requires_grad_(index > first and (x.is_floating_point() or x.is_complex()))

@@ -162,6 +162,8 @@ def squares_of(grad: Tensor) -> Tensor:
 
     Depends on the gradient alone (and on the number of threads inside torch's kernels), not on the other parameters.
     """
+    if grad.is_complex():
+        return squares_of(grad.real) + squares_of(grad.imag)
     flat = grad.detach().reshape(-1)
     if len(flat) <= CHUNK:
         return _square(flat.double()).view(1)

@@ -251,6 +251,8 @@ def _build_stages(
             dtype=settings.model.dtype,
             splits=s in split,
             recompute=settings.memory.of(s) == "recompute",
+            flows=shapes.flows[s],
+            needed=shapes.needed[s],
             compiles=settings.model.compile,
         )
     share_ties(stages.values(), plans, settings.train.seed, device)

@@ -131,7 +131,7 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool,
     """Whether the graph of a stage's forward keeps its input, and its output; whether B leaves the gradient it got."""
     stage.recompute = False
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
-    leaf = x.requires_grad_(takes.dtype.is_floating_point and stage.index > 0)
+    leaf = x.requires_grad_(stage.flows)
     with Ledger() as ledger:
         inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
