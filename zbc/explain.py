@@ -587,11 +587,11 @@ built-in families can share embedding and head: model.tie_embeddings = true.
         """
 Found when the layers are looked at before training starts: a lazy layer whose
 parameters have no size yet, sparse gradients, random numbers that nobody seeds
-(Python's, numpy's, a generator of its own), a tensor with a history of autograd
-beside its parameters, or buffers that a forward changes (running statistics) where they
-could not come out as in one process: a stage that several ranks hold a copy
-of, or a plan that runs its forwards out of order. docs/models.md lists what
-layers may do.
+(Python's, numpy's, a generator of its own), a tensor that autograd computed
+beside its parameters, or buffers that a forward changes (running statistics)
+where they could not come out as in one process: a stage that several ranks
+hold a copy of, or a plan that runs its forwards out of order. docs/models.md
+lists what layers may do.
 """,
     ),
     "E510": _entry(
