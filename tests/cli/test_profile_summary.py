@@ -31,6 +31,12 @@ def test_what_was_measured_fits_eighty_columns(measured, monkeypatch, capsys):
     assert "118 MiB" in "\n".join(lines) and any("spread too wide to trust" in line for line in lines)
 
 
+def test_a_plan_of_layers_that_nobody_measured_says_how_to_measure_them(zbc, job):
+    job(model={"family": "somewhere:layers", "loss": "mse"}, data={"kind": "somewhere:Data"})
+    assert "assumed equal for all layers" in (told := zbc("plan", "zbc.toml").out)
+    assert "`zbc profile JOB.toml` measures it" in told
+
+
 def test_a_plan_says_which_times_not_to_trust_in_eighty_columns(measured, zbc, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "measured.json").write_text(measured.dumps())

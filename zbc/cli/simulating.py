@@ -61,7 +61,9 @@ def simulate(
 def _spread(plan: Plan, noise: Noise, found: Spread) -> Iterator[RenderableType]:
     parts = [f"each op and transfer {percent(noise.jitter)}"] if noise.jitter else []
     parts += [f"one rank {percent(noise.straggler)} slower"] if noise.straggler else []
-    yield labelled("noise", f"{', '.join(parts)}; {len(found.steps)} steps, seed {noise.seed}")
+    yield labelled(
+        "noise", f"{', '.join(parts)}; {len(found.steps)} step{'s' if len(found.steps) > 1 else ''}, seed {noise.seed}"
+    )
     what = "makespan" if plan.barrier else "a step among others, without the barrier"
     quantiles = [found.quantile(0.05), found.median, found.quantile(0.95), max(found.steps)]
     names = ["predicted", "5% below", "median", "95% below", "longest"]

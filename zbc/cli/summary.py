@@ -111,7 +111,7 @@ def _gap(ms: float, bound: float) -> str:
 def _costs(compiled: Compiled) -> Iterator[str]:
     profile = compiled.job.profile
     if profile is None:
-        yield _COSTS[compiled.report.costs]
+        yield from _COSTS[compiled.report.costs]
         return
     on = profile.on
     how = "measured" if on.source == "measured" else "read off a recorded run"
@@ -131,9 +131,12 @@ def not_to_be_trusted(profile: Profile) -> Iterator[str]:
 
 
 _COSTS = {
-    "given": "given in [costs]",
-    "estimated": "estimated from [model] and [hardware]; [costs] takes measured ones",
-    "assumed equal": "assumed equal for all layers: what they cost is not known before the model is built",
+    "given": ("given in [costs]",),
+    "estimated": ("estimated from [model] and [hardware]; `zbc profile` measures them",),
+    "assumed equal": (
+        "assumed equal for all layers: what they cost is not known before",
+        "the model is built; `zbc profile JOB.toml` measures it",
+    ),
 }
 
 
