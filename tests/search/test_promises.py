@@ -33,7 +33,7 @@ from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.ladder import ENOUGH, LARGE
 from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.search.rungs import Grid
+from zbc.compiler.search.rungs import Grid, whole
 from zbc.compiler.simulate import steady_state, step_ms
 from zbc.compiler.single import cut
 from zbc.compiler.tailor import Tailor
@@ -69,6 +69,12 @@ def test_a_larger_limit_has_every_rung_of_a_smaller_one(seed):
         assert all(rung <= limit - x for row in rungs for rung, x in zip(row, apart, strict=True))
         assert all(rung >= need for row in rungs for rung, need in zip(row, grid.least, strict=True))
         before = rungs
+
+
+def test_a_limit_that_is_the_least_but_for_rounding_has_one_rung():
+    needs = (1.75, 1.0)
+    assert whole([1.75 * (1 - 1e-15), 1.0], needs) == [(1.75 * (1 - 1e-15), 1.0)]
+    assert whole([2.3, 1.0], needs) == [(2.0, 1.0), needs]
 
 
 def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():

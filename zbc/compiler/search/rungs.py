@@ -84,7 +84,7 @@ def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, 
     """Limits rounded down to coarse rungs where the ranks' needs allow, and all smaller such limits, largest first."""
     p, found = len(limits), list[tuple[float, ...]]()
     rung = _floor(p, max(limits), 1)
-    while not found or found[-1] != tuple(needs):
+    while not found or any(limit > need for limit, need in zip(found[-1], needs, strict=True)):
         lowered = [min(limit, max(need, rung)) for limit, need in zip(limits, needs, strict=True)]
         found.append(tuple(lowered))
         rung = _floor(p, rung - 2 * SLACK, 1)
