@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -210,6 +211,33 @@ def test_an_error_is_raised_where_its_tensor_is_asked_for():
     ready.inputs(0, 1)
     ready.targets(0, 0)
     assert error_of(ready.inputs, 0, 2).code == "E531"
+
+
+def test_what_is_closed_makes_all_on_the_spot_until_it_is_opened_again():
+    ready, plain, recorded = prefetched(WANTS)
+    assert torch.equal(ready.inputs(0, 0), plain.inputs(0, 0))
+    first = ready._thread
+    ready.close()
+    assert not first.is_alive()
+    before = len(recorded.read)
+    assert torch.equal(ready.inputs(0, 1), plain.inputs(0, 1))
+    assert [name for _, _, name in recorded.read[before:]] == [threading.current_thread().name]
+    ready.open()
+    assert torch.equal(ready.inputs(0, 2), plain.inputs(0, 2))
+    assert ready._thread.is_alive()
+    ready.close()
+
+
+def test_the_thread_ends_with_what_it_makes_ready_for():
+    def use():
+        ready, _, _ = prefetched(WANTS)
+        ready.inputs(0, 0)
+        return ready._thread
+
+    thread = use()
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("schedule", "p"), [("1f1b", 1), ("zb-v", 2), ("1f1b", 4)])
