@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from record import Record
 
+from zbc import trace
+from zbc.compiler.recorded.report import build
+
 SLEEPING = """\
 zbc = 1
 [model]
@@ -130,7 +133,7 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     zbc(folder, "run", "plan", *options)
     times = steps_of(out)[WARM_UP:last]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(folder, out)))
+    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(out)))
 
 
 def steps_of(out: Path) -> list[float]:
@@ -139,13 +142,12 @@ def steps_of(out: Path) -> list[float]:
     return [row["step_ms"] for row in rows if "step_ms" in row]
 
 
-def memory(folder: Path, out: Path) -> Iterator[tuple[str, float]]:
-    """How far each category is off on the worst rank of a run."""
-    ranks = json.loads(zbc(folder, "report", str(out), "--json"))["memory"]
-    pairs = [(sum(rank["predicted"].values()), sum(rank["measured"].values())) for rank in ranks]
-    yield "all", worst(pairs)
+def memory(out: Path) -> Iterator[tuple[str, float]]:
+    """How far each category is off on the worst rank of a run, as `zbc report` has it."""
+    ranks = [(one.predicted or {}, one.measured) for one in build(trace.read(out), again=False).memory]
+    yield "all", worst([(sum(told.values()), sum(found.values())) for told, found in ranks])
     for name in CATEGORIES:
-        yield name, worst([(rank["predicted"][name], rank["measured"][name]) for rank in ranks])
+        yield name, worst([(told[name], found[name]) for told, found in ranks])
 
 
 def worst(pairs: Sequence[tuple[float, float]]) -> float:
