@@ -295,6 +295,18 @@ def test_plans_are_chosen_by_the_step_that_is_predicted_of_them_with_all_its_sum
         assert found.step_ms(made) == pytest.approx(compile_job(made, budget=0.0).step_ms, rel=1e-9)
 
 
+ROOM = {"hardware": {"memory_gib": 1.0}}
+
+
+@pytest.mark.parametrize("kind", ["zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb"])
+def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in(kind):
+    """With recompute W keeps more than F does; units stay shares of what is kept without it."""
+    parts = {"kind": kind, "pp": 4, "m": 4, "layers": 16, "memory": {"activations": "recompute"}}
+    free, roomy = (order(made, estimate.layers(made), 0.0) for made in (job(**parts), job(**parts, **ROOM)))
+    assert step(job(**parts, **ROOM), roomy) is not None
+    assert roomy.step_ms(job(**parts)) <= free.step_ms(job(**parts)) * 1.02
+
+
 def test_no_cut_is_searched_for_less_time_with_more_budget():
     made = with_head(7, 2.0, kind="v-auto", pp=2, m=4)
     tailor = Tailor(Case(made, estimate.layers(made), SCHEDULES["v-auto"], None))

@@ -81,9 +81,9 @@ def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
-    """The costs with activations counted by their bytes, and the bytes of a unit."""
+    """The costs with activations counted by their bytes, and the bytes of a unit: a rank's share without recompute."""
     sizes = costs.bytes or ()
-    unit = sum(stage.act_b for stage in sizes) / p or 1.0
+    unit = sum(stage.share for stage in sizes) / p or 1.0
     act_b, act_w = tuple(stage.act_b / unit for stage in sizes), tuple(stage.act_w / unit for stage in sizes)
     return replace(costs, act_b=act_b, act_w=act_w), unit
 

@@ -181,7 +181,7 @@ def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[
     for pipe in placement.pipes:
         held = [0.0] * placement.ranks
         for stage, rank in enumerate(pipe):
-            held[rank] += microbatches * costs.act_b[stage]
+            held[rank] += microbatches * max(costs.act_b[stage], costs.act_w[stage])  # recompute leaves W more than B
         found = list(map(max, found, held))
     return tuple(found)
 

@@ -29,6 +29,7 @@ class StageBytes:
     step: float = 0.0  # what the optimizer needs while it steps
     logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
     behind: float = 0.0  # the tensor between it and the next stage
+    share: float = 0.0  # act_b as it is without recompute, which activation units are shares of
 
 
 def of_stages(
@@ -56,12 +57,13 @@ def _stage(
     share = ((params - whole) / holders + whole) / (params or 1)
     weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
     again = job.memory.of(s) == "recompute"
+    act_b = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return StageBytes(
         weights=weights + constant,
         gradients=gradients,
         masters=share * masters,
         optimizer=share * state,
-        act_b=sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
+        act_b=act_b,
         act_w=sum(z.act_w for z in sizes),
         boundary=max(behind[s - 1], behind[s]),
         more=more(sizes, recompute=again, first=s == 0),
@@ -69,6 +71,7 @@ def _stage(
         step=_temporaries(job, sizes),
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
+        share=act_b,
     )
 
 
