@@ -115,6 +115,15 @@ def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
     check_training(plan("constant", "zb-v", optimizer={"lr": 1e-2, "weight_decay": 0.5}))
 
 
+@pytest.mark.parametrize("zero1", [False, True])
+def test_complex_parameters_train_in_copies_and_without_a_barrier(zero1):
+    """Their sums, norms, masters and shares are those of both parts."""
+    family = {"family": "tests.runtime.zoo:imaginary", "layers": 4, "loss": "mse"}
+    optimizer = {"lr": 1e-2, "clip_grad_norm": 0.05, "sync": "post-validate", "zero1": zero1}
+    program = make_program("zb-v", 2, 2, sync="post-validate", copies=2, sharded=zero1)
+    check_training(make_plan(program, model=family, optimizer=optimizer, **VECTORS), tolerance=1e-6)
+
+
 def test_double_precision_inside_of_autocast_stays():
     family = {"family": "tests.runtime.zoo:wide", "layers": 4, "loss": "mse", "dtype": "bfloat16"}
     check_gradients(make_plan(make_program("zb-h1", 2, 4), model=family, **VECTORS, keep=without_step))

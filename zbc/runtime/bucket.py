@@ -78,4 +78,4 @@ def _spread(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Make the parts of a summed vector the gradients."""
     *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
     for part, parameter, there in zip(parts, parameters, present.tolist(), strict=True):
-        parameter.grad = part.view(parameter.shape) if there > 0 else None
+        parameter.grad = part.view(parameter.shape) if there != 0 else None

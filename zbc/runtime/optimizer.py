@@ -116,9 +116,8 @@ class Masters:
         lowered: torch.dtype | None,
     ) -> None:
         self.parameters = parameters
-        trained = {name: p for name, p in parameters.items() if p.requires_grad and p.is_floating_point()}
-        wide = None if lowered is None else torch.float32
-        self.masters = {name: nn.Parameter(p.detach().to(wide or p.dtype, copy=True)) for name, p in trained.items()}
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.masters = {name: nn.Parameter(_master(p, lowered is not None)) for name, p in trained.items()}
         self.optimizer = torch_optimizer(options, self.masters.values())
         self._casts = tuple(casts)
         self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
@@ -193,6 +192,12 @@ class Masters:
             parameter.data.copy_(master.data)  # leaves no version behind: graphs made before this are of no use
         for cast in self._casts:
             cast.forget()
+
+
+def _master(parameter: nn.Parameter, lowered: bool) -> Tensor:
+    """A copy of a parameter, in float32 if that is about to be lowered; complex ones are not."""
+    wide = lowered and parameter.is_floating_point()
+    return parameter.detach().to(torch.float32 if wide else parameter.dtype, copy=True)
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:

@@ -187,7 +187,7 @@ class Sharded:
         present = mine[self._length :].tolist()
         at = 0
         for (piece, parameter), there in zip(self._own.items(), present, strict=False):
-            parameter.grad = mine[at : at + piece.size].view(parameter.shape) if there > 0 else None
+            parameter.grad = mine[at : at + piece.size].view(parameter.shape) if there != 0 else None
             at += piece.size
         self._sum = None
 
