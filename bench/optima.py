@@ -1,14 +1,15 @@
 """Small pipelines and their proven optima, for tests/search/test_optimal.py: writes tests/search/optima.json.
 
     python bench/optima.py [SECONDS]
-    python bench/optima.py --new [COUNT] [--minutes N]
+    python bench/optima.py --new [COUNT] [--odd] [--minutes N]
 
 Each case gets at most SECONDS (600) of CP-SAT; those not proven within them are named and left out. Which cases there
 are is fixed below, whatever a search finds on them.
 
 With `--new`, other random cases instead, until COUNT (40) are proven within SECONDS (20) each: how often the search,
 with the work that the plain engine does in two seconds, finds the optimum. The record is a dated file; the tests keep
-to the cases of the first form.
+to the cases of the first form. With `--odd` their shapes are further from what models are like: looped placements, a W
+that takes no time, transfers longer than ops, stages a hundred times as long as others, a limit for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from record import Record
+from record import Record, commit
 
 from zbc.compiler.bounds import bounds
 from zbc.compiler.cost import Costs
@@ -112,12 +113,33 @@ def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
         yield name, where, costs, m, limit, objective
 
 
-def hit_rate(wanted: int, seconds: float, minutes: float) -> None:
+def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[float, ...], str]]:
+    """Random cases without end that are not like models."""
+    rng = Random(seed)
+    for number in count():
+        p, kind = rng.randint(2, 4), rng.choice(("linear", "V", "looped"))
+        m, v = rng.randint(1, 8 if p == 2 else 6), 1 if kind == "linear" else rng.choice((2, 3)) if p == 2 else 2
+        where = {"linear": Placement.linear(p), "V": Placement.vshape(p, v), "looped": Placement.looped(p, v)}[kind]
+        n, pipe, spread = where.stages, where.pipes[0], rng.choice(("hundredfold", "uneven", "even"))
+        stretch = {"hundredfold": (1, 1, 30, 100), "uneven": (0.3, 0.8, 1.1, 1.7), "even": (1,)}[spread]
+        f, b, w = (tuple(float(mean * rng.choice(stretch)) for _ in range(n)) for mean in (2, 2, rng.choice((0, 1))))
+        act_b, share = tuple(round(rng.uniform(0.5, 1.5) / v, 2) for _ in range(n)), rng.choice((0, 0.4, 1, 1.4))
+        comm = rng.choice((0.0, 0.3, 3.0, 20.0))
+        links = tuple(comm if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
+        costs = Costs(f, b, w, act_b, tuple(round(a * share, 2) for a in act_b), (links,))
+        needs = least(Problem.make(where, costs, m, None))
+        limit = tuple(round(need * rng.choice((1, 1.3, 2, 3)) + 0.005, 2) for need in needs)
+        objective = rng.choice(("span", "makespan"))
+        yield f"odd {number} {kind} p={p} v={v} m={m} {spread} {objective}", where, costs, m, limit, objective
+
+
+def hit_rate(wanted: int, seconds: float, minutes: float, *, unlike_models: bool) -> None:
     """How often a search finds the optimum of a new case, and by how much it misses the others."""
-    record, engine = Record("optima-new"), Engine(available())
+    record, engine = Record("optima-odd" if unlike_models else "optima-new"), Engine(available())
+    record(f"# {commit()}")
     gaps: list[float] = []
     tried, stop = 0, time.monotonic() + 60 * minutes
-    for name, where, costs, m, limit, objective in fresh(2027):
+    for name, where, costs, m, limit, objective in odd(2028) if unlike_models else fresh(2027):
         if len(gaps) == wanted or time.monotonic() > stop:
             break
         tried += 1
@@ -171,10 +193,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Proven optima of small pipelines.")
     parser.add_argument("seconds", type=float, nargs="?", help="of the solver, for each case")
     parser.add_argument("--new", type=int, nargs="?", const=40, help="as many new cases instead, for a hit rate")
+    parser.add_argument("--odd", action="store_true", help="new cases that are not like models")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new case later than this")
     options = parser.parse_args()
     if options.new is not None:
-        hit_rate(options.new, options.seconds or 20.0, options.minutes)
+        hit_rate(options.new, options.seconds or 20.0, options.minutes, unlike_models=options.odd)
     else:
         prove(options.seconds or 600.0)
 
