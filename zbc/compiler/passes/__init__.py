@@ -25,7 +25,10 @@ Pass = Callable[[Program], Program]
 
 
 # What does not depend on what ops cost.
-_FIRST: dict[str, Pass] = {"insert-comm": insert_comm, "fuse-backward": fuse_backward}
+_FIRST: dict[str, Pass] = {
+    "insert-comm": insert_comm,
+    "fuse-backward": fuse_backward,
+}
 
 
 def passes(sync: str = "before-step", costs: Costs | None = None) -> dict[str, Pass]:
