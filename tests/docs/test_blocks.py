@@ -162,7 +162,7 @@ def test_every_schedule_has_its_page():
     folder = ROOT / "docs" / "schedules"
     assert {path.stem for path in folder.glob("*.md")} == {"README", *SCHEDULES}
     for name, card in SCHEDULES.items():
-        text = (folder / f"{name}.md").read_text()
+        text = " ".join((folder / f"{name}.md").read_text().split())  # long lines are wrapped
         for words in (card.summary[1:], card.source, card.makespan, card.span, card.memory):
             assert words in text, f"{name}: make docs"
         assert (folder / "pictures" / f"{name}.svg").exists()
