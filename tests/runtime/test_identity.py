@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import pytest
 
@@ -57,3 +58,13 @@ def test_a_file_of_other_content_or_another_name_has_another_digest(tmp_path):
     digests = {_digest([file]) for file in (*files, tmp_path / "never.py")}
     assert len(digests) == 4
     assert _digest(files[:2]) != _digest(files[:1])
+
+
+def test_what_torch_compiles_into_its_cache_is_no_code_of_the_user(package, tmp_path, monkeypatch):
+    file = tmp_path / "cache.py"
+    file.write_text("")
+    name = "torch._inductor.runtime.compile_tasks.cache"
+    made = types.ModuleType(name)
+    made.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, name, made)
+    assert not [what for what in told(family="ownmodel.layers:make") if "compile_tasks" in what]

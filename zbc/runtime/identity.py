@@ -22,7 +22,8 @@ from zbc.plan import Manifest
 from zbc.runtime import userobject
 
 _DIGITS = 12
-_NOT_MODULES = ("zbc", "__main__", "__mp_main__")  # the first is compared as a whole
+# The first is compared as a whole, the second by its version: what torch compiles lies in a cache of its own.
+_NOT_MODULES = ("zbc", "torch", "__main__", "__mp_main__")
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
