@@ -82,7 +82,7 @@ jobs = st.fixed_dictionaries(
             st.fixed_dictionaries({key: st.floats(0.001, 1e4) for key in ("f", "b", "w", "comm")}),
         ),
         "train": st.fixed_dictionaries({"steps": st.integers(1, 10**6), "seed": st.integers(0, 2**63 - 1)}),
-        "log": st.fixed_dictionaries({"dir": text}),
+        "log": st.fixed_dictionaries({"dir": text.filter(bool)}),
         "optimizer": st.fixed_dictionaries({"lr": st.floats(0, 10), "clip_grad_norm": st.floats(1e-3, 10)}),
     }
 )

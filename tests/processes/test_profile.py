@@ -76,7 +76,7 @@ def test_wrong_usage_is_said(zbc, arguments, text):
 
 
 def test_what_a_users_layer_raises_reaches_the_console(zbc, tmp_path):
-    model = {"family": "tests.processes.user_layers:layers", "loss": "mse", "args": {"how": "raise"}}
+    model = {"family": "tests.processes.user_layers:layers", "loss": "mse", "args": {"how": "raise", "good": 20}}
     data = {"kind": "tests.processes.user_layers:Vectors"}
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, layers=4, model=model, data=data))
     code, out, err = zbc("profile", "zbc.toml", "--rounds", "3")

@@ -17,7 +17,7 @@ class Trouble(nn.Module):
         self.linear, self.how, self.left = nn.Linear(8, 8), how, good
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # not while shapes are derived
+        if torch.is_grad_enabled():  # not in evaluation
             self.left -= 1
             if self.left < 0:
                 self.misbehave()
