@@ -35,6 +35,8 @@ FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 4.0, 2.0
 WIDTHS = (4, 4, 8)  # of the first brackets; the last one of all that follow
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
+# With few ops an order is a dead end sooner, and there is work enough to leave many: hotter, and more brackets.
+SMALL, SMALL_HEATS, SMALL_GROWTH = 300, (0.1, 0.5, 2.0), 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def _rounds(bench: Bench, seed: int, target: float, *, chains: bool = True) -> I
     annealed yet.
     """
     objective, rng = bench.objective, Random(seed)
+    heats, growth = (SMALL_HEATS, SMALL_GROWTH) if bench.problem.size <= SMALL else (HEATS, GROWTH)
     heads: list[Candidate] = []
     used: set[tuple[float, float]] = set()
     length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * bench.problem.size, 0
@@ -186,10 +189,10 @@ def _rounds(bench: Bench, seed: int, target: float, *, chains: bool = True) -> I
                 if bench.over or bench.reached(target):
                     return
                 seed += 1
-                heads[place] = bench.anneal(head, int(each), HEATS[turn % len(HEATS)], seed, target) or head
+                heads[place] = bench.anneal(head, int(each), heats[turn % len(heats)], seed, target) or head
                 yield True
             width, each, turn = width // 2, each * 2, turn + 1
-        length, moves = length * GROWTH, moves * GROWTH
+        length, moves = length * growth, moves * growth
 
 
 def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool) -> Iterator[bool]:
