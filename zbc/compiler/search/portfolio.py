@@ -36,7 +36,7 @@ WIDTHS = (4, 4, 8)  # of the first brackets; the last one of all that follow
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
 # With few ops an order is a dead end sooner, and there is work enough to leave many: hotter, and more brackets.
-SMALL, SMALL_HEATS, SMALL_GROWTH = 300, (0.1, 0.5, 2.0), 1.4
+SMALL, SMALL_HEATS, SMALL_GROWTH = 150, (0.1, 0.5, 2.0), 1.4
 
 
 @dataclass(frozen=True, slots=True)
