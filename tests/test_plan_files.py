@@ -14,6 +14,7 @@ from zbc.cli.checking import check_plan
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
+from zbc.manifest import sha
 from zbc.plan import Boundary, Plan
 
 
@@ -175,7 +176,7 @@ def test_a_rank_file_that_makes_no_sense_is_damaged_even_with_the_right_hash(fol
     assert old in text
     path.write_text(text.replace(old, new, 1))
     manifest = plans.read_manifest(folder)
-    rewrite_manifest(folder, files=manifest.files | {path.name: plans._sha(path.read_bytes())})
+    rewrite_manifest(folder, files=manifest.files | {path.name: sha(path.read_bytes())})
     assert code_of(folder) == "E404"
 
 

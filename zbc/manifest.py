@@ -1,0 +1,118 @@
+"""The manifest of a plan, and the names of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zbc.ir import Op, Placement
+from zbc.seats import Seats
+
+FORMAT = "zbc-plan"
+VERSION = 1
+MANIFEST = "plan.json"
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Boundary(_Strict):
+    """The tensor between two neighbouring stages: its shape for one microbatch (one slice of it) and its dtype."""
+
+    shape: list[Count]
+    dtype: str
+
+
+class Part(_Strict):
+    """The first steps of a training, or the next ones, run another plan: with fewer microbatches."""
+
+    folder: Name  # of that plan, inside of this one
+    microbatches: Count
+    steps: Count
+    sha256: str  # of its manifest
+
+
+class Manifest(_Strict):
+    """`plan.json`."""
+
+    format: str
+    version: int
+    id: str
+    schedule: str
+    parameters: dict[str, Any]
+    passes: list[str]
+    ranks: Count
+    stages: Count
+    microbatches: Count
+    microbatch_size: Count
+    slices: Count
+    copies: Count = 1  # data-parallel copies of the pipeline; `ranks` are those of one
+    tied: bool = False  # the first and the last stage share a weight
+    sharded: bool = False  # the copies of a stage share out the optimizer's work
+    placement: list[list[Index]]  # stage -> rank per pipe
+    layers: list[list[str]]  # stage -> layer names
+    boundaries: list[Boundary | None]  # behind each stage but the last; None: the runtime derives it
+    capabilities: list[str]
+    predicted: dict[str, Any]
+    planning: dict[str, Any]
+    training: dict[str, Any]
+    files: dict[str, str]  # name -> sha256
+    node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
+    ramp: list[Part] = []  # what a training begins with, before it runs this plan
+    sha256: str = ""  # of this manifest without this field
+
+    def digest(self) -> str:
+        return digest_of(self.model_dump(mode="json", exclude={"sha256"}))
+
+    def dumps(self) -> str:
+        return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
+
+    @property
+    def world(self) -> int:
+        """The ranks of a run: those of one pipeline times its copies."""
+        return self.ranks * self.copies
+
+    @property
+    def seats(self) -> Seats:
+        """Which of them is which rank of which copy."""
+        return Seats(self.ranks, self.copies, (self.node[0], self.node[1]) if self.node else (self.ranks, 1))
+
+    def name(self, rank: int) -> str:
+        """A rank of a run for messages: `rank 5`, or with copies `rank 5 [dp 1, pp 1]`."""
+        if self.copies == 1 or not 0 <= rank < self.world:
+            return f"rank {rank}"
+        copy, part = self.seats.of(rank)
+        return f"rank {rank} [dp {copy}, pp {part}]"
+
+    def to_placement(self) -> Placement:
+        return Placement(tuple(zip(*self.placement, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank needs: its ops in order, and the manifest."""
+
+    rank: int
+    ops: tuple[Op, ...]
+    manifest: Manifest
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:04d}.json"
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    return sha(json.dumps(manifest, sort_keys=True).encode())
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
