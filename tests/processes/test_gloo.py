@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import pytest
 import torch
 
@@ -80,6 +83,31 @@ def out_of_order(rank, plan):
 def test_messages_are_matched_by_what_they_are_and_not_by_their_order(pool):
     found = pool.run(out_of_order, make_plan(make_program("1f1b", 4, 4)))
     assert found[1] == [[1.0] * 3, [2.0] * 3, [0.0] * 3]
+
+
+def two_ways(rank, plan):
+    """Rank 1 sends to 2, which is not there yet, and then to 0, which is: whether what 0 took was let go of."""
+    network, left, found = open_network(plan), threading.Event(), None
+    if rank == 0:
+        network.post(message(0, 0), torch.empty(3), 1)
+        network.wait(message(0, 0))
+    if rank == 1:
+        network.send(message(0, 2), torch.zeros(3), 2)
+        tensor = torch.zeros(3)
+        weakref.finalize(tensor.untyped_storage(), left.set)
+        network.send(message(0, 0), tensor, 0)
+        del tensor
+        found = left.wait(10)
+    network.all_reduce(torch.zeros(1), (0, 1, 2, 3))
+    if rank == 2:
+        network.post(message(0, 2), torch.empty(3), 1)
+        network.wait(message(0, 2))
+    network.finish_step()
+    return found
+
+
+def test_what_one_rank_has_taken_does_not_stay_for_another_that_is_late(pool):
+    assert pool.run(two_ways, make_plan(make_program("1f1b", 4, 4)))[1]
 
 
 def not_contiguous(rank, plan):

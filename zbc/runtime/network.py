@@ -37,6 +37,7 @@ _MAX_TAG = 2**31
 
 Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
 _Way = tuple[Callable[..., dist.Work], int, int, Lost]  # what starts a message, the rank of its other end, its tag
+_Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and what keeps it while it is under way
 
 
 def bind_loopback() -> None:
@@ -102,10 +103,10 @@ class Network:
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
                 self._sums[ranks] = group
-        self._there: dict[Letter, _Way] = {}  # of what this rank sends
+        self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
         self._posted: dict[Letter, tuple[dist.Work, Tensor, Lost]] = {}
-        self._sends: Sends = EventSends() if self._nccl else ThreadSends()
+        self._sends: dict[int, Sends] = {}  # by the rank they go to
         most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
             raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
@@ -113,17 +114,17 @@ class Network:
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         tensor = tensor.contiguous()
-        start, number, tag, lost = self._there.get(message) or self._way(message, self.rank, peer)
+        start, number, tag, lost, sends = self._there.get(message) or self._way_out(message, peer)
         try:
             work = start([_real(tensor)], number, tag)
         except RuntimeError as error:
             raise lost(error) from error
-        self._sends.add(work, tensor, lost)
+        sends.add(work, tensor, lost)
 
     def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
-        start, number, tag, lost = self._here.get(message) or self._way(message, peer, self.rank)
+        start, number, tag, lost = self._here.get(message) or self._way_in(message, peer)
         try:
             work = start([_real(buffer)], number, tag)
         except RuntimeError as error:
@@ -177,11 +178,13 @@ class Network:
             names = ", ".join(str(message.recv) for message in self._posted)
             raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
         if drain:
-            self._sends.drain()
+            for sends in self._sends.values():
+                sends.drain()
 
     def close(self) -> None:
         """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
-        self._sends.close()
+        for sends in self._sends.values():
+            sends.close()
         self._there.clear()
         self._here.clear()
         for table in (self._pairs, self._signals, self._sums):
@@ -190,19 +193,33 @@ class Network:
                     dist.destroy_process_group(group)
             table.clear()
 
-    def _way(self, message: Letter, source: int, target: int) -> _Way:
+    def _way_out(self, message: Letter, peer: int) -> _Out:
+        way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
+        return way
+
+    def _way_in(self, message: Letter, peer: int) -> _Way:
+        way = self._here[message] = self._way(message, peer, sending=False)
+        return way
+
+    def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
         """How a message goes.
 
         Looked up once: dist.isend and irecv ask anew each time, which takes as long as the transfer's start itself.
         """
-        group, sending = self._pair(source, target, message), source == self.rank
-        peer = target if sending else source
+        group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
         # A group looks up its only backend in torch's dispatcher for every message: a sixth of what starting one takes.
         backend = group._get_backend(self._device) if hasattr(group, "_get_backend") else group
-        ways, start = (self._there, backend.send) if sending else (self._here, backend.recv)
-        way = ways[message] = start, number, self._tag(message), lost
-        return way
+        return backend.send if sending else backend.recv, number, self._tag(message), lost
+
+    def _sends_to(self, peer: int) -> Sends:
+        """What keeps the messages to a rank. On gloo they have a thread of their own: it waits for the oldest one, and
+        what another rank has taken meanwhile is not to stay for that."""
+        if self._nccl:
+            peer = self.rank
+        if peer not in self._sends:
+            self._sends[peer] = EventSends() if self._nccl else ThreadSends()
+        return self._sends[peer]
 
     def _pair(self, source: int, target: int, message: Letter) -> Any:
         groups = self._signals if isinstance(message, Signal) else self._pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 
-_LOOK_S, _LOOKS = 0.005, 4  # how often, and how many times in vain, the thread looks for sends before it sleeps
+_LOOK_S = 0.005  # how often the thread looks for sends that follow each other closely
+_CLOSELY = 500  # sends per second: from here on it is not woken for each
 
 
 _Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # and what makes the error of its failure
@@ -56,15 +58,16 @@ class ThreadSends:
     """For gloo, whose work objects do not know before somebody waits: a thread does.
 
     Waking a thread costs the rank more than starting a send. So where sends follow each other closely the thread looks
-    for new ones by itself, two hundred times a second; it has to be woken only after it found none for a while. What
-    was delivered meanwhile is kept that much longer: with ops of a millisecond, a few tensors.
+    for new ones by itself, two hundred times a second, and what was delivered meanwhile is kept that much longer: with
+    ops of a millisecond, a few tensors. Where they do not, each wakes it, and stays until it is delivered.
     """
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()
         self._begun = self._ended = 0  # the first is written by the rank's thread only, the second by the other
         self._failure: ZbcError | None = None
-        self._asleep = self._draining = self._closed = False
+        self._asleep = self._draining = self._closed = self._close = False
+        self._counted, self._since = 0, time.monotonic()  # of those that ended, how many had by then
         self._wake, self._changed = threading.Event(), threading.Condition()
         threading.Thread(target=self._reap, name="zbc-sends", daemon=True).start()
 
@@ -112,12 +115,21 @@ class ThreadSends:
 
     def _rest(self) -> None:
         """Return when there is something to do."""
-        for _ in range(_LOOKS):
+        if self._closely():
             self._wake.wait(_LOOK_S)
             self._wake.clear()
-            if self._under_way or self._closed:
-                return
+            return
+        self._wake.clear()
         self._asleep = True  # set before the last look: what `add` appends after that look finds it set
         if not self._under_way and not self._closed:
             self._wake.wait()
         self._asleep = False
+
+    def _closely(self) -> bool:
+        """Whether sends followed each other closely when last counted, which is at every look."""
+        now = time.monotonic()
+        passed = now - self._since
+        if passed >= _LOOK_S:
+            self._close = self._ended - self._counted > _CLOSELY * passed
+            self._counted, self._since = self._ended, now
+        return self._close
