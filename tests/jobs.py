@@ -18,8 +18,13 @@ BASE = {
 
 
 def toml_text(**changes: object) -> str:
-    """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are short for the usual changes."""
+    """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are short for the usual changes.
+
+    A factory's job has only those sizes of BASE that data need as well.
+    """
     tables = {name: dict(table) for name, table in BASE.items()}
+    if ":" in changes.get("model", {}).get("family", ""):  # type: ignore[attr-defined]
+        del tables["model"]["hidden"], tables["model"]["heads"]
     short = {
         "layers": ("model", "layers"),
         "pp": ("parallel", "pp"),

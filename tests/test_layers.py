@@ -17,6 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
+    ["zbc.idle"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],
     ["zbc.flops"],
     ["zbc.hfconfig"],
@@ -71,7 +72,9 @@ LAYERS = [
 ]
 RUNTIME = [
     ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
-    ["zbc.section", "zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
+    ["zbc.section"],
+    ["zbc.idle"],
+    ["zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.sections"],
     ["zbc.job"],

@@ -75,6 +75,80 @@ def test_impossible_combinations_are_errors(tmp_path, changes, code, text):
     assert text in found[0][2]
 
 
+PER_LAYER = {"per": "layer"}
+GIVEN = {"f": 1, "b": 1, "w": 1}
+FACTORY = {"family": "a.b:c"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "place", "text"),
+    [
+        ({"partition": {"mode": "uniform", "layers_per_stage": [2, 2, 2, 2]}}, "E110", "partition.mode", "two answers"),
+        ({"partition": {"mode": "auto", "layout": "E|t*8|L"}}, "E110", "partition.mode", "partition.layout are two"),
+        ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam and adamw"),
+        ({"optimizer": {"kind": "sgd", "eps": 1e-3}}, "E110", "optimizer.eps", "is for adam and adamw"),
+        ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "is for sgd, optimizer.kind is 'adamw'"),
+        ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
+        ({"train": {"nonfinite": "stop", "skip_limit": 3}}, "E110", "train.skip_limit", "none is"),
+        ({"train": {"nonfinite": "stop", "skip_total": 3}}, "E110", "train.skip_total", "none is"),
+        ({"train": {"eval_batches": 3}}, "E105", "train.eval_batches", "train.eval_every is missing"),
+        ({"data": {"validation_path": "a"}}, "E105", "data.validation_path", "train.eval_every is missing"),
+        ({"data": {"kind": "synthetic", "path": "a"}}, "E150", "data.path", "data.kind is 'synthetic'"),
+        ({"data": {"kind": "a.b:c", "path": "a"}}, "E150", "data.path", "names files of text or tokens"),
+        ({"data": {"args": {"x": 1}}}, "E150", "data.args", "belong to a factory, data.kind is 'text'"),
+        ({"model": {**FACTORY, "hidden": 8}}, "E110", "model.hidden", "model.hidden is not for family a.b:c"),
+        ({"model": {**FACTORY, "heads": 8}}, "E110", "model.heads", "model.heads is not for family a.b:c"),
+        ({"model": {"rope_theta": 1e6}}, "E110", "model.rope_theta", "needs rotary positions"),
+        (
+            {"model": {"positions": "rotary", "rope_scaling": {"kind": "linear", "factor": 2.0, "low_freq_factor": 2}}},
+            "E110",
+            "model.rope_scaling.low_freq_factor",
+            'is for kind = "llama3"',
+        ),
+        ({"model": {"experts": 4, "expert_hidden": 8, "ffn_hidden": 9}}, "E110", "model.ffn_hidden", "experts"),
+        ({"costs": PER_LAYER}, "E141", "costs.per", "there are none"),
+        ({"costs": {**PER_LAYER, "act_b": 1, "head": {"f": 2}}}, "E141", "costs.head.f", "costs.f, which is not given"),
+        (
+            {"costs": {**PER_LAYER, **GIVEN, "embed": {"act_w": 2}}},
+            "E141",
+            "costs.embed.act_w",
+            "costs.act_b, which is not given",
+        ),
+    ],
+)
+def test_what_nothing_would_read_is_an_error_with_its_place(tmp_path, changes, code, place, text):
+    found = problems(tmp_path, toml_text(**changes))
+    assert [found_code for found_code, _, _ in found] == [code]
+    document = spec.draft(tmp_path / "zbc.toml").document
+    assert found[0][1] == document.where(tuple(place.split("."))).replace(str(tmp_path) + "/", "")
+    assert place in found[0][2] and text in found[0][2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": {"kind": "sgd", "betas": [0.9, 0.95], "eps": 1e-8}},
+        {"optimizer": {"kind": "sgd", "momentum": 0.9}},
+        {"train": {"nonfinite": "stop", "skip_limit": 10}},
+        {"train": {"eval_every": 0, "eval_batches": 3}, "data": {"validation_path": "a"}},
+        {"partition": {"layers_per_stage": [2, 2, 2, 2]}},
+        {"costs": {"per": "layer", "optimizer": 1.0}},
+        {"costs": {**PER_LAYER, **GIVEN, "head": {"f": 2}}},
+    ],
+)
+def test_a_key_may_say_its_default_and_what_evaluates_may_be_turned_off(changes):
+    assert job(**changes)
+
+
+@pytest.mark.parametrize("kind", ["auto", "zb-h1"])
+@pytest.mark.parametrize(("key", "value"), [("group", 3), ("early", 1), ("overlap", True)])
+def test_options_of_some_schedules_are_refused_where_others_may_be_chosen(kind, key, value):
+    with pytest.raises(ZbcError) as caught:
+        job(kind=kind, schedule={key: value})
+    assert caught.value.code == "E120" and f"schedule.{key} is for " in caught.value.message
+    assert caught.value.message.endswith(f"not for {kind}")
+
+
 LLAMA = {"family": "llama", "kv_heads": 2}
 SCALED = {"kind": "llama3", "factor": 8.0}
 

@@ -141,6 +141,11 @@ Each value is fine alone, but not beside another one.
     hidden = 100, heads = 3         hidden must be a multiple of heads
     positions = "rotary"            needs an even hidden / heads
     args = {...}, family = "gpt"    args belong to "package.module:factory"
+    mode and layers_per_stage       are two answers to one question
+    momentum = 0.9, kind = "adamw"  nothing would read momentum
+
+A key that nothing reads beside what else the job says is refused, unless its
+value is the default.
 """,
     ),
     "E111": _entry(
@@ -184,23 +189,25 @@ and zb-h2 have one, zb-v has two; interleaved-1f1b and breadth-first take any
 number, hanayo an even one. Leave chunks out to get the schedule's own.
 dualpipe mirrors half of the ranks on the other half and needs an even number.
 group, early and overlap mean something to some schedules only; the error names
-them. The microbatches of a group are dealt evenly to the pipes.
+them. "auto" and orders from files take none of them. The microbatches of a
+group are dealt evenly to the pipes.
 """,
     ),
     "E121": _entry(
         "a schedule plugin does not work",
         """
 schedule.plugin = "package.module:function" names a function that takes a
-zbc.compiler.schedules.Request (p ranks, m microbatches, v chunks) and returns
-a zbc.ir.Program for just these. It is looked up on the import path and in the
-current directory.
+zbc.compiler.schedules.Request (p ranks, m microbatches, v chunks, and group,
+early and overlap as in the job) and returns a zbc.ir.Program for just these. It
+is looked up on the import path and in the current directory.
 """,
     ),
     "E122": _entry(
         "schedule.file is an order for another job",
         """
-A torch CSV file fixes the number of ranks (its rows) and of microbatches. Both
-have to be those of the job: parallel.pp and schedule.microbatches.
+A torch CSV file fixes the number of ranks (its rows), of microbatches and of
+stages per rank. They have to be those of the job: parallel.pp,
+schedule.microbatches and, where it is given, schedule.chunks.
 """,
     ),
     "E123": _entry(
@@ -253,7 +260,8 @@ stage, with "layer" one per layer. A single number stands for all of them.
         """
 f, b and w are given together or not at all: mixing measured and estimated
 times would rank schedules by the difference between the two. act_w is a part
-of act_b and needs it. embed and head go with per = "layer".
+of act_b and needs it. embed and head go with per = "layer", and with the costs
+that the blocks are given.
 
     [costs]
     f = 18.5
@@ -290,7 +298,8 @@ at the folder of the job file that names it.
 Text data are bytes: model.vocab must be at least 256, and a model that is not
 a gpt must say its seq_len. Synthetic data are tokens: they need model.vocab
 and model.seq_len. Other models bring their own data with
-data.kind = "package.module:factory".
+data.kind = "package.module:factory". data.path names files of text or tokens,
+data.args are for a factory; beside another kind nothing would read them.
 """,
     ),
     "E160": _entry(

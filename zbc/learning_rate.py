@@ -80,6 +80,9 @@ def problems(lr: float, schedule: Schedule, steps: float, document: Document) ->
     if schedule.kind == "constant" and (down is not None or schedule.min_lr):
         key = "min_lr" if down is None else "decay_steps"
         yield found(key, f'{key} does nothing with kind = "constant"', 'drop it, or use "cosine", "linear" or "wsd"')
+    elif schedule.kind == "constant" and schedule.by == "samples" and not warmup:
+        hint = 'drop it, give warmup_steps, or use kind = "cosine", "linear" or "wsd"'
+        yield found("by", 'by = "samples" does nothing where the rate is the same in all steps', hint)
 
 
 def _of(schedule: Schedule, steps: float) -> str:

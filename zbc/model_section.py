@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from zbc.errors import ZbcError
+from zbc.idle import asks
 from zbc.section import FACTORY, Count, Positive, Section
 from zbc.toml import Document
 from zbc.wording import did_you_mean
@@ -18,6 +19,8 @@ _ONLY_GPT = ("positions", "activation")
 _EXPERTS = ("experts", "top_k", "expert_hidden")
 _ONLY_BUILTIN = (
     "pretrained",
+    "hidden",
+    "heads",
     "ffn_hidden",
     *_EXPERTS,
     "norm_eps",
@@ -153,6 +156,10 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
+    if model.experts and model.expert_hidden and model.ffn_hidden:
+        text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
+        where = document.where(("model", "ffn_hidden"))
+        yield ZbcError("E110", text, where=where, hint="keep one of them")
     if model.experts and model.pretrained is not None:
         text = "config: model.pretrained reads models without experts"
         where = document.where(("model", "pretrained"))
@@ -169,10 +176,13 @@ def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
 
 def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     """Keys of another family are refused rather than ignored."""
+    if not model.builtin and not FACTORY.fullmatch(model.family):  # nobody knows what it was meant to be
+        return
     for key in _FOREIGN.get(model.family, _ONLY_BUILTIN):
         if document.has(("model", key)):
             text = f"config: model.{key} is not for family {model.family}"
-            yield ZbcError("E110", text, where=document.where(("model", key)), hint="drop it, or choose another family")
+            hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
     if model.args and model.builtin:
         text = f"config: model.args belongs to a factory, family is {model.family}"
         hint = 'drop it, or set family = "package.module:factory"'
@@ -196,7 +206,21 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
         hint = f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"
         yield ZbcError("E110", f"config: {text}", where=document.where(("model", "kv_heads")), hint=hint)
+    yield from _rotary(model, document)
+
+
+def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
+    """What rotary positions are told, where there are some and where there are none."""
+    if not model.rotary and asks(model, "rope_theta"):
+        text = "config: model.rope_theta needs rotary positions"
+        hint = 'set positions = "rotary", or drop it'
+        yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
     scaling = model.rope_scaling
+    for key in ("low_freq_factor", "high_freq_factor", "original_seq_len"):
+        if scaling is not None and scaling.kind != "llama3" and asks(scaling, key):
+            text = f'config: model.rope_scaling.{key} is for kind = "llama3", kind is "{scaling.kind}"'
+            where = document.where(("model", "rope_scaling", key))
+            yield ZbcError("E110", text, where=where, hint="drop it")
     if scaling is not None and not model.rotary:
         text = "config: model.rope_scaling needs rotary positions"
         hint = 'set positions = "rotary", or drop it'

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zbc import extent, learning_rate, model_section, ramp, toml
+from zbc import extent, idle, learning_rate, model_section, ramp, toml
 from zbc.errors import ZbcError
+from zbc.idle import asks
 from zbc.job import Draft
 from zbc.model_section import Model
 from zbc.section import FACTORY
@@ -16,6 +17,7 @@ from zbc.sections import (
     Data,
     GivenCosts,
     Hardware,
+    LayerCost,
     Memory,
     Parallel,
     Partition,
@@ -65,6 +67,13 @@ def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
         text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
         hint = "set data.validation = 0.01, or data.validation_path"
         yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
+    if "eval_every" in train.model_fields_set:
+        return
+    for section, name, key in ((train, "train", "eval_batches"), (data, "data", "validation_path")):
+        if asks(section, key):
+            text = f"config: train.eval_every is missing, without which nothing is evaluated and {name}.{key} not read"
+            hint = "add eval_every = 100 (steps between two) to [train], or eval_every = 0 for none"
+            yield ZbcError("E105", text, where=draft.document.where((name, key)), hint=hint)
 
 
 def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -113,10 +122,16 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
     if costs.act_w is not None and costs.act_b is None:
         text = "config: costs.act_w is a part of costs.act_b, which is not given"
         yield ZbcError("E141", text, where=where(("costs", "act_w")), hint="give act_b too")
+    numbers = ("f", "b", "w", "optimizer", "act_b", "act_w")
+    if asks(costs, "per") and all(getattr(costs, key) is None for key in numbers):
+        text = f'config: costs.per = "{costs.per}" says what the other numbers are the costs of, and there are none'
+        yield ZbcError("E141", text, where=where(("costs", "per")), hint="give f, b and w, or drop it")
     for key in ("embed", "head"):
         if draft.document.has(("costs", key)) and costs.per != "layer":
             text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
             yield ZbcError("E141", text, where=where(("costs", key)), hint='set per = "layer", or drop it')
+        elif costs.per == "layer":
+            yield from _end_rules(costs, key, draft.document)
     if model is not None and costs.per == "layer":
         for key in ("f", "b", "w", "optimizer", "act_b", "act_w"):
             value = getattr(costs, key)
@@ -124,6 +139,20 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
                 text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
                 hint = f"give one number, or {model.layers}"
                 yield ZbcError("E140", text, where=where(("costs", key)), hint=hint)
+
+
+def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator[ZbcError]:
+    """Costs of embedding or head are read where those of the blocks are given."""
+    layer: LayerCost = getattr(costs, end)
+    for key, blocks in (("f", "f"), ("b", "b"), ("w", "w"), ("act_b", "act_b"), ("act_w", "act_b")):
+        if asks(layer, key) and getattr(costs, blocks) is None:
+            text = f"config: costs.{end}.{key} goes with costs.{blocks}, which is not given"
+            where = document.where(("costs", end, key))
+            yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
+
+
+def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
+    yield from idle.problems(draft.sections, draft.document)
 
 
 def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -156,7 +185,13 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
 def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
     partition: Partition | None = draft.sections.get("partition")
     model: Model | None = draft.sections.get("model")
-    if partition is None or partition.layout is None:
+    if partition is None:
+        return
+    listed = [key for key in ("layers_per_stage", "layout") if getattr(partition, key) is not None]
+    if listed and "mode" in partition.model_fields_set:
+        text = f'config: partition.mode = "{partition.mode}" and partition.{listed[0]} are two answers to one question'
+        yield ZbcError("E110", text, where=draft.document.where(("partition", "mode")), hint="keep one of them")
+    if partition.layout is None:
         return
     where = draft.document.where(("partition", "layout"))
     if partition.layers_per_stage is not None:
@@ -259,6 +294,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _evaluation_rules,
+    _idle_rules,
     _writing_rules,
     _unsupported,
 )

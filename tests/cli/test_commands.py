@@ -139,6 +139,23 @@ def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
     assert Plan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
+def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
+    asks = "(request.v, request.group, request.early, request.overlap) == (1, 3, 1, True)"
+    (folder / "asking.py").write_text(f"{PLUGIN.replace('return', f'return {asks} and')}")
+    asked = toml_text(schedule={"chunks": 1, "group": 3, "early": 1, "overlap": True})
+    (folder / "zbc.toml").write_text(asked.replace('kind = "1f1b"', 'plugin = "asking:make"'))
+    assert zbc("plan", "zbc.toml", "-q").code == 0
+    assert "returned bool" in zbc("plan", "zbc.toml", "-q", "--set", "schedule.early=2").err
+
+
+def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, folder):
+    (folder / "one_stage.py").write_text(PLUGIN)
+    asked = toml_text(schedule={"chunks": 2}).replace('kind = "1f1b"', 'plugin = "one_stage:make"')
+    (folder / "zbc.toml").write_text(asked)
+    ran = zbc("plan", "zbc.toml", "-q")
+    assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
+
+
 def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, job):
     zbc("plan", job(kind="zb-v"), "--dump-ir", "ir", "-q")
     names = sorted(path.name for path in Path("ir").iterdir())

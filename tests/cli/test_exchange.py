@@ -129,6 +129,15 @@ def test_an_order_for_another_job_is_refused_where_it_is_named(zbc, csv, changes
     assert hint in ran.err
 
 
+def test_what_an_order_from_a_file_does_not_do_is_refused(zbc, csv):
+    csv(GOOD)
+    named = toml_text(pp=2, m=2, schedule={"chunks": 2}).replace('kind = "1f1b"', 'file = "order.csv"')
+    Path("zbc.toml").write_text(named)
+    assert "an order for schedule.chunks = 1, the job has 2" in zbc("plan", "zbc.toml").err
+    Path("zbc.toml").write_text(named.replace("chunks = 2", "early = 1"))
+    assert "bitpipe, hanayo, not for an order from a file" in zbc("plan", "zbc.toml").err
+
+
 def test_a_job_with_a_missing_or_broken_order_says_so(zbc, csv):
     Path("zbc.toml").write_text(toml_text(pp=2, m=2).replace('kind = "1f1b"', 'file = "order.csv"'))
     assert "error[E410] csv: cannot read order.csv" in zbc("plan", "zbc.toml").err

@@ -302,7 +302,7 @@ def test_given_times_and_activations_follow_the_same_rule():
     estimated, less = costs(job()), costs(job(memory={"activations": "recompute"}))
     for s in range(4):
         assert again.act_b[s] / kept.act_b[s] == pytest.approx(less.bytes[s].act_b / estimated.bytes[s].act_b)
-    factory = {"model": {"family": "a:b", "layers": 8, "hidden": 1}, "data": {"kind": "c:d"}}
+    factory = {"model": {"family": "a:b", "layers": 8}, "data": {"kind": "c:d"}}
     unknown = costs(job(**factory, **given, memory={"activations": "recompute"}))
     assert unknown.act_b == (1.0,) * 4 and unknown.b == (5.0,) * 4
 

@@ -19,7 +19,7 @@ from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.order import order
 from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
-from zbc.compiler.schedules.options import option_problems
+from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.simulate import Timeline, simulate, step_ms
 from zbc.compiler.single import Ordered, settled
 from zbc.compiler.steps import either_way
@@ -122,9 +122,9 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     """What is wrong with the name and the chunks, read even where the rest of [schedule] is wrong as well."""
     section = draft.document.values.get("schedule")
     kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
-    if not isinstance(kind, str) or kind.lower() == AUTO:
-        return []
     where = draft.document.where
+    if not isinstance(kind, str) or kind.lower() == AUTO:
+        return undecided(draft, SCHEDULES.values())
     try:
         found = find(kind)
     except ZbcError as error:
@@ -162,7 +162,7 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
     if job.schedule.plugin is None:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-    partition = job.partition.model_copy(update={"layers_per_stage": blocks, "layout": None})
+    partition = job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None})
     memory = settled(job, compiled.found.again, compiled.program.placement).memory
     parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
     for phase in job.schedule.ramp:

@@ -52,8 +52,9 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     for key, found, asked in (
         ("parallel.pp", program.placement.ranks, job.parallel.pp),
         ("schedule.microbatches", program.microbatches, job.schedule.microbatches),
+        ("schedule.chunks", program.placement.stages // program.placement.ranks, job.schedule.chunks),
     ):
-        if found != asked:
+        if asked is not None and found != asked:
             text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
             raise ZbcError("E122", text, where=where, hint=f"set {key} = {found}")
     stages, costs = cut(job, program.placement, table)
@@ -73,15 +74,32 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         hint = "it is looked up on the import path and in the current directory"
         text = f"schedule: cannot import plugin {name}"
         raise ZbcError("E121", text, where=where, hint=hint, details=[str(error)]) from error
-    program = make(
-        Request(job.parallel.pp, job.schedule.microbatches, job.schedule.chunks or 1, objective=job.objective)
-    )
+    program = make(_request(job))
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where)
     if program.placement.ranks != job.parallel.pp or program.microbatches != job.schedule.microbatches:
         text = f"schedule: plugin {name} made a program for other ranks or microbatches than it was asked for"
         raise ZbcError("E121", text, where=where)
+    made, asked = program.placement.stages // program.placement.ranks, job.schedule.chunks
+    if asked is not None and made != asked:
+        text = f"schedule: plugin {name} made a program with {made} stages per rank, schedule.chunks is {asked}"
+        where = job.where("schedule", "chunks")
+        raise ZbcError("E121", text, where=where, hint=f"set schedule.chunks = {made}, or leave it out")
     stages, costs = cut(job, program.placement, table)
     program = replace(program, history=(name,))
     return Ordered(name, program, stages, costs, bounds_of(job, program.placement, costs))
+
+
+def _request(job: Job) -> Request:
+    """What a plugin is asked for."""
+    asked = job.schedule
+    return Request(
+        job.parallel.pp,
+        asked.microbatches,
+        asked.chunks or 1,
+        group=asked.group,
+        early=asked.early,
+        overlap=bool(asked.overlap),
+        objective=job.objective,
+    )

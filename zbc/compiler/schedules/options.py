@@ -27,13 +27,25 @@ def option_problems(draft: Draft, schedule: Schedule, known: Iterable[Schedule])
     return problems
 
 
+def undecided(draft: Draft, known: Iterable[Schedule]) -> list[ZbcError]:
+    """What a job asks of an order that is chosen among schedules without it, or that stands in a file: E120."""
+    section = draft.sections.get("schedule")
+    if section is None or (section.kind is None and section.file is None):  # a plugin is told
+        return []
+    return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
+
+
 def _not_for(draft: Draft, schedule: Schedule, known: list[Schedule]) -> Iterator[ZbcError]:
-    for key in OPTIONS:
-        value = getattr(draft.sections["schedule"], key)
-        if value is None or key in schedule.options:
+    keys = [key for key in OPTIONS if key not in schedule.options]
+    yield from _unread(draft, schedule.name, keys, known)
+
+
+def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[Schedule]) -> Iterator[ZbcError]:
+    for key in keys:
+        if getattr(draft.sections["schedule"], key) is None:
             continue
         meant = [card.name for card in known if key in card.options]
-        text = f"schedule: schedule.{key} is for {', '.join(meant)}, not for {schedule.name}"
+        text = f"schedule: schedule.{key} is for {', '.join(meant)}, not for {name}"
         yield ZbcError("E120", text, where=draft.document.where(("schedule", key)), hint="leave it out")
 
 
