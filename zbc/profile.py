@@ -43,10 +43,11 @@ class LayerBytes(Section):
 
     `kept_b` stays from F to B beside the layer's input and output, which neighbours share (`keeps_input`: its backward
     needs its input, and so on), `kept_w` from B to W. `more_*` is what an op needs while it runs beyond what is held
-    before it and, for F, after it (`more_alone`: F that keeps nothing). Parameters and what belongs to them are as the
-    runtime holds them: buffers and copies of weights in another type are weights. `largest` counts the elements of the
-    largest parameter, `ends` those of the first and the last that train; `pair` is twice one of them and once the one
-    before it at most, which is what a step holds beside them (0 in older files: twice the largest).
+    before it and, for F, after it (`more_alone`: F that keeps nothing); in the first backward of a step less, since
+    what it computes of `gradients` stays and is added to nothing (`first_*`). Parameters and what belongs to them are
+    as the runtime holds them: buffers and copies of weights in another type are weights. `largest` counts the elements
+    of the largest parameter, `ends` those of the first and the last that train; `pair` is twice one of them and once
+    the one before it at most, which is what a step holds beside them (0 in older files: twice the largest).
     """
 
     input: Bytes
@@ -62,6 +63,9 @@ class LayerBytes(Section):
     more_b: Bytes = 0
     more_w: Bytes = 0
     more_bw: Bytes = 0
+    first_b: Bytes | None = Field(None, description="as more_b in the first backward of a step; None: the same")
+    first_w: Bytes | None = None
+    first_bw: Bytes | None = None
     weights: Bytes
     gradients: Bytes
     masters: Bytes

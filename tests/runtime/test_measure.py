@@ -11,7 +11,7 @@ from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
-from zbc.ir import COMPUTE, Op, Placement
+from zbc.ir import COMPUTE, Kind, Op, Placement
 from zbc.plan import Plan
 from zbc.runtime.execute import run_step
 from zbc.runtime.measure import Ledger, Scale
@@ -48,10 +48,12 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
 
 
+@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dtype):
-    changes = {"model": {"hidden": 40, "heads": 4, "vocab": 900, "dtype": dtype}, "layers": 3, "m": 2, "pp": 1}
+def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dtype, m):
+    """With one microbatch every weight gradient is the first of its step, and is added to nothing."""
+    changes = {"model": {"hidden": 40, "heads": 4, "vocab": 900, "dtype": dtype}, "layers": 3, "m": m, "pp": 1}
     for kind in ("1f1b", "zb-h1"):
         ((predicted, measured),) = both(tmp_path / kind, kind=kind, memory={"activations": activations}, **changes)
         assert predicted.buffers == pytest.approx(measured.buffers, rel=0.03)
@@ -70,6 +72,22 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     for op_kind in {one.op.kind for one in readings}:
         most = max(one.extra for one in readings if one.op.kind is op_kind)
         assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_a_backward_needs_is_less_where_its_gradients_are_the_first_of_the_step(tmp_path, case, kind):
+    compiled = compile_job(job(data={"kind": "synthetic"}, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2}))
+    compiled.write(tmp_path / "plan")
+    scales = []
+    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    found = {one.op: one.extra for scale in scales for one in scale.readings if one.op.kind in COMPUTE}
+    kinds = {op.kind for op in found}
+    assert kinds == {Kind.F, Kind.BW} if kind == "1f1b" else kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
+    for op, extra in found.items():
+        if op.kind is not Kind.F:
+            needed = compiled.costs.more_bytes(op, first=op.mb == 0)
+            assert needed == pytest.approx(extra, rel=0.02, abs=1024), op
 
 
 def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(monkeypatch):

@@ -230,6 +230,8 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
         assert z.kept_b + z.input == near(size.act_b)
         assert (z.kept_w, z.input + z.kept_again, z.output) == (near(size.act_w), near(size.entry), near(size.result))
         assert (z.more_f, z.more_alone, z.more_w) == (near(size.more_f), near(size.more_alone), near(size.more_w))
+        assert z.first_w == pytest.approx(size.first.more_w, rel=0.01, abs=1024)
+        assert z.more_bw - z.first_bw == pytest.approx(size.more_bw - size.first.more_bw, rel=0.01, abs=1024)
         assert z.weights == near((2 if case == "masters" else 4) * one.parameters + size.casts + size.tables)
         assert z.gradients == 4 * one.parameters and z.optimizer == near(8 * one.parameters, rel=0.02)
         assert z.masters == (4 * one.parameters if case == "masters" else 0)
@@ -285,11 +287,11 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
     compiled.write(tmp_path / "plan")
     needed = {}
     for reading in (one for scale in scales_of(tmp_path / "plan") for one in scale.readings):
-        key = reading.op.kind, reading.op.stage
+        key = reading.op.kind, reading.op.stage, reading.op.mb == 0
         needed[key] = max(needed.get(key, 0), reading.extra)
-    for (op, stage), most in needed.items():
+    for (op, stage, first), most in needed.items():
         if op in COMPUTE:
-            predicted = compiled.costs.more_bytes(Op(op, stage))
+            predicted = compiled.costs.more_bytes(Op(op, stage), first=first)
         elif op is Kind.STEP:
             predicted = compiled.costs.bytes[stage].step
         else:

@@ -114,11 +114,15 @@ class Costs:
         stage = self.bytes[op.stage]
         return _delta(op.kind, stage.act_b, stage.act_w)
 
-    def more_bytes(self, op: Op) -> float:
-        """What a compute op needs while it runs beyond the larger of what is held before and after it."""
+    def more_bytes(self, op: Op, *, first: bool = False) -> float:
+        """What a compute op needs while it runs beyond the larger of what is held before and after it.
+
+        `first`: where the gradients that it computes are the first of a step, which stay as they are.
+        """
         if self.bytes is None:
             return 0.0
-        more = self.bytes[op.stage].more
+        stage = self.bytes[op.stage]
+        more = stage.first if first else stage.more
         return {Kind.F: more.f, Kind.B: more.b, Kind.W: more.w, Kind.BW: more.bw}[op.kind]
 
 

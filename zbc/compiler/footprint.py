@@ -18,14 +18,14 @@ bytes:
 The head keeps its input, the norm's output and float32 log-probabilities. With recompute F keeps a layer's `entry`
 only.
 An op's `more` is beyond what is held before it and, for F, after it: gradients on their way through GELU or
-softmax, and a weight gradient that is to be added to the sum. It is counted as if nothing of the layer had been
-released yet.
+softmax, and a weight gradient that is to be added to the sum, unless it is the first of a step and stays as that. It is
+counted as if nothing of the layer had been released yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GRAD_BYTES = 4  # gradients and optimizer state are float32
 
@@ -43,6 +43,9 @@ class Footprint:
     more_b: float = 0.0
     more_w: float = 0.0
     more_bw: float = 0.0
+    first_b: float | None = None  # as more_b where the layer has no gradients yet: what is computed stays as those;
+    first_w: float | None = None  # None: the same
+    first_bw: float | None = None
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
     tables: float = 0.0  # constants beside the parameters
     logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
@@ -52,6 +55,17 @@ class Footprint:
     keeps_given: bool = False  # B leaves the very gradient that it was given for W, which act_w counts
     pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
+
+    @property
+    def first(self) -> Footprint:
+        """The same in its first backward of a step."""
+        b, w, bw = self.first_b, self.first_w, self.first_bw
+        return replace(
+            self,
+            more_b=self.more_b if b is None else b,
+            more_w=self.more_w if w is None else w,
+            more_bw=self.more_bw if bw is None else bw,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +127,16 @@ class Sizes:
         return self.width < self.stream
 
 
-def _weight_grad(elements: float, width: int) -> float:
-    """Bytes a weight gradient takes before it is added: as it is computed, and as float32."""
-    return elements * (GRAD_BYTES + (width if width < GRAD_BYTES else 0))
+def _weight_grad(elements: float, width: int, *, first: bool) -> float:
+    """Bytes a weight gradient takes before it is added: as it is computed, and as float32, if that does not stay."""
+    return elements * ((0 if first else GRAD_BYTES) + (width if width < GRAD_BYTES else 0))
 
 
 def embedding(z: Sizes) -> Footprint:
     rows = z.stream * z.hidden * z.tokens
     places = 0 if z.rotary else z.stream * z.hidden * z.seq_len  # one row per position, for all sequences
     more = 0 if z.rotary else rows + places
-    table = _weight_grad(z.vocab * z.hidden, z.stream)
+    table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     return Footprint(
         act_b=8 * z.tokens,
         act_w=8 * z.tokens + rows + places,
@@ -134,6 +148,8 @@ def embedding(z: Sizes) -> Footprint:
         more_b=places,
         more_w=max(0, table - places),
         more_bw=max(table, places),
+        first_w=max(0, fresh - places),
+        first_bw=max(fresh, places),
         tables=8 * z.seq_len,
         largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
     )
@@ -148,7 +164,12 @@ def block(z: Sizes) -> Footprint:
     routed = 2 * met * h if z.experts else 0
     inside = 2 * h + 2 * q + 2 * k + turned + routed + (4 if z.gated else 2) * f
     chosen = h + z.experts if z.experts else 0
-    down, up = _weight_grad(h * z.mlp, n), _weight_grad(h * z.mlp * (2 if z.gated else 1), n)
+
+    def weights(first: bool) -> tuple[float, float]:
+        down, up = (_weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
+        return max(down, up - (f + h) * n * t), max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0)
+
+    (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     return Footprint(
         act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads + 8 * z.experts) * t,
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
@@ -158,8 +179,10 @@ def block(z: Sizes) -> Footprint:
         more_f=h * n * t,
         more_alone=(4 if z.gated else 2) * f * n * t,
         more_b=(3 if z.gated else 2) * f * n * t + grad,
-        more_w=max(down, up - (f + h) * n * t),
-        more_bw=max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0),
+        more_w=more_w,
+        more_bw=more_bw,
+        first_w=first_w,
+        first_bw=first_bw,
         casts=z.matrices * n if z.cast else 0,
         tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
@@ -171,7 +194,7 @@ def head(z: Sizes) -> Footprint:
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
     gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
-    weight = _weight_grad(h * vocab, n)
+    weight, fresh = (_weight_grad(h * vocab, n, first=first) for first in (False, True))
     return Footprint(
         act_b=(z.stream * h + z.norm + h * n + 4 * vocab + 8) * t,
         act_w=(h + vocab) * n * t,
@@ -181,6 +204,8 @@ def head(z: Sizes) -> Footprint:
         more_b=8 * vocab * t,
         more_w=weight,
         more_bw=max(8 * vocab * t, h * n * t + weight + gone),
+        first_w=fresh,
+        first_bw=max(8 * vocab * t, h * n * t + fresh + gone),
         casts=h * vocab * n if z.cast else 0,
         logits=4 * vocab * t,
         largest=h * vocab,

@@ -97,12 +97,13 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
     widened = 8 * min(max((s.largest for s in mine), default=0.0), WIDE)
     most = 0.0
     more = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in program.placement.stages_of(rank)}
-    for op, count in zip(program.ranks[rank], moving, strict=True):
+    firsts = _firsts(program.ranks[rank])
+    for index, (op, count) in enumerate(zip(program.ranks[rank], moving, strict=True)):
         own = 0.0
         if op.kind in TRANSFER:
             continue
         if op.kind in COMPUTE:
-            own = more[op.kind, op.stage]
+            own = costs.more_bytes(op, first=True) if index in firsts else more[op.kind, op.stage]
         elif op.kind is Kind.REDUCE:  # gradients move into one message; later a gather takes less than they left
             own = sizes[op.stage].gradients
         elif op.kind is Kind.TIE:
@@ -113,6 +114,21 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
             own = sizes[op.stage].step
         most = max(most, count * boundary + own)
     return most
+
+
+_BEFORE = {Kind.B: (Kind.B, Kind.BW), Kind.W: (Kind.W, Kind.BW), Kind.BW: (Kind.W, Kind.BW)}
+
+
+def _firsts(ops: Sequence[Op]) -> set[int]:
+    """The ops of a rank that compute gradients of weights which a stage has none of yet: its first BW or, before any,
+    its first B for some and its first W for the others."""
+    found, seen = set[int](), set[tuple[Kind, int]]()
+    for index, op in enumerate(ops):
+        if op.kind in _BEFORE:
+            if not any((kind, op.stage) in seen for kind in _BEFORE[op.kind]):
+                found.add(index)
+            seen.add((op.kind, op.stage))
+    return found
 
 
 class Held(NamedTuple):

@@ -25,6 +25,7 @@ class StageBytes:
     act_w: float
     boundary: float  # the tensor it receives from, or sends to, a neighbour
     more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
+    first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # what the optimizer needs while it steps
     logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
@@ -67,6 +68,7 @@ def _stage(
         act_w=sum(z.act_w for z in sizes),
         boundary=max(behind[s - 1], behind[s]),
         more=more(sizes, recompute=again, first=s == 0),
+        first=more([z.first for z in sizes], recompute=again, first=s == 0),
         largest=largest,
         step=_temporaries(job, sizes),
         logits=0.0 if again else sum(z.logits for z in sizes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.state import Worker
 
+Handler = Callable[[Worker, Op], None]
 _APART, _WHOLE = 1, 2  # microbatches with B and W apart, and in one, after the one that makes the gradients
 
 
@@ -41,13 +42,14 @@ def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
     for step in range(2):
         run_step(worker, step)
     keep = _changes(scale.readings)
+    first = _first(worker, scale, step=2)
     for stage in worker.stages.values():
         stage.recompute = True
-    run_step(worker, 2)
+    run_step(worker, 3)
     again = _changes(scale.readings)
     found = {
         kind: Weighed(
-            _layer(rig, worker, stage, keep, again, gradients[stage]),
+            _layer(rig, worker, stage, keep, first, again, gradients[stage]),
             sum(p.numel() for p in worker.stages[stage].parameters.values()),
         )
         for stage, kind in enumerate(rig.kinds)
@@ -73,6 +75,25 @@ def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     return found
 
 
+def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
+    """The changes of a step in which every backward is the first: it finds no gradients of its stage."""
+
+    def dropping(handler: Handler) -> Handler:
+        def run(worker: Worker, op: Op) -> None:
+            for parameter in worker.stages[op.stage].parameters.values():
+                parameter.grad = None
+            handler(worker, op)
+
+        return run
+
+    script = list(worker.script)
+    backward = (Kind.B, Kind.W, Kind.BW)
+    worker.script[:] = [(dropping(run) if op.kind in backward else run, op, text) for run, op, text in script]
+    run_step(worker, step)
+    worker.script[:] = script
+    return _changes(scale.readings)
+
+
 def _gradients(worker: Worker) -> dict[int, int]:
     """Will hold the bytes of each stage's gradients, once a step has run."""
     found: dict[int, int] = {}
@@ -87,7 +108,13 @@ def _gradients(worker: Worker) -> dict[int, int]:
 
 
 def _layer(
-    rig: Rig, worker: Worker, stage: int, keep: dict[Op, _Change], again: dict[Op, _Change], gradients: int
+    rig: Rig,
+    worker: Worker,
+    stage: int,
+    keep: dict[Op, _Change],
+    first: dict[Op, _Change],
+    again: dict[Op, _Change],
+    gradients: int,
 ) -> LayerBytes:
     of, given = worker.stages[stage], rig.output(stage)
     f, b, alone = (found[Op(kind, stage, _APART)] for found, kind in ((keep, Kind.F), (keep, Kind.B), (again, Kind.F)))
@@ -117,6 +144,9 @@ def _layer(
         more_b=b.more + max(0, after),
         more_w=keep[Op(Kind.W, stage, _APART)].more,
         more_bw=keep[Op(Kind.BW, stage, _WHOLE)].more,
+        first_b=first[Op(Kind.B, stage, _APART)].more + max(0, after),
+        first_w=first[Op(Kind.W, stage, _APART)].more,
+        first_bw=first[Op(Kind.BW, stage, _WHOLE)].more,
         weights=_size([*of.parameters.values(), *buffers, *casts]),
         gradients=gradients,
         masters=_size(masters),
