@@ -24,6 +24,8 @@ from zbc.compiler.dag import build
 from zbc.compiler.judging import Case
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
+from zbc.compiler.oracles import over_of
+from zbc.compiler.order import order
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
@@ -198,6 +200,38 @@ def test_a_small_budget_gives_every_cut_as_much_under_a_larger_limit(seed, name)
         assert all(plans.get(each, -1.0) >= share for each, share in before.items()), limit
         before, most = plans, max(most, len(plans))
     assert most > 1 or asked.parallel.pp == 1 or name == "zb-auto"
+
+
+def steps_under(limits, visits, kind, parts, schedule):
+    """Steps of what fits under each limit."""
+    for limit in limits:
+        more = schedule if limit is None else {**schedule, "memory_limit": f"{limit}x"}
+        try:
+            asked = job(kind=kind, **parts, schedule=more)
+            found = order(asked, estimate.layers(asked), visits / COMPILED_RATE)
+        except ZbcError:
+            continue
+        if not over_of(asked, found):
+            yield found.step_ms(asked)
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(5, "interleaved-1f1b"), (9, "breadth-first"), (12, "chimera")])
+def test_more_memory_is_never_worse_for_an_order_made_by_hand_with_a_small_budget(seed, kind):
+    """What a walk among cuts comes by depends on which of them fit."""
+    parts, schedule = uneven(seed)
+    steps = list(steps_under((0.6, 0.8, 0.9, 1, 1.1, 1.3, 2, None), 0.75 * ENOUGH, kind, parts, schedule))
+    assert len(steps) > 2
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps))
+
+
+@pytest.mark.parametrize(("p", "m", "layers", "visits"), [(4, 7, 19, 0), (3, 5, 11, 0), (3, 5, 11, 400_000)])
+def test_more_memory_is_never_worse_for_auto_where_two_pipes_have_several_cuts(p, m, layers, visits):
+    """The best of them need not be even in time, nor under the limit itself."""
+    costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0, "act_w": 1.0}
+    parts = {"pp": p, "m": m, "layers": layers, "costs": costs}
+    steps = list(steps_under((0.8, 1.0, 1.305324, 1.7, 2.2, None), visits, "auto", parts, {"objective": "makespan"}))
+    assert len(steps) == 6
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps))
 
 
 @pytest.mark.parametrize("seed", range(6))

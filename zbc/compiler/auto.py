@@ -14,6 +14,7 @@ from zbc.compiler import estimate
 from zbc.compiler.best import Best
 from zbc.compiler.judging import Case
 from zbc.compiler.schedules import BUDGET, SCHEDULES, Schedule
+from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.single import Ordered, Prepared
 from zbc.compiler.tailor import Tailor
 from zbc.errors import ZbcError
@@ -86,24 +87,17 @@ def _first(best: Best, tailor: Tailor, entries: Sequence[_Entry], budget: float 
         return None
     if budget == 0 and not case.two_pipes:  # all there is to it comes in the second pass
         return _Entry(tailor, tuple((INF, one) for one in left), float(len(entries)))
-    steps = [_two_pipes(best, left[0], 0.0, None if budget is None else 0.0)] if case.two_pipes else []
-    steps += [best.offer(one.make(0.0, compiled=not case.two_pipes)) for one in left[len(steps) :]]
-    return _Entry(tailor, tuple(zip(steps, left, strict=True)), min(steps))
+    plans = tuple((_offered(best, one, 0.0), one) for one in left)
+    return _Entry(tailor, plans, min(step for step, _ in plans))
 
 
-def _two_pipes(best: Best, prepared: Prepared, budget: float, brief: float | None) -> float:
-    """Offers two pipes with the room they have, with room for everything, and under smaller limits; ms of the first.
-
-    Each smaller limit takes `brief` seconds; None leaves them out.
-    """
-    step = best.offer(prepared.make(budget))
+def _offered(best: Best, prepared: Prepared, seconds: float) -> float:
+    """Offers a plan, of two pipes without a limit also with room for everything; ms of the first."""
+    two_pipes = len(prepared.placement.pipes) > 1
+    step = best.offer(prepared.make(seconds, compiled=not two_pipes))
     widest = prepared.widest()
     if widest is not prepared:
-        best.offer(widest.make(budget))
-    for smaller in widest.smaller() if brief is not None else ():
-        if best.rules_out(smaller):
-            break
-        best.offer(smaller.make(brief))
+        best.offer(widest.make(seconds))
     return step
 
 
@@ -143,10 +137,21 @@ def _asked(best: Best, entry: _Entry, budget: float) -> None:
             continue
         if not entry.case.two_pipes:
             best.offer(prepared.make(seconds, compiled=True, rungs=seconds, beat=best.step))
-        elif not any(_alike(prepared, other) for _, other in entry.plans):
-            best.offer(prepared.make(seconds))
-        elif seconds:
-            _two_pipes(best, prepared, seconds, min(seconds, BRIEF))
+            continue
+        first = not any(_alike(prepared, other) for _, other in entry.plans)  # found by a walk
+        if first or seconds:
+            _offered(best, prepared, seconds)
+        if not first:
+            _lowered(best, prepared.widest(), min(seconds, BRIEF))
+
+
+def _lowered(best: Best, prepared: Prepared, seconds: float) -> None:
+    """Offers two pipes under each smaller limit, for so many seconds each; large ones under their own limit alone."""
+    size = 3 * prepared.placement.stages * prepared.job.schedule.microbatches
+    for smaller in prepared.smaller() if size <= LARGE else ():
+        if best.rules_out(smaller):
+            return
+        best.offer(smaller.make(seconds))
 
 
 def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:

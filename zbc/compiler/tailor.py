@@ -118,8 +118,8 @@ class Tailor:
         return least
 
     def walk_by_hand(self, best: Best, budget: float | None) -> None:
-        """Offer what a walk among its cuts finds."""
-        if budget == 0 or not self.case.free:
+        """Offer what a walk among its cuts finds. That depends on the limit: not with a budget that is exact in it."""
+        if not self.case.free or (budget is not None and _visits(budget) <= ENOUGH):
             return
         case = self.case
         found = Walk(case.ground(Remade(case.prepared(case.first)) if case.schedule.fitted else case.order))
@@ -177,8 +177,7 @@ class Tailor:
         if budget == 0:
             return
         engine = Engine(available() and seconds > 0)
-        visits = Effort.seconds(seconds, engine).visits
-        levels = LEVELS if budget is None else [level for level in LEVELS if visits >= level[0]]
+        levels = LEVELS if budget is None else [level for level in LEVELS if _visits(seconds) >= level[0]]
         if not levels:
             return
         oracle = self._oracle(start, engine)
@@ -208,6 +207,11 @@ def best_cut(case: Case, budget: float | None) -> Ordered:
         tailor.by_hand(best)
         tailor.walk_by_hand(best, budget)
     return best.answer()
+
+
+def _visits(seconds: float) -> int:
+    """Op visits of a search that takes so long."""
+    return Effort.seconds(seconds, Engine(available() and seconds > 0)).visits
 
 
 def _mixed(times: Weights, memory: Weights) -> list[list[float]]:
