@@ -27,6 +27,8 @@ TABLES: dict[str, dict[str, Any]] = {
 def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
     """A small job, compiled; `changes` are merged into its tables. `folder` is for the job file."""
     tables = {name: {**TABLES.get(name, {}), **changes.get(name, {})} for name in {**TABLES, **changes}}
+    if ":" in tables["model"].get("family", ""):  # a factory has sizes of its own
+        del tables["model"]["hidden"], tables["model"]["heads"]
     lines = ["zbc = 1"]
     for name, table in tables.items():
         inner = {key: value for key, value in table.items() if isinstance(value, dict)}
