@@ -237,18 +237,21 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
         assert z.masters == (4 * one.parameters if case == "masters" else 0)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v", "gpipe"])
+CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],), "zb-v": ([1, 2, 2, 2], [2, 2, 2, 1])}
+
+
+@pytest.mark.parametrize(("kind", "cut"), [(kind, cut) for kind, cuts in CUTS.items() for cut in cuts])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations):
+def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations, cut):
+    """Some of these stages end in a layer that keeps what it sends, and some hand that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
     rig = build_rig(described, CPU)
     found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
     profile = assemble(described, Effort("cpu", 1, 1, 3), found)
     section = described.schedule.model_copy(update={"kind": kind})
-    # A stage that ends in Net keeps what it sends, and a scale counts that as on its way.
-    cut = described.partition.model_copy(update={"layers_per_stage": [1, 2, 2, 2] if kind == "zb-v" else [3, 4]})
+    stages = described.partition.model_copy(update={"layers_per_stage": cut})
     memory = described.memory.model_copy(update={"activations": activations})
-    compiled = compile_job(replace(described, schedule=section, partition=cut, memory=memory, profile=profile))
+    compiled = compile_job(replace(described, schedule=section, partition=stages, memory=memory, profile=profile))
     compiled.write(tmp_path / "plan")
     weighed = [weigh_ranks(tmp_path / "plan") for _ in range(4)]
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):

@@ -159,7 +159,9 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     sizes = stage_bytes.of_stages(job, placement, stages, table)
     act_b, act_w = _activations(job, placement, stages, table, sizes, given)
     if sizes is not None:
-        kept = tuple(_entries(stages[s], table) if s in again else size.act_b for s, size in enumerate(sizes))
+        kept = tuple(
+            (_entries(stages[s], table) if s in again else size.act_b) - size.given for s, size in enumerate(sizes)
+        )
         act_b = tuple(units * keep / (size.act_b or 1.0) for units, keep, size in zip(act_b, kept, sizes, strict=True))
         sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
     known = job.model.builtin

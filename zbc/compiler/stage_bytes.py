@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbc.compiler import estimate
@@ -31,6 +31,8 @@ class StageBytes:
     logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
     behind: float = 0.0  # the tensor between it and the next stage
     share: float = 0.0  # act_b as it is without recompute, which activation units are shares of
+    sent: float = 0.0  # of act_b, what is sent as well: a result that its own backward needs
+    given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
 
 
 def of_stages(
@@ -40,7 +42,11 @@ def of_stages(
     if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
         return None
     behind = [*boundaries(job, stages, table), 0.0]
-    return tuple(_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages))
+    found = [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)]
+    near = [s > 0 and all(pipe[s - 1] == pipe[s] for pipe in placement.pipes) for s in range(len(stages))]
+    return tuple(
+        replace(one, given=found[s - 1].sent) if near[s] and found[s - 1].sent else one for s, one in enumerate(found)
+    )
 
 
 def _stage(
@@ -74,6 +80,7 @@ def _stage(
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
         share=act_b,
+        sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
     )
 
 

@@ -3,7 +3,8 @@
 A buffer is posted by its RECV and taken by the op that waits for it. Between two stages of one rank a result waits for
 the op that consumes it. What is sent stays with its sender until the receiver has posted a buffer for it and the
 transfer is over: when that is depends on how late the receiver gets there, so it is read off the timeline. One that
-leaves while an op runs counts for the share of the op's time that it is still there.
+leaves while an op runs counts for the share of the op's time that it is still there. A result that its own backward
+needs as well is an activation, and not on its way.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _rank(
         if op.kind in COMPUTE:
             key = op.kind, op.stage, op.pipe
             if key not in known:
-                known[key] = _neighbour(program, op, before=True), _neighbour(program, op, before=False)
+                known[key] = _given(program, op, costs), _result(program, op, costs)
             given, result = known[key]
             count -= given is not None
             # The result is there before the op ends.
@@ -63,7 +64,7 @@ def _rank(
             continue
         if op.kind.is_recv:
             count += 1
-        elif op.kind.is_send:
+        elif op.kind.is_send and not (op.kind is Kind.SEND_F and _keeps_result(costs, op.stage)):
             message = message_of(op)
             first = min(op.stage, message.stage)
             heappush(sending, max(begin, posted.get(message, begin)) + costs.transfer(first, op.pipe))
@@ -76,6 +77,21 @@ def _leave(sending: list[float], begin: float, end: float) -> Iterator[float]:
         over = heappop(sending)
         if over > begin:
             yield (over - begin) / (end - begin)
+
+
+def _given(program: Program, op: Op, costs: Costs) -> bool | None:
+    """Whether what an op takes comes from another rank; None if there is nothing, or it is counted as kept."""
+    found = _neighbour(program, op, before=True)
+    return None if found is False and op.kind is Kind.F and _keeps_result(costs, op.stage - 1) else found
+
+
+def _result(program: Program, op: Op, costs: Costs) -> bool | None:
+    """Whether what an op gives goes to another rank; None if there is nothing, or it is counted as kept."""
+    return None if op.kind is Kind.F and _keeps_result(costs, op.stage) else _neighbour(program, op, before=False)
+
+
+def _keeps_result(costs: Costs, stage: int) -> bool:
+    return costs.bytes is not None and costs.bytes[stage].sent > 0
 
 
 def _neighbour(program: Program, op: Op, *, before: bool) -> bool | None:

@@ -13,7 +13,8 @@ three times slower meanwhile.
     activations  all else that is alive between two ops, but for tensors on their way
     buffers      tensors on their way to or from a neighbour while an op runs, and what it needs beyond what is alive
                  before and after. What it sent before leaves when the neighbour takes it, at any moment: a tensor that
-                 does so while the op runs counts for the share of its time that it was still there
+                 does so while the op runs counts for the share of its time that it was still there. A result that its
+                 own backward needs as well stays whenever it is taken, and is an activation
 
 Each category is at its own peak of all ops but transfers, between which no time passes; `peak` is that of everything.
 """
@@ -163,6 +164,7 @@ class Scale:
         self._ledger = Ledger()
         self._plain = list(self.worker.script)
         self._posted: dict[Message, set[int]] = {}
+        self._kept: set[int] = set()  # results that are sent, and kept as well
         self._steps = 0
         worker = self.worker
         if isinstance(worker.batches, Prefetched):
@@ -193,6 +195,7 @@ class Scale:
                     self.held = Held()
                 self._steps += 1
                 self.readings.clear()
+                self._kept.clear()
             ledger = self._ledger
             ledger.keep(self._taken(op))
             ledger.peak = before = ledger.kept
@@ -247,8 +250,12 @@ class Scale:
         if op.kind.is_recv and route is not None and route.message is not None:
             self._posted[route.message] = {number for number in list(ledger.sizes) if number > last}
             ledger.move(self._posted[route.message])
+        if op.kind is Kind.F and route is not None:
+            result = worker.outputs.get(route.key) if route.local is None else worker.handed.get(route.local)
+            if result is not None and _shared(result):
+                self._kept |= ledger.numbers([result])
         for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
-            ledger.move(ledger.numbers(store.values()))
+            ledger.move(ledger.numbers(store.values()) - self._kept)
 
     def _note(self, op: Op, left: int, extra: int) -> None:
         ledger, found = self._ledger, Held()
@@ -286,6 +293,12 @@ class _Begins:
     def start(self) -> None:
         self.began = time.perf_counter_ns()
         self.inner.start()
+
+
+def _shared(tensor: Tensor) -> bool:
+    """Whether anything but this tensor refers to its storage; Python's handle of the storage is one reference more."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses > 2
 
 
 def _id(tensor: Tensor) -> int:

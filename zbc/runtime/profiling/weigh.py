@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from zbc.ir import COMPUTE, Kind, Op
 from zbc.profile import LayerBytes
 from zbc.runtime.execute import run_step
+from zbc.runtime.handlers import stage_loss
 from zbc.runtime.measure import Ledger, Reading, Scale
 from zbc.runtime.optimizer import Masters
 from zbc.runtime.profiling.rig import Rig
@@ -117,13 +120,12 @@ def _layer(
     gradients: int,
 ) -> LayerBytes:
     of, given = worker.stages[stage], rig.output(stage)
-    f, b, alone = (found[Op(kind, stage, _APART)] for found, kind in ((keep, Kind.F), (keep, Kind.B), (again, Kind.F)))
+    f, b = (keep[Op(kind, stage, _APART)] for kind in (Kind.F, Kind.B))
+    alone = again[Op(Kind.F, stage, _APART)]
     entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
-    kept_w = f.held + b.held
-    keeps_input, keeps_output, keeps_given = _keeps(of, rig.inputs[stage], worker)
-    after = (
-        b.held + (0 if stage == 0 else entry) - result
-    )  # B ends with the gradient it hands on, without the one it got
+    keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
+    # B ends with the gradient it hands on, without the one it got.
+    after = b.held + (0 if stage == 0 else entry) - result
     optimizer = worker.optimizers[stage]
     masters = optimizer.masters.values() if isinstance(optimizer, Masters) else ()
     state = [] if optimizer.optimizer is None else tree_leaves(list(optimizer.optimizer.state.values()))
@@ -133,11 +135,11 @@ def _layer(
     return LayerBytes(
         input=entry,
         output=result,
-        kept_b=max(0, f.held - entry),
-        kept_w=max(0, kept_w),
-        keeps_input=keeps_input,
-        keeps_output=keeps_output and given is not None,
-        keeps_given=keeps_given and given is not None,
+        kept_b=keeps.b,
+        kept_w=keeps.w,
+        keeps_input=keeps.input,
+        keeps_output=keeps.output and given is not None,
+        keeps_given=keeps.given and given is not None,
         more_f=f.more,
         kept_again=max(0, alone.held - entry),
         more_alone=alone.more,
@@ -157,20 +159,35 @@ def _layer(
     )
 
 
-def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool, bool]:
-    """Whether the graph of a stage's forward keeps its input, and its output; whether B leaves the gradient it got."""
+class _Kept(NamedTuple):
+    """What the graph of a stage's forward keeps: bytes beside its input and output until B, bytes until W.
+
+    And whether it keeps its input, whether its output, and whether B leaves the very gradient that it got.
+    """
+
+    b: int
+    w: int
+    input: bool
+    output: bool
+    given: bool
+
+
+def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _Kept:
+    """One forward and backward of a stage by itself: in a step, neighbours hold on to the tensors that they share."""
     stage.recompute = False
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
-    leaf = x.requires_grad_(stage.flows)
+    leaf, finish = x.requires_grad_(stage.flows), stage.fit
+    if last and worker.batches is not None:
+        finish = functools.partial(stage_loss, worker.loss, worker.batches.targets(0, 0).to(worker.device))
     with Ledger() as ledger:
         inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
-        y, tape = stage.forward(inner, 0, 0, lambda result: result, slot)
+        y, tape = stage.forward(inner, 0, 0, finish, slot)
         made = ledger.numbers([y])
         grad = torch.zeros_like(y)
         came = ledger.numbers([grad])
         del inner, y
-        alive = set(ledger.sizes)
+        alive, sizes = set(ledger.sizes), dict(ledger.sizes)
         slot.split, before = True, swap_slot(slot)
         try:
             tape.backward(grad)
@@ -178,10 +195,23 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker) -> tuple[bool, bool,
             swap_slot(before)
         del tape, grad, leaf, x
         left = set(ledger.sizes)
+        sizes |= ledger.sizes
+        own = ledger.numbers(_own(stage))
         slot.run()
     for p in stage.parameters.values():
         p.grad = None
-    return bool(given & alive), bool(made & alive), bool(came & left)
+    kept_b, kept_w = (sum(sizes[n] for n in found - own) for found in (alive - given - made - came, left))
+    return _Kept(kept_b, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
+
+
+def _own(stage: Stage) -> Iterator[Tensor]:
+    """What is in another category than activations."""
+    for p in stage.parameters.values():
+        yield p
+        if p.grad is not None:
+            yield p.grad
+    yield from (buffer for layer in stage.layers for buffer in layer.module.buffers())
+    yield from (cast.low for cast in stage.casts if cast.low is not None)
 
 
 def _bytes(spec: TensorSpec) -> int:
