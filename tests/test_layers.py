@@ -17,7 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
-    ["zbc.idle"],
+    ["zbc.idle", "zbc.dealing"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],
     ["zbc.flops"],
     ["zbc.hfconfig"],
@@ -73,7 +73,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section"],
-    ["zbc.idle"],
+    ["zbc.idle", "zbc.dealing"],
     ["zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
     ["zbc.profile"],
     ["zbc.sections"],

@@ -90,6 +90,7 @@ class LayerProfile(Section):
     norm: Measured | None = Field(None, description="the sum of squares of the gradients")
     tentative: Measured | None = Field(None, description="a tentative step, without the barrier")
     parameters: int = Field(0, ge=0, description="how many numbers")
+    parts: list[Bytes] = Field(default_factory=list, description="how many numbers in each parameter; [] if not known")
     bytes: LayerBytes | None = None
 
     def times(self) -> Iterator[tuple[str, Measured]]:

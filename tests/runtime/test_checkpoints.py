@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
+from zbc import dealing
 from zbc.errors import ZbcError
-from zbc.runtime import sharded, validate
+from zbc.runtime import validate
 from zbc.runtime.checkpoint import blockfile, saving, storage
 from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint.blockfile import BlockFile, Blocks
@@ -133,7 +134,7 @@ def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_p
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Parameters of more than 100 elements are cut."""
-    monkeypatch.setattr(sharded, "CHUNK", 100)
+    monkeypatch.setattr(dealing, "CHUNK", 100)
     monkeypatch.setattr(validate, "CHUNK", 100)
 
 

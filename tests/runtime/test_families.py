@@ -38,6 +38,8 @@ def test_parameters_are_counted_as_they_are(changes):
     described = job(model={**SIZES, **changes})
     counted = {layer.name: layer.params for layer in estimate.layers(described)}
     assert counted == {plan.name: sum(p.numel() for p in plan.on_meta().parameters()) for plan in layers(described)}
+    each = {layer.name: sorted(layer.parts) for layer in estimate.layers(described)}
+    assert each == {plan.name: sorted(p.numel() for p in plan.on_meta().parameters()) for plan in layers(described)}
 
 
 @pytest.mark.parametrize("changes", FAMILIES)

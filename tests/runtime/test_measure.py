@@ -48,6 +48,32 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
 
 
+SHARED = {
+    "a large embedding": {"model": {"vocab": 3000}, "pp": 4},
+    "an odd number of matrices": {"layers": 1, "pp": 1, "parallel": {"dp": 3}, "model": {"positions": "rotary"}},
+    "masters": {"model": {"family": "llama", "dtype": "bfloat16", "parameters": "bfloat16"}, "pp": 2},
+    "tied": {"model": {"tie_embeddings": True, "vocab": 900}, "pp": 2},
+    "tied on one rank": {"model": {"tie_embeddings": True, "vocab": 900}, "pp": 2, "kind": "zb-v"},
+    "two pipes": {"kind": "dualpipe", "pp": 2, "parallel": {"dp": 1}},
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
+    """Whole matrices are dealt: where there are few, copies do not keep equally much."""
+    changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
+    compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": True}, **changes))
+    compiled.write(tmp_path / "plan")
+    plan, scales = Plan.read(tmp_path / "plan"), {}
+    run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    pipes = len(compiled.program.placement.pipes)
+    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+        alike = range(plan.manifest.ranks) if pipes > 1 else [rank]  # ranks that hold the same stages
+        held = [scales[plan.manifest.seats.rank(copy, r)].held for copy in range(plan.manifest.copies) for r in alike]
+        for name in ("masters", "optimizer"):
+            assert getattr(predicted, name) == pytest.approx(max(getattr(one, name) for one in held), rel=0.02)
+
+
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

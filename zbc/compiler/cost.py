@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import add, truediv
+from operator import add, mul
 
 from zbc.compiler import estimate, nodes, profiled, stage_bytes
 from zbc.compiler.estimate import Layer
@@ -227,8 +227,8 @@ def _with_optimizer(
         counts = [sum(table[i].params for i in part) for part in stages]
         step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
     if job.optimizer.zero1:
-        shares = [job.parallel.dp * len(set(placement.holders(s))) for s in range(placement.stages)]
-        step, tentative = (tuple(map(truediv, each, shares)) for each in (step, tentative))
+        shares = [stage_bytes.share(job, placement, s, part, table) for s, part in enumerate(stages)]
+        step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     return replace(costs, step=step, tentative=tentative, hop=hop)
 
 

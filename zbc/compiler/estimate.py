@@ -27,6 +27,7 @@ class Layer:
     params: int = 0
     size: Footprint = NOTHING
     tied: int = 0  # of them, those of the weight that embedding and head share
+    parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
     measured: Measurement | None = None  # by a profile
 
     @property
@@ -68,11 +69,11 @@ def _family(job: Job) -> list[Layer] | None:
     if sizes is None:
         return None
     embed, block, head = (
-        Layer(name, machine.ms(done.f), machine.ms(done.b), machine.ms(done.w), params, size)
-        for name, done, params, size in (
-            ("embed", work.embedding(sizes), _table(sizes), footprint.embedding(sizes)),
-            ("block", work.block(sizes), sizes.matrices + sizes.vectors, footprint.block(sizes)),
-            ("head", work.head(sizes), _projection(sizes), footprint.head(sizes)),
+        Layer(name, machine.ms(done.f), machine.ms(done.b), machine.ms(done.w), params, size, parts=parts)
+        for name, done, params, size, parts in (
+            ("embed", work.embedding(sizes), sum(_tables(sizes)), footprint.embedding(sizes), _tables(sizes)),
+            ("block", work.block(sizes), sizes.matrices + sizes.vectors, footprint.block(sizes), sizes.parameters),
+            ("head", work.head(sizes), sum(_head(sizes)), footprint.head(sizes), _head(sizes)),
         )
     )
     blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
@@ -104,19 +105,21 @@ def sizes_of(job: Job) -> Sizes | None:
     )
 
 
-def _table(z: Sizes) -> int:
-    """Parameters of the embedding."""
-    return (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
+def _tables(z: Sizes) -> tuple[int, ...]:
+    """Elements of each parameter of the embedding."""
+    return (z.vocab * z.hidden, *(() if z.rotary else (z.seq_len * z.hidden,)))
 
 
-def _projection(z: Sizes) -> int:
-    """Parameters of the head and the norm before it."""
-    return z.hidden * z.vocab + (z.hidden if z.gated else 2 * z.hidden)
+def _head(z: Sizes) -> tuple[int, ...]:
+    """Elements of each parameter of the head and the norm before it."""
+    return (*((z.hidden,) if z.gated else (z.hidden, z.hidden)), z.hidden * z.vocab)
 
 
 def _measured(layer: Layer, one: Measurement) -> Layer:
     size = layer.size if one.size is None else one.size
-    return replace(layer, f=one.f, b=one.b, w=one.w, params=one.params or layer.params, size=size, measured=one)
+    parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
+    params = one.params or layer.params
+    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one)
 
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:

@@ -112,6 +112,16 @@ class Sizes:
         return biases + 4 * self.hidden
 
     @property
+    def parameters(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block; () for one with experts, of which nobody knows how they are stored."""
+        if self.experts:
+            return ()
+        h, q, k, f = self.hidden, self.queries, self.keys, self.mlp
+        if self.gated:
+            return h, h * (q + 2 * k), q * h, h, h * 2 * f, f * h
+        return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, h * f, f, f * h, h
+
+    @property
     def norm(self) -> int:
         """Bytes per token that a norm keeps beside its input and output: its statistics.
 

@@ -29,6 +29,7 @@ class Measurement:
     step: float | None  # the optimizer's step, with the share of the gradient norm
     tentative: float | None
     params: int
+    parts: tuple[int, ...]  # them by parameter; () where only their sum is known
     size: Footprint | None
     held: LayerBytes | None
 
@@ -59,6 +60,7 @@ def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -
         step=None if step is None else step + norm,
         tentative=None if tentative is None else tentative + norm,
         params=layer.parameters,
+        parts=tuple(layer.parts),
         size=None if layer.bytes is None else _footprint(layer.bytes, None if last is None else last.bytes),
         held=layer.bytes,
     )

@@ -9,6 +9,7 @@ from itertools import pairwise
 from zbc.compiler import estimate
 from zbc.compiler.estimate import Layer
 from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, Footprint, More, more
+from zbc.dealing import most
 from zbc.ir import Placement
 from zbc.spec import Job
 
@@ -56,20 +57,16 @@ def _stage(
     sizes = [table[i].size for i in part]
     largest = max((z.largest for z in sizes), default=0.0)
     constant = sum(z.casts + z.tables for z in sizes)
-    params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
-    if s == len(behind) - 1 and tied and set(placement.holders(s)) <= set(placement.holders(0)):
-        params, tied = params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
-    holders = job.parallel.dp * len(set(placement.holders(s))) if job.optimizer.zero1 else 1
-    whole = tied if len(behind) > 1 else 0  # each of its holders steps all of a weight that two stages share
-    share = ((params - whole) / holders + whole) / (params or 1)
+    params, _ = _counted(placement, s, part, table)
     weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
+    dealt = share(job, placement, s, part, table)
     again = job.memory.of(s) == "recompute"
     act_b = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return StageBytes(
         weights=weights + constant,
         gradients=gradients,
-        masters=share * masters,
-        optimizer=share * state,
+        masters=dealt * masters,
+        optimizer=dealt * state,
         act_b=act_b,
         act_w=sum(z.act_w for z in sizes),
         boundary=max(behind[s - 1], behind[s]),
@@ -82,6 +79,28 @@ def _stage(
         share=act_b,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
     )
+
+
+def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
+    """Parameters that a rank holds for stage s, and how many of them all of its holders step."""
+    params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
+    last = part[-1] == len(table) - 1
+    if last and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+        return params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
+    return params, tied if placement.stages > 1 else 0
+
+
+def share(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Of the parameters of a stage, the share that the holder of it steps that is dealt most (dealing.py)."""
+    holders = job.parallel.dp * len(set(placement.holders(s)))
+    if not job.optimizer.zero1 or holders == 1:
+        return 1.0
+    params, whole = _counted(placement, s, part, table)
+    dealt = [count for i in part for count in table[i].parts]
+    while sum(dealt) > params - whole and table[-1].tied in dealt:
+        dealt.remove(table[-1].tied)
+    alone = most(dealt, holders) if sum(dealt) == params - whole else (params - whole) / holders
+    return (alone + whole) / params if params else 1 / holders
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:

@@ -1,7 +1,7 @@
 """ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
 
 Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
-are dealt to the ranks as evenly as they go. A rank keeps state for its own pieces only:
+are dealt to the ranks as evenly as they go (zbc/dealing.py). A rank keeps state for its own pieces only:
 
     REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
     STEP     and updates them, in place: a piece is a view of the working weights
@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbc import spec
+from zbc import dealing, spec
 from zbc.errors import ZbcError
 from zbc.runtime.bucket import gradient_type
 from zbc.runtime.optimizer import Held, Masters, build_optimizer
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.transport import Pending, Transport
-from zbc.runtime.validate import CHUNK, chunks, squares_of
+from zbc.runtime.validate import chunks, squares_of
 
 
 class Piece(NamedTuple):
@@ -51,20 +51,14 @@ def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
     pieces = []
     for name, parameter in parameters.items():
         count = parameter.numel()
-        step = CHUNK if parameter.is_contiguous() else max(1, count)
-        pieces += [Piece(name, start, min(start + step, count)) for start in range(0, max(1, count), step)]
+        places = dealing.cut(count) if parameter.is_contiguous() else [(0, count)]
+        pieces += [Piece(name, start, stop) for start, stop in places]
     return pieces
 
 
 def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank: the largest first, each to the rank that has least; in order within a rank."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in sorted(range(len(pieces)), key=lambda i: -pieces[i].size):
-        rank = loads.index(min(loads))
-        shares[rank].append(index)
-        loads[rank] += pieces[index].size
-    return [[pieces[i] for i in sorted(share)] for share in shares]
+    """The pieces of each rank, in order."""
+    return [[pieces[i] for i in share] for share in dealing.deal([piece.size for piece in pieces], ranks)]
 
 
 class Sharded:
@@ -121,7 +115,7 @@ class Sharded:
                 count = chunks(self._trained[piece.name].numel())
                 entry = found.setdefault(piece.name, torch.zeros(count, dtype=torch.float64, device=parameter.device))
                 own = squares_of(parameter.grad)
-                entry[piece.start // CHUNK : piece.start // CHUNK + len(own)] = own
+                entry[piece.start // dealing.CHUNK : piece.start // dealing.CHUNK + len(own)] = own
         return found
 
     def step(self, scale: float | None) -> None:

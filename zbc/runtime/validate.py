@@ -26,9 +26,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from zbc.dealing import CHUNK
 from zbc.runtime.progress import StepResult
-
-CHUNK = 2**20  # elements whose squares are summed in one go; parts of an optimizer begin and end at these marks
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ class _Work:
                 norm=None,
                 tentative=None if known is None else known.tentative,
                 parameters=layer.params,
+                parts=list(layer.parts),
                 bytes=None if known is None else known.bytes,
             )
         return found

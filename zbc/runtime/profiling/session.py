@@ -144,6 +144,7 @@ def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed |
         norm=of("norm", "norm"),
         tentative=of("tentative"),
         parameters=0 if weighed is None else weighed.parameters,
+        parts=[] if weighed is None else weighed.parts,
         bytes=None if weighed is None else weighed.bytes,
     )
 

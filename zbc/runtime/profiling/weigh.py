@@ -34,6 +34,7 @@ class Weighed:
 
     bytes: LayerBytes
     parameters: int
+    parts: list[int]  # how many in each that trains
 
 
 def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
@@ -54,6 +55,7 @@ def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
         kind: Weighed(
             _layer(rig, worker, stage, keep, first, again, gradients[stage]),
             sum(p.numel() for p in worker.stages[stage].parameters.values()),
+            [p.numel() for p in worker.stages[stage].parameters.values() if p.requires_grad],
         )
         for stage, kind in enumerate(rig.kinds)
     }
