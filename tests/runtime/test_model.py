@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
 from zbc import spec
@@ -176,3 +177,23 @@ def test_mse_and_functions_of_the_user():
     a, b = torch.ones(2, 2), torch.zeros(2, 2)
     assert model.loss("mse")(a, b).item() == 1.0
     assert model.loss(f"{HERE}:sum_of_errors")(a, b).item() == 4.0
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("short", [False, True])
+def test_mse_has_the_bits_of_torchs_own(of, short, monkeypatch):
+    if short:
+        monkeypatch.setattr(model, "_mse", None)
+    targets = torch.randn(5, 7)
+    found = []
+    for function in (model.loss("mse"), functional.mse_loss):
+        output = torch.linspace(-2, 3, 35).view(5, 7).to(of).requires_grad_()
+        loss = function(output, targets)
+        loss.backward()
+        found.append((loss.dtype, loss.item(), output.grad.tolist()))
+    assert found[0] == found[1]
+
+
+def test_mse_of_other_shapes_is_torchs_to_judge():
+    with pytest.warns(UserWarning, match="target size"):
+        assert model.loss("mse")(torch.ones(2, 3), torch.zeros(3)).item() == 1.0

@@ -8,24 +8,31 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program
+from zbc.runtime import validate
 from zbc.runtime.threads import run_threads
 from zbc.runtime.validate import CHUNK, Layout, Verdict, squares_of
 
-LAYOUT = Layout(("a", "b", "c"), microbatches=2, ranks=2)
+LAYOUT, CPU = Layout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
+
+
+@pytest.fixture(params=["number by number", "as on a device"])
+def filled(request, monkeypatch):
+    """Both ways to fill a vector."""
+    if request.param == "as on a device":
+        monkeypatch.setattr(validate, "_written", validate._copied)
 
 
 def summed(*ranks):
     """The verdict of what ranks fill in."""
     vector = torch.zeros(LAYOUT.size, dtype=torch.float64)
     for rank, (squares, losses, stop) in enumerate(ranks):
-        part = torch.zeros_like(vector)
         scalars = {k: torch.tensor(v) for k, v in squares.items()}
         fp32 = {k: torch.tensor(v) for k, v in losses.items()}
-        LAYOUT.fill(part, scalars, fp32, rank=rank, stop=stop, busy=1.5 + rank, peak=10**12 + rank)
-        vector += part
+        vector += LAYOUT.vector(scalars, fp32, rank=rank, stop=stop, busy=1.5 + rank, peak=10**12 + rank, device=CPU)
     return LAYOUT.read(vector)
 
 
+@pytest.mark.usefixtures("filled")
 def test_each_rank_fills_its_own_entries():
     verdict = summed(({"c": 4.0}, {}, False), ({"a": 5.0}, {1: 2.0, 0: 3.0}, True))
     assert verdict == Verdict(2.5, 3.0, True, (1.5, 2.5), (10**12, 10**12 + 1))
@@ -39,8 +46,18 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad):
     assert verdict.skipped and verdict.clip(1.0) is None
 
 
+@pytest.mark.usefixtures("filled")
 def test_a_loss_that_is_not_finite_is_reported_as_it_is():
-    assert math.isnan(summed(({}, {0: math.inf}, False), ({}, {1: -math.inf}, False)).loss)
+    found = summed(({}, {0: math.inf}, False), ({}, {1: -math.inf}, False))
+    assert math.isnan(found.loss) and found.bad_losses == (0, 1)
+
+
+@pytest.mark.usefixtures("filled")
+def test_numbers_and_tensors_of_one_element_are_the_same_losses():
+    own = {"rank": 1, "stop": False, "busy": 0.25, "peak": 7, "device": CPU}
+    mixed = LAYOUT.vector({"b": torch.tensor(4.0)}, {0: 0.5, 1: torch.tensor(0.1, dtype=torch.bfloat16)}, **own)
+    plain = LAYOUT.vector({"b": torch.tensor([4.0])}, {0: 0.5, 1: torch.tensor(0.1).bfloat16().item()}, **own)
+    assert mixed.tolist() == plain.tolist() and mixed.dtype is torch.float64
 
 
 def test_clipping_follows_torch():
@@ -63,15 +80,14 @@ def test_sums_of_squares_are_exact_where_float32_is_not():
     assert squares_of(torch.tensor([1e30])).item() == pytest.approx(1e60)
 
 
+@pytest.mark.usefixtures("filled")
 def test_every_chunk_of_a_parameter_has_an_entry_of_its_own():
     layout = Layout(("a", "b"), 2, 1, sizes=(2 * CHUNK + 1, 3))
     assert layout.size == 3 + 1 + 2 + 1 + 2
     both = torch.zeros(layout.size, dtype=torch.float64)
     for part in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0.0, 4.0, 0.0])):  # two ranks that share out `a`
-        vector = torch.zeros_like(both)
         squares = {"a": part.double(), "b": torch.tensor([8.0]).double()}
-        layout.fill(vector, squares, {}, rank=0, stop=False, busy=0.0, peak=0)
-        both += vector
+        both += layout.vector(squares, {}, rank=0, stop=False, busy=0.0, peak=0, device=CPU)
     assert layout.read(both).grad_norm == (1 + 4 + 4 + 16) ** 0.5
 
 

@@ -48,11 +48,11 @@ def norm(worker: Worker, op: Op) -> None:
     pending = _ahead(worker, op).pending
     if pending is None:
         return
-    layout = worker.layout
-    vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
     losses = {worker.number(mb): loss for mb, loss in pending.losses.items()}
-    busy, peak = pending.busy, pending.peak
-    layout.fill(vector, worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak)
+    busy, peak, device = pending.busy, pending.peak, worker.device
+    vector = worker.layout.vector(
+        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+    )
     if _before(worker) is not None:
         vector += worker.wait(NORM)
     after = _after(worker)

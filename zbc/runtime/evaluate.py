@@ -68,7 +68,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
             for mb, loss in worker.losses.items():
-                losses[batch * per_batch + evaluation.number(worker, mb)] = loss.double()
+                losses[batch * per_batch + evaluation.number(worker, mb)] = loss
             worker.losses.clear()
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)

@@ -9,21 +9,18 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Message, Op
+from zbc.ir import Key, Kind, Op
 from zbc.runtime import ahead
-from zbc.runtime.data import Batches
 from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import set_rate
-from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.stage import Stage, mismatch
+from zbc.runtime.stage import mismatch
 from zbc.runtime.state import Kept, Worker, name_of, take
+from zbc.runtime.tape import Tape
 from zbc.runtime.validate import peak_bytes
 
 __all__ = ["HANDLERS", "Worker"]
-
-_NO_FORWARD = {kind: f"{kind.value} {{}}: its F has not run" for kind in (Kind.B, Kind.BW)}
 
 # ---- compute -------------------------------------------------------------------------------------------------
 
@@ -31,9 +28,9 @@ _NO_FORWARD = {kind: f"{kind.value} {{}}: its F has not run" for kind in (Kind.B
 def forward(worker: Worker, op: Op) -> None:
     """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
     key, stage, message, _, local, end = worker.routes[op]
-    if key in worker.kept:
+    kept, act, step = worker.kept, worker.act, worker.step
+    if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    act, step = worker.act, worker.step
     number = act.first + key.mb
     x = _input_here(worker, key, number) if message is None else worker.wait(message)
     takes = stage.takes
@@ -41,35 +38,43 @@ def forward(worker: Worker, op: Op) -> None:
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
     if stage.flows:
         x.requires_grad_()  # made for this op alone, here or by the stage before
-    finish = stage.fit
-    if end:
-        target = to_device(_batches(worker).targets(step, number), worker.device)
-        finish = functools.partial(stage_loss, worker.loss, target)
+    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if end else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or key in act.halves else None
-    worker.clock.start()
+    clock = worker.clock
+    clock.start()
     y, tape = stage.forward(x, step, number, finish, slot)
     if end:
-        worker.losses[key.mb] = y.detach().clone()  # mse_loss leaves its number in a storage as large as its input
+        worker.losses[key.mb] = _without_graph(y)
+        kept[key] = Kept(x, tape, act.share(y), slot)
     elif local is None:
         worker.outputs[key] = y.detach()
+        kept[key] = Kept(x, tape, None, slot)
     else:
         worker.handed[local] = y.detach()
-    worker.kept[key] = Kept(x, tape, worker.share(y.dtype) if end else None, slot)
-    worker.clock.stop()
+        kept[key] = Kept(x, tape, None, slot)
+    clock.stop()
 
 
 def _input_here(worker: Worker, key: Key, number: int) -> Tensor:
     """The input of a stage that no message brings."""
-    if key.stage == 0:
-        return to_device(_batches(worker).inputs(worker.step, number), worker.device)
-    return take(worker.handed, key, "F {}: the stage before has not handed over its output")
-
-
-def _batches(worker: Worker) -> Batches | Prefetched:
+    if key.stage:
+        return take(worker.handed, key, "F {}: the stage before has not handed over its output")
     if worker.batches is None:
-        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
-    return worker.batches
+        raise _no_data()
+    x = worker.batches.inputs(worker.step, number)
+    return x if worker.on_host else to_device(x, worker.device)
+
+
+def _target(worker: Worker, number: int) -> Tensor:
+    if worker.batches is None:
+        raise _no_data()
+    target = worker.batches.targets(worker.step, number)
+    return target if worker.on_host else to_device(target, worker.device)
+
+
+def _no_data() -> ZbcError:
+    return ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -86,51 +91,60 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
     return loss
 
 
-def backward_input(worker: Worker, op: Op) -> None:
-    """B: the gradient of the stage input; the weight gradients of split layers wait in the slot for W."""
-    slot = _backward(worker, op, split=True)
-    if slot is None:
-        raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
-    worker.slots[worker.routes[op].key] = slot
+def _without_graph(loss: Tensor) -> Tensor | float:
+    """The number, or where a device may still have to compute it a tensor that will hold it."""
+    if loss.is_cpu:
+        return loss.item()
+    return loss.detach().clone()  # mse_loss leaves its number in a storage as large as its input
 
 
 def backward(worker: Worker, op: Op) -> None:
-    """BW: both halves in one walk of the graph."""
-    _backward(worker, op, split=False)
-
-
-def _backward(worker: Worker, op: Op, *, split: bool) -> Slot | None:
+    """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
     key, stage, message, _, local, end = worker.routes[op]
-    x, tape, grad, slot = take(worker.kept, key, _NO_FORWARD[op.kind])
+    try:
+        x, tape, grad, slot = worker.kept.pop(key)
+    except KeyError:
+        raise ZbcError("E703", f"run: {op}: its F has not run") from None
     if not end:
-        grad = _output_grad(worker, key, stage, message)
-    worker.clock.start()
-    if slot is None:
+        grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
+        gives = stage.gives
+        if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
+            raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
+    clock = worker.clock
+    clock.start()
+    if op.kind is Kind.B:
+        _backward_apart(worker, op, tape, grad, slot)
+    elif slot is None:
         tape.backward(grad)
     else:
-        slot.split = split
-        before = swap_slot(slot)
-        try:
-            tape.backward(grad)
-        finally:
-            swap_slot(before)
+        _with_slot(slot, tape, grad)
     if key.stage:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if found is None else found
-    worker.clock.stop()
-    return slot
+    clock.stop()
 
 
-def _output_grad(worker: Worker, key: Key, stage: Stage, message: Message | None) -> Tensor:
-    if message is not None:
-        grad = worker.wait(message)
-    else:
-        grad = take(worker.output_grads, key, "B {}: the stage behind has not handed over its gradient")
-    gives = stage.gives
-    if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
-        raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
-    return grad
+def _backward_apart(worker: Worker, op: Op, tape: Tape, grad: Tensor | None, slot: Slot | None) -> None:
+    """Leave the weight gradients of split layers in the slot, for W."""
+    if slot is None:
+        raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
+    slot.split = True
+    _with_slot(slot, tape, grad)
+    worker.slots[op.key] = slot
+
+
+def _with_slot(slot: Slot, tape: Tape, grad: Tensor | None) -> None:
+    before = swap_slot(slot)
+    try:
+        tape.backward(grad)
+    finally:
+        swap_slot(before)
+
+
+def _output_grad_here(worker: Worker, key: Key) -> Tensor:
+    """The gradient of a stage output that no message brings."""
+    return take(worker.output_grads, key, "B {}: the stage behind has not handed over its gradient")
 
 
 def backward_weight(worker: Worker, op: Op) -> None:
@@ -150,7 +164,7 @@ def send_forward(worker: Worker, op: Op) -> None:
     tensor = worker.outputs.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
-    worker.send(message, tensor.contiguous(), peer)
+    worker.send(message, tensor, peer)
 
 
 def send_backward(worker: Worker, op: Op) -> None:
@@ -159,7 +173,7 @@ def send_backward(worker: Worker, op: Op) -> None:
     tensor = worker.input_grads.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
-    worker.send(message, tensor.contiguous(), peer)
+    worker.send(message, tensor, peer)
 
 
 def _nothing_to_send(op: Op) -> ZbcError:
@@ -193,11 +207,12 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
-    layout = worker.layout
-    vector = torch.zeros(layout.size, dtype=torch.float64, device=worker.device)
-    busy, peak = worker.clock.read(), peak_bytes(worker.device)
+    layout, device = worker.layout, worker.device
+    busy, peak = worker.clock.read(), peak_bytes(device)
     losses = {worker.number(mb): loss for mb, loss in worker.losses.items()}
-    layout.fill(vector, worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak)
+    vector = layout.vector(
+        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+    )
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
     worker.verdict = layout.read(vector)
@@ -234,7 +249,7 @@ def refuse(worker: Worker, op: Op) -> None:
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.F: forward,
-    Kind.B: backward_input,
+    Kind.B: backward,
     Kind.W: backward_weight,
     Kind.BW: backward,
     Kind.SEND_F: send_forward,

@@ -228,7 +228,19 @@ def loss(name: str) -> Loss:
     """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar."""
     if name == "cross_entropy":
         return cross_entropy
-    return functional.mse_loss if name == "mse" else userobject.load(name, "model.loss")
+    return mse if name == "mse" else userobject.load(name, "model.loss")
+
+
+# What functional.mse_loss calls once it has asked for warnings to give and expanded what need not be, which takes half
+# as long as a small loss itself. Where torch has no such function, its public one does.
+_mse, _MEAN = getattr(torch._C._nn, "mse_loss", None), 1
+
+
+def mse(output: Tensor, targets: Tensor) -> Tensor:
+    """The mean of squared differences; what is not of one shape is torch's to judge."""
+    if _mse is None or output.shape != targets.shape:
+        return functional.mse_loss(output, targets)
+    return _mse(output, targets, _MEAN)  # type: ignore[no-any-return]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
@@ -38,6 +38,7 @@ _MAX_TAG = 2**31
 Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
 _Way = tuple[Callable[..., dist.Work], int, int, Lost]  # what starts a message, the rank of its other end, its tag
 _Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and what keeps it while it is under way
+_Sum = tuple[Callable[..., dist.Work], Lost]  # what starts a sum
 
 
 def bind_loopback() -> None:
@@ -98,13 +99,14 @@ class Network:
                     group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
                     if self.rank in pair:
                         groups[pair] = group
-        self._sums: dict[tuple[int, ...], Any] = {tuple(range(manifest.world)): dist.group.WORLD}
+        self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.world)): dist.group.WORLD}
         for ranks in gatherings(manifest):
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:
-                self._sums[ranks] = group
+                self._circles[ranks] = group
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
+        self._sums: dict[tuple[int, ...], _Sum] = {}
         self._posted: dict[Letter, tuple[dist.Work, Tensor, Lost]] = {}
         self._sends: dict[int, Sends] = {}  # by the rank they go to
         most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
@@ -113,10 +115,10 @@ class Network:
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
-        tensor = tensor.contiguous()
         start, number, tag, lost, sends = self._there.get(message) or self._way_out(message, peer)
+        tensor = tensor.contiguous()
         try:
-            work = start([_real(tensor)], number, tag)
+            work = start([view_as_real(tensor) if tensor.is_complex() else tensor], number, tag)
         except RuntimeError as error:
             raise lost(error) from error
         sends.add(work, tensor, lost)
@@ -126,7 +128,7 @@ class Network:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
         start, number, tag, lost = self._here.get(message) or self._way_in(message, peer)
         try:
-            work = start([_real(buffer)], number, tag)
+            work = start([view_as_real(buffer) if buffer.is_complex() else buffer], number, tag)
         except RuntimeError as error:
             raise lost(error) from error
         self._posted[message] = work, buffer, lost
@@ -146,7 +148,12 @@ class Network:
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         if ranks == (self.rank,):
             return _Done()
-        return self._collective(ranks, partial(dist.all_reduce, tensor))
+        start, lost = self._sums.get(ranks) or self._sum(ranks)
+        try:
+            work = start([view_as_real(tensor) if tensor.is_complex() else tensor], _SUM)
+        except RuntimeError as error:
+            raise lost(error) from error
+        return _Collective(work, lost)
 
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         return self._collective(ranks, partial(_reduce_scatter, mine, parts.view(-1)))
@@ -159,14 +166,27 @@ class Network:
 
     def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
         """Start a collective in the group of `ranks`."""
-        group = self._sums.get(ranks)
-        if group is None:
-            raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
-        lost = partial(self._lost_sum, ranks)
+        group, lost = self._circle(ranks), partial(self._lost_sum, ranks)
         try:
             return _Collective(_started(start(group=group, async_op=True)), lost)
         except RuntimeError as error:
             raise lost(error) from error
+
+    def _circle(self, ranks: tuple[int, ...]) -> Any:
+        """The group of `ranks`."""
+        group = self._circles.get(ranks)
+        if group is None:
+            raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
+        return group
+
+    def _sum(self, ranks: tuple[int, ...]) -> _Sum:
+        """How a sum starts, looked up once: dist.all_reduce takes as long until it comes to starting one."""
+        way = self._sums[ranks] = self._backend(self._circle(ranks)).allreduce, partial(self._lost_sum, ranks)
+        return way
+
+    def _backend(self, group: Any) -> Any:
+        """What does a group's work. A group that is asked itself looks that up every time, a sixth of a call's cost."""
+        return group._get_backend(self._device) if hasattr(group, "_get_backend") else group
 
     def _lost_sum(self, ranks: tuple[int, ...], error: BaseException) -> ZbcError:
         others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
@@ -187,7 +207,8 @@ class Network:
             sends.close()
         self._there.clear()
         self._here.clear()
-        for table in (self._pairs, self._signals, self._sums):
+        self._sums.clear()
+        for table in (self._pairs, self._signals, self._circles):
             for group in table.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
@@ -208,8 +229,7 @@ class Network:
         """
         group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
-        # A group looks up its only backend in torch's dispatcher for every message: a sixth of what starting one takes.
-        backend = group._get_backend(self._device) if hasattr(group, "_get_backend") else group
+        backend = self._backend(group)
         return backend.send if sending else backend.recv, number, self._tag(message), lost
 
     def _sends_to(self, peer: int) -> Sends:
@@ -259,9 +279,12 @@ class Network:
             except RuntimeError as error:
                 text = f"run: rank {self.rank} cannot reach rank {peer}"
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
-        for ranks in sorted(self._sums):
+        for ranks in sorted(self._circles):
             self.all_reduce(number, ranks)
 
+
+_SUM = dist.AllreduceOptions()  # a sum that nobody waits for, as dist.all_reduce asks for one
+_SUM.asyncOp = True
 
 # torch renames these; the old names warn where the new ones exist.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -286,11 +309,6 @@ class _Collective(NamedTuple):
             self.work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers travel as pairs."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _started(work: dist.Work | None) -> dist.Work:

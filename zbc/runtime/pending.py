@@ -18,7 +18,7 @@ class Pending:
     """A step whose verdict may be unknown; its gradients are where backward left them until the step is `final`."""
 
     step: int
-    losses: dict[int, Tensor]
+    losses: dict[int, Tensor | float]
     busy: float
     peak: int
     seconds: float

@@ -64,7 +64,7 @@ class ThreadSends:
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()
-        self._begun = self._ended = 0  # the first is written by the rank's thread only, the second by the other
+        self._begun = self._asked = self._ended = 0  # the last is written by the thread only, the others by the rank's
         self._failure: ZbcError | None = None
         self._asleep = self._draining = self._closed = self._close = False
         self._counted, self._since = 0, time.monotonic()  # of those that ended, how many had by then
@@ -80,15 +80,34 @@ class ThreadSends:
             self._wake.set()
 
     def drain(self) -> None:
-        if self._ended == self._begun and self._failure is None:  # as where a step ends with what all ranks do
-            return
-        self._draining = True
-        self._wake.set()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended == self._begun or self._failure is not None)
-        self._draining = False
+        """Where a step ends with what all ranks do all is delivered: to ask is quicker than to wake the thread."""
+        failure = self._ask()
+        if not self._over() and self._failure is None:  # the thread has one in its hands
+            self._draining = True
+            with self._changed:
+                self._changed.wait_for(lambda: self._over() or self._failure is not None)
+            self._draining = False
+        if failure is not None and self._failure is None:
+            self._failure = failure
         if self._failure is not None:
             raise self._failure
+
+    def _over(self) -> bool:
+        return self._ended + self._asked == self._begun
+
+    def _ask(self) -> ZbcError | None:
+        """Wait here for what the thread has not come to; the error of the first that failed, behind which none is."""
+        while self._under_way and self._failure is None:
+            try:
+                work, _, lost = self._under_way.popleft()
+            except IndexError:  # the thread was quicker
+                return None
+            self._asked += 1
+            try:
+                work.wait()
+            except RuntimeError as error:
+                return lost(error)
+        return None
 
     def close(self) -> None:
         self._closed = True
@@ -128,8 +147,8 @@ class ThreadSends:
     def _closely(self) -> bool:
         """Whether sends followed each other closely when last counted, which is at every look."""
         now = time.monotonic()
-        passed = now - self._since
+        passed, ended = now - self._since, self._ended + self._asked
         if passed >= _LOOK_S:
-            self._close = self._ended - self._counted > _CLOSELY * passed
-            self._counted, self._since = self._ended, now
+            self._close = ended - self._counted > _CLOSELY * passed
+            self._counted, self._since = ended, now
         return self._close

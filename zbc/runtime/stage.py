@@ -78,29 +78,38 @@ class Stage:
 
         Draws of dropout depend on (seed, step, microbatch, layer) alone.
         """
-        before = None if slot is None else swap_slot(slot)  # between two ops there is none
+        if slot is None:  # between two ops there is none
+            return self._record(x, step, mb, finish)
+        before = swap_slot(slot)
         try:
-            if self.recompute and self.layers:
-                return self._keep_inputs(x, step, mb, finish)
-            if not self.casts_weights:  # entering a context that does nothing costs as much as a small layer
-                y = self._through(x, step, mb, finish)
-            else:
-                with self.autocast:
-                    y = self._through(x, step, mb, finish)
-            return y, Graph(y)
+            return self._record(x, step, mb, finish)
         finally:
-            if slot is not None:
-                swap_slot(before)
+            swap_slot(before)
+
+    def _record(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
+        if self.recompute and self.layers:
+            return self._keep_inputs(x, step, mb, finish)
+        if not self.casts_weights:  # entering a context that does nothing costs as much as a small layer
+            y = self._through(x, step, mb, finish)
+        else:
+            with self.autocast:
+                y = self._through(x, step, mb, finish)
+        return y, Graph(y)
 
     def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
-        for layer in self.layers:
-            if layer.plain:
-                x = layer.call(x)
+        for call, layer in self._calls:
+            if layer is None:
+                x = call(x)
                 continue
             if layer.buffers:
                 renew(layer.buffers)
             x = self._run(layer, x, step, mb)
         return finish(x)
+
+    @functools.cached_property
+    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], Layer | None], ...]:
+        """The forward of each layer, and the layer where more is to be done."""
+        return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
 
     @functools.cached_property
     def empty_input(self) -> Callable[[], Tensor]:

@@ -76,11 +76,19 @@ class Act:
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
     first: int = 0  # the number of this copy's first microbatch among those of all copies of the pipeline
+    _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
+        share = self._shares.get(loss.dtype)
+        if share is None:
+            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / self.layout.microbatches)
+        return share
 
 
 class Route(NamedTuple):
@@ -123,7 +131,7 @@ class Worker:
     output_grads: dict[Key, Tensor] = field(default_factory=dict)
     input_grads: dict[Key, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor | float] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
@@ -138,11 +146,11 @@ class Worker:
         self.seats = manifest.seats
         self.copy = self.seats.of(self.rank).copy  # of the pipeline
         self.clock = clock_for(self.device)
+        self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
         for act in self.acts:
             act.first = self.copy * act.plan.manifest.microbatches
             self.prepare(act.plan.ops)
-        self._shares: dict[tuple[torch.dtype, int], Tensor] = {}
 
     @property
     def plan(self) -> RankPlan:
@@ -211,14 +219,6 @@ class Worker:
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
         return self.act.first + mb
-
-    def share(self, dtype: torch.dtype) -> Tensor:
-        """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
-        count = self.layout.microbatches
-        share = self._shares.get((dtype, count))
-        if share is None:
-            share = self._shares[dtype, count] = torch.tensor(1.0 / count, dtype=dtype, device=self.device)
-        return share
 
     def counted(self) -> list[StageOptimizer]:
         """The stages whose gradients this rank answers for in the norm of all.

@@ -19,7 +19,8 @@ import functools
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -98,28 +99,25 @@ class Layout:
     def size(self) -> int:
         return self._count + self.microbatches + 1 + 2 * self.ranks
 
-    def fill(
+    def vector(
         self,
-        vector: Tensor,
         squares: Mapping[str, Tensor],
-        losses: Mapping[int, Tensor],
+        losses: Mapping[int, Tensor | float],
         *,
         rank: int,
         stop: bool,
         busy: float,
         peak: int,
-    ) -> None:
-        """Write one rank's entries: sums of squares per chunk by parameter name, losses by microbatch."""
+        device: torch.device,
+    ) -> Tensor:
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch."""
         count, flag = self._count, self._count + self.microbatches
-        values = [value.reshape(-1) for value in squares.values()]
-        where = [at for name, value in zip(squares, values, strict=True) for at in self._entries(name, len(value))]
-        if losses:
-            values.append(torch.stack([*losses.values()]))
-            where += [count + mb for mb in losses]
-        own = torch.tensor([float(stop), busy, float(peak)], dtype=torch.float64)
+        where = [at for name, value in squares.items() for at in self._entries(name, value.numel())]
+        where += [count + mb for mb in losses]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
-        at = torch.tensor(where, device=vector.device)
-        vector.index_copy_(0, at, torch.cat([*(value.double() for value in values), own.to(vector.device)]))
+        found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
+        make = _written if device.type == "cpu" else _copied
+        return make(self.size, where, found, own, device)
 
     def _entries(self, name: str, count: int) -> range:
         """Those of a parameter that is cut into `count` chunks."""
@@ -141,7 +139,7 @@ class Layout:
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
             bad_gradients=() if math.isfinite(norm) else self._bad_gradients(values),
-            bad_losses=tuple(mb for mb, value in enumerate(values[count:flag]) if not math.isfinite(value)),
+            bad_losses=() if math.isfinite(loss) else _not_finite(values[count:flag]),
         )
 
     def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:
@@ -149,6 +147,34 @@ class Layout:
         starts = [*self._places.values()]
         pieces = zip(self.parameters, pairwise(starts), strict=True)
         return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
+
+
+def _written(
+    size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
+) -> Tensor:
+    """A float64 vector of zeros but for `where`, there what was found and then one's own: number by number.
+
+    A kernel that runs once per step takes ten times as long as in a loop, so on the CPU none is asked.
+    """
+    row = array("d", bytes(8 * size))
+    numbers = [number for one in found for number in (one.view(-1).tolist() if isinstance(one, Tensor) else (one,))]
+    for at, number in zip(where, (*numbers, *own), strict=True):
+        row[at] = number
+    return torch.frombuffer(row, dtype=torch.float64)
+
+
+def _copied(
+    size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
+) -> Tensor:
+    """The same without waiting for the device."""
+    vector = torch.zeros(size, dtype=torch.float64, device=device)
+    tensors = [torch.as_tensor(one, device=device).view(-1).double() for one in found]
+    tensors.append(torch.tensor(own, dtype=torch.float64).to(device))
+    return vector.index_copy_(0, torch.tensor(where, device=device), torch.cat(tensors))
+
+
+def _not_finite(values: Sequence[float]) -> tuple[int, ...]:
+    return tuple(place for place, value in enumerate(values) if not math.isfinite(value))
 
 
 def chunks(size: int) -> int:
