@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -23,6 +24,10 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
     assert again.layers["embed"].f.ms == 0.333333
 
 
+def stand_still(layer):
+    layer.update(f={"ms": 0}, b={"ms": 0}, w={"ms": 0})
+
+
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
@@ -32,7 +37,19 @@ def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
         (lambda data: data["layers"]["block"]["f"].update(ms=-1), "layers.block.f.ms"),
         (lambda data: data["layers"]["block"]["f"].update(ms="1"), "layers.block.f.ms"),
         (lambda data: data["layers"]["block"].update(speed=1), "layers.block.speed"),
-        (lambda data: data["link"].update(gbps=0), "link.gbps"),
+        (lambda data: data["link"].update(gbps=0), "link.gbps: must be more than 1e-09, found 0"),
+        (lambda data: data["link"].update(gbps=math.inf), "link.gbps: expected a finite number, found inf"),
+        (
+            lambda data: data["layers"]["block"]["f"].update(ms=1e300),
+            r"block.f.ms: must be at most 1e\+09, found 1e\+300",
+        ),
+        (
+            lambda data: data["layers"]["block"]["f"].update(ms=math.nan),
+            "f.ms: expected a finite number, found nan",
+        ),
+        (lambda data: data["host"].update(f_us=1e300), "host.f_us: must be at most"),
+        (lambda data: data["layers"]["block"]["bytes"].update(input=10**30), "bytes.input: must be at most"),
+        (lambda data: [stand_still(layer) for layer in data["layers"].values()], "layers: none of them takes any time"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_the_place(tmp_path, edit, text):

@@ -175,6 +175,12 @@ def test_what_a_family_does_not_have_is_an_error_with_its_place(tmp_path, model,
     assert text in found[0][2] and found[0][1].startswith("zbc.toml:")
 
 
+@pytest.mark.parametrize("key", ["costs.f", "costs.comm", "hardware.link_us"])
+def test_times_that_no_sum_can_hold_are_refused(tmp_path, key):
+    found = problems(tmp_path, toml_text(costs={"f": 1, "b": 1, "w": 1}), [f"{key}=1e300"])
+    assert found[0][:2] == ("E103", f"--set {key}=1e300") and "must be at most" in found[0][2]
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1" + 400 * "0", "1e400"])
 def test_numbers_that_are_none_are_refused_with_their_key(tmp_path, value):
     found = problems(tmp_path, toml_text(), [f"train.steps={value}", f"optimizer.lr={value}"])

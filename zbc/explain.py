@@ -288,8 +288,8 @@ the cut, recomputation and the optimizer may differ.
         """
 costs.profile and `zbc plan --profile` name a file that `zbc profile` wrote.
 It is not there, is not JSON, has another version, or a number in it is
-missing or has the wrong type: the message names it. A relative path starts
-at the folder of the job file that names it.
+missing, has the wrong type or is no time or rate that can be: the message
+names it. A relative path starts at the folder of the job file that names it.
 """,
     ),
     "E150": _entry(

@@ -19,7 +19,8 @@ from pydantic import Field, ValidationError
 
 from zbc.errors import ZbcError
 from zbc.model_section import Model
-from zbc.section import Count, NotNegative, Section
+from zbc.section import Count, Ms, NotNegative, Rate, Section, Us
+from zbc.wording import sentence
 
 FORMAT, VERSION = "zbc-profile", 1
 WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be trusted
@@ -28,13 +29,13 @@ _DIGITS = 6  # significant ones in the file
 # What costs the same whatever it is set to; `layers` counts blocks where a family has one kind of them.
 _FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 
-Bytes = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class Measured(Section):
     """A median and, as a share of it, how far the quartiles are apart."""
 
-    ms: NotNegative
+    ms: Ms
     spread: NotNegative = 0.0
 
 
@@ -104,15 +105,15 @@ class Point(Section):
     """The time from the start of a send to the moment its receiver goes on."""
 
     bytes: Count
-    us: NotNegative
+    us: Us
     spread: NotNegative = 0.0
 
 
 class Link(Section):
     """A transfer between two ranks takes `latency_us` and its bytes at `gbps` (GB/s), fitted to `points`."""
 
-    latency_us: NotNegative
-    gbps: float = Field(gt=0)
+    latency_us: Us
+    gbps: Rate
     points: list[Point] = Field(default_factory=list)
 
     def ms(self, size: float) -> float:
@@ -127,19 +128,19 @@ class Host(Section):
     rank does at the end of one.
     """
 
-    f_us: NotNegative = 0.0
-    b_us: NotNegative = 0.0
-    w_us: NotNegative = 0.0
-    transfer_us: NotNegative = 0.0
-    agree_us: NotNegative = 0.0
-    close_us: NotNegative = 0.0
+    f_us: Us = 0.0
+    b_us: Us = 0.0
+    w_us: Us = 0.0
+    transfer_us: Us = 0.0
+    agree_us: Us = 0.0
+    close_us: Us = 0.0
 
 
 class Copy(Section):
     """Between the memory of the host (pinned) and that of the device, in GB/s."""
 
-    to_device_gbps: float = Field(gt=0)
-    to_host_gbps: float = Field(gt=0)
+    to_device_gbps: Rate
+    to_host_gbps: Rate
 
 
 class Origin(Section):
@@ -261,9 +262,13 @@ def read(path: Path, where: str | None = None) -> Profile:
 def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
     """`data` as a profile. Raises E143 that names what is wrong with it."""
     try:
-        return Profile.model_validate(data)
+        found = Profile.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        text = f"profile: {name}: {place}: {first['msg'].lower()}"
+        value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
+        text = f"profile: {name}: {place}: {sentence(first)}{value}"
         raise ZbcError("E143", text, where=where, hint=hint) from None
+    if not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in found.layers.values()):
+        raise ZbcError("E143", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
+    return found

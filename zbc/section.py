@@ -10,6 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Beyond these a number is a slip: sums over a step would leave what floats can tell apart, or be infinite.
+Ms = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to eleven days
+Us = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=1e-9, le=1e9, allow_inf_nan=False)]  # GB/s, Gbit/s, TFLOP/s
+Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]  # of memory, in any unit
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
 
 

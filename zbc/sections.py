@@ -11,11 +11,12 @@ from pydantic import Field
 from zbc import learning_rate
 from zbc.model_section import Model
 from zbc.ramp import Phase
-from zbc.section import Count, NotNegative, Positive, Section
+from zbc.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
 
 ACTIVATIONS = ("keep", "recompute", "auto", "offload")
 
-PerPart = NotNegative | list[NotNegative]  # one number for all ranks, stages or layers, or one each
+PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
+AmountPerPart = Amount | list[Amount]
 
 
 class Parallel(Section):
@@ -70,26 +71,26 @@ class Hardware(Section):
 
     device: Literal["cuda", "cpu"] = "cpu"
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
-    tflops: Positive | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
-    memory_gbps: Positive | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
-    kernel_us: NotNegative | None = Field(None, description="what every kernel takes at least; default 3, 5 on cpu")
-    link_gbps: Positive | None = Field(
+    tflops: Rate | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
+    memory_gbps: Rate | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
+    kernel_us: Us | None = Field(None, description="what every kernel takes at least; default 3, 5 on cpu")
+    link_gbps: Rate | None = Field(
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )
-    link_us: NotNegative | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
+    link_us: Us | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
-    inter_node_gbps: Positive | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
-    inter_node_us: NotNegative | None = Field(None, description="latency between two nodes; default link_us")
+    inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
+    inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
 
 
 class LayerCost(Section):
     """Costs of the embedding or the head where costs are given per layer; times in ms."""
 
-    f: NotNegative = 0.0
-    b: NotNegative = 0.0
-    w: NotNegative = 0.0
-    act_b: NotNegative = 0.0
-    act_w: NotNegative = 0.0
+    f: Ms = 0.0
+    b: Ms = 0.0
+    w: Ms = 0.0
+    act_b: Amount = 0.0
+    act_w: Amount = 0.0
 
 
 class GivenCosts(Section):
@@ -99,8 +100,8 @@ class GivenCosts(Section):
     f: PerPart | None = Field(None, description="forward")
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
-    comm: NotNegative | None = Field(None, description="one boundary transfer between two ranks")
-    reduce: NotNegative | None = Field(
+    comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
+    reduce: Ms | None = Field(
         None,
         description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
     )
@@ -108,8 +109,8 @@ class GivenCosts(Section):
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
     )
-    act_b: PerPart | None = Field(None, description="memory F keeps until B, any unit")
-    act_w: PerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
+    act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
+    act_w: AmountPerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
     head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
     profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')

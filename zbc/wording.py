@@ -68,18 +68,28 @@ _WANTED = {
 
 
 def _sentence(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
-    kind, context = problem["type"], problem.get("ctx", {})
-    choice = _list_or_one(section, path, kind)
+    choice = _list_or_one(section, path, problem["type"])
     if choice is not None:
         return choice
+    return sentence(problem)
+
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def sentence(problem: Any) -> str:
+    """What a pydantic problem says was expected."""
+    kind, context = problem["type"], problem.get("ctx", {})
     if kind in _WANTED:
         return _WANTED[kind]
-    if kind == "greater_than_equal":
-        return f"must be at least {context['ge']:g}"
-    if kind == "greater_than":
-        return f"must be more than {context['gt']:g}"
-    if kind == "less_than":
-        return f"must be less than {context['lt']:g}"
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"must be {words} {context[key]:g}"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     return str(problem["msg"]).lower()
@@ -109,6 +119,8 @@ def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
         return f"write {key} = {number if kind == 'float_type' else round(number)}"
     if kind == "greater_than_equal":
         return f"use {context['ge']:g} or more"
+    if kind == "less_than_equal":
+        return f"use {context['le']:g} or less"
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     if field is not None and field.description is not None:
         return f"{path[1]}: {field.description}"
