@@ -599,8 +599,11 @@ parameters have no size yet, sparse gradients, random numbers that nobody seeds
 (Python's, numpy's, a generator of its own), a tensor that autograd computed
 beside its parameters, or buffers that a forward changes (running statistics)
 where they could not come out as in one process: a stage that several ranks
-hold a copy of, or a plan that runs its forwards out of order. docs/models.md
-lists what layers may do.
+hold a copy of, or a plan that runs its forwards out of order. The same holds
+with two pipes for plain attributes that a forward changes and that its output
+depends on, and for those also under recompute and without the barrier, where
+forwards run twice.
+docs/models.md lists what layers may do.
 """,
     ),
     "E510": _entry(

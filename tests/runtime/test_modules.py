@@ -169,6 +169,21 @@ def test_running_statistics_are_refused_where_they_have_no_order():
     assert "several ranks hold a copy" in refusal("averages", copies, Placement.bidirectional((0, 1)), 2)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("carries_last", "seen"), ("carries_count", "count")])
+def test_what_is_carried_in_attributes_is_refused_where_forwards_run_again(kind, name):
+    ways = {
+        "recompute": plan(kind, activations="recompute"),
+        "the barrier": plan(kind, optimizer={"sync": "post-validate"}),
+        "the order of the microbatches": plan(kind, schedule="chimera"),
+    }
+    for why, made in ways.items():
+        with pytest.raises(ZbcError) as caught:
+            make_worker(made)
+        assert caught.value.code == "E509" and why in caught.value.message and name in caught.value.message
+        assert "the output of layer layers.1 depends on attributes" in caught.value.message
+    assert make_worker(plan(kind)) and make_worker(plan("carries_nothing", activations="recompute"))
+
+
 def test_looking_at_a_layer_leaves_it_and_the_generators_as_they_were():
     before = torch.get_rng_state()
     worker = make_worker(plan("averages", p=2))

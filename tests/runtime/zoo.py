@@ -444,3 +444,34 @@ def with_history():
         return layer
 
     return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]
+
+
+class Carries(nn.Module):
+    """The output follows what an attribute kept of the forwards before."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(W, W), how
+        self.seen, self.count, self.table = [], 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.count += 1
+        self.seen.append(y.detach())
+        if self.table is None:
+            self.table = torch.ones(W, device=x.device)
+        if self.how == "last":
+            return y + 0.1 * sum(self.seen[:-1], torch.zeros_like(y))
+        return y * self.count if self.how == "count" else y * self.table
+
+
+def carries_last() -> list[nn.Module]:
+    return [nn.Linear(W, W), Carries("last"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def carries_count() -> list[nn.Module]:
+    return [nn.Linear(W, W), Carries("count"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def carries_nothing() -> list[nn.Module]:
+    return [nn.Linear(W, W), Carries("nothing"), nn.Linear(W, W), nn.Linear(W, W)]

@@ -4,6 +4,7 @@ random       it draws from torch's generators: the stage seeds them for it
 overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
 whole        its backward stays in one piece, all in B: it calls autograd itself, or its layers in a way of their own
+carries      it changes plain attributes of its modules: see carried.py
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan import Manifest
+from zbc.runtime.carried import attributes, differing
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,16 @@ class Traits:
     overwrites: bool = False
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
     whole: bool = False
+    carries: tuple[str, ...] = ()  # attributes inside the layer
 
     def __or__(self, other: Traits) -> Traits:
         remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
         return Traits(
-            self.random or other.random, self.overwrites or other.overwrites, remembers, self.whole or other.whole
+            self.random or other.random,
+            self.overwrites or other.overwrites,
+            remembers,
+            self.whole or other.whole,
+            tuple(dict.fromkeys((*self.carries, *other.carries))),
         )
 
 
@@ -83,7 +90,7 @@ def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], obj
     Raises E509 if it draws random numbers that nobody seeds: outside of torch, or from a generator of its own.
     """
     buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
-    version, states = x._version, _states()
+    version, states, carried = x._version, _states(), attributes(module)
     with _Draws() as draws, _Differentiates() as differentiates:
         y = run(x)
     found = next((what for what, state in _states().items() if states.get(what, state) != state), None)
@@ -96,7 +103,8 @@ def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], obj
     after = dict(module.named_buffers())
     changed = [key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at]
     remembers = tuple(dict.fromkeys([*changed, *_statistics(module)]))
-    return y, Traits(draws.seen, x._version != version, remembers, differentiates.seen)
+    carries = differing(carried, attributes(module))
+    return y, Traits(draws.seen, x._version != version, remembers, differentiates.seen, carries)
 
 
 def _states() -> dict[str, object]:

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
+from zbc.runtime.carried import depends, may_run_again
 from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.probe import Traits, observe, reaches
@@ -82,6 +83,10 @@ class _Seen(NamedTuple):
     def in_one(self) -> _Seen:
         return self._replace(traits=self.traits | Traits(whole=True))
 
+    def harmless(self) -> _Seen:
+        """With attributes that change, but that its output does not follow."""
+        return self._replace(traits=replace(self.traits, carries=()))
+
 
 def derive(
     plans: Sequence[LayerPlan],
@@ -103,14 +108,17 @@ def derive(
     behind = [first]  # behind[i]: the input of layer i
     known: dict[tuple[str, TensorSpec, bool], tuple[dict[str, int], TensorSpec, _Seen]] = {}
     seen: dict[str, _Seen] = {}
-    owners, flow = Owners(), False
+    owners, flow, again = Owners(), False, may_run_again(manifest)
     for plan in plans:
         place = (plan.like or plan.name, behind[-1], flow)
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
-            known[place] = inner, *_output(plan, module, behind[-1], flow, autocast, lowered)
+            output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
+            if found.traits.carries and not (again and depends(_with_values(plan, lowered), *behind[-1])):
+                found = found.harmless()
+            known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
@@ -166,9 +174,7 @@ def _output(
     except Exception:
         try:
             with seeded(0):
-                built = copy.deepcopy(plan.build(0))  # it may be ready-made and in use
-                if lowered is not None:
-                    lower_precision(built.parameters(), lowered)
+                built = _with_values(plan, lowered)
                 with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
                     y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
                     x = torch.zeros(takes.shape, dtype=takes.dtype)
@@ -181,6 +187,15 @@ def _output(
             hint = "each layer takes the one tensor that the layer before returns"
             raise ZbcError("E505", text, hint=hint, details=details) from error
     return y, seen
+
+
+def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
+    """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
+    with seeded(0):
+        built = copy.deepcopy(plan.build(0))
+    if lowered is not None:
+        lower_precision(built.parameters(), lowered)
+    return built
 
 
 def _run(

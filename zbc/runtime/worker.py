@@ -17,6 +17,7 @@ from zbc.ir import SUM, TRANSFER, Kind, Op
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
+from zbc.runtime.carried import refuse_carried
 from zbc.runtime.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec
 from zbc.runtime.evaluate import build_evaluation
 from zbc.runtime.handlers import HANDLERS
@@ -240,6 +241,7 @@ def _build_stages(
         for name in manifest.layers[s]:
             for plan in parts:
                 refuse_unordered(plan.manifest, plan.ops, s, name, shapes.traits[name])
+                refuse_carried(plan.manifest, plan.ops, s, name, shapes.traits[name].carries)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
