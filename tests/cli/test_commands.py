@@ -317,7 +317,8 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
     out = zbc("plan", "zbc.toml").out
     assert "bytes are not known before the model is built" in out
     assert "assumed equal" in out
-    assert "MiB" not in out
+    assert "MiB" not in out and "memory_gib" not in out
+    assert "whether they fit hardware.memory_gib" in zbc("plan", "zbc.toml", "--set", "hardware.memory_gib=1").out
 
 
 def test_compare_as_markdown_is_one_table_that_names_both_bubbles(zbc, job):

@@ -37,7 +37,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     yield from reasons.of_step(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
-    yield labelled("ranks", *_ranks_note(report))
+    yield labelled("ranks", *_ranks_note(compiled))
     yield indented(_ranks(report, verbose=verbose))
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
@@ -144,9 +144,14 @@ def _blocking(report: Report) -> str:
     return f"survives blocking sends: {'yes' if report.survives_blocking_sends else 'no'}"
 
 
-def _ranks_note(report: Report) -> list[str]:
+def _ranks_note(compiled: Compiled) -> list[str]:
     unit = "units: peak activations, in shares of one microbatch per rank"
-    return [unit] if report.bytes_known else [unit, "bytes are not known before the model is built"]
+    if compiled.report.bytes_known:
+        return [unit]
+    notes = [unit, "bytes are not known before the model is built"]
+    if compiled.job.hardware.memory_gib is not None:
+        notes.append("whether they fit hardware.memory_gib: `zbc profile JOB.toml` measures them")
+    return notes
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
