@@ -302,6 +302,22 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
         assert predicted == pytest.approx(most, abs=0.03 * 4 * 4096), (op, stage)
 
 
+@pytest.mark.parametrize("cut", [[3, 4], [4, 3], [2, 5]])
+def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_path, cut):
+    described = factory("nets", 7, {"width": 512, "classes": 3}, width=512, count=6)
+    rig = build_rig(described, CPU)
+    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    stages = described.partition.model_copy(update={"layers_per_stage": cut})
+    compiled = compile_job(replace(described, partition=stages, profile=profile))
+    compiled.write(tmp_path / "plan")
+    for scale in scales_of(tmp_path / "plan"):
+        for kind in (Kind.F, Kind.BW):
+            needed = [one for one in scale.readings if one.op.kind is kind and one.op.mb]
+            predicted = compiled.costs.more_bytes(needed[0].op)
+            assert predicted == pytest.approx(max(one.extra for one in needed), rel=0.02, abs=64), needed[0].op
+
+
 def empty_times(rig):
     names = [*times.NAMES, times.KEEP, times.AGAIN]
     return {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}

@@ -244,7 +244,7 @@ def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
     # A second forward keeps all that the first one would have, its input and output included.
     again = [z.act_b + z.loose + z.tail - z.entry if recompute else 0.0 for z in layers]
     given = layers[-1].result
-    sent = 0.0 if layers[-1].tail and not recompute else given  # what the stage keeps of it is in `kept`
+    stays = layers[-1].tail > 0 and not recompute  # its result is in `kept`, else it is on its way
     f = b = w = bw = 0.0
     behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
     for k in reversed(range(len(layers))):
@@ -254,9 +254,11 @@ def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
             flowing -= given  # the stage's, which `left` counts and which was there before
         # From the layer before, but for the stage's, which is there before; where a loss follows, that needs the most.
         entering = z.loose if k and z.result and not recompute else 0.0
-        f = max(f, (z.more_alone if recompute else z.more_f) + entering + z.result - sent - behind)
+        made = z.result if inner or not stays else 0.0
+        f = max(f, (z.more_alone if recompute else z.more_f) + entering + made - (0.0 if stays else given) - behind)
         b = max(b, again[k] + z.more_b + left + flowing)
-        bw = max(bw, again[k] + z.more_bw - behind + (z.result if inner else 0.0))
+        shared = z.tail if inner and not recompute else 0.0  # its output, which `behind` has as the next one's input
+        bw = max(bw, again[k] + z.more_bw - behind + shared + (z.result if inner else 0.0))
         w = max(w, z.more_w - released)
         behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
     after = left - given + (0.0 if first else layers[0].entry)
