@@ -6,6 +6,7 @@ import pytest
 
 from tests.jobs import job, toml_text
 from zbc import spec
+from zbc.compiler.compile import compile_job
 from zbc.errors import Problems, ZbcError
 
 
@@ -147,6 +148,15 @@ def test_options_of_some_schedules_are_refused_where_others_may_be_chosen(kind, 
         job(kind=kind, schedule={key: value})
     assert caught.value.code == "E120" and f"schedule.{key} is for " in caught.value.message
     assert caught.value.message.endswith(f"not for {kind}")
+
+
+def test_a_name_that_says_how_much_memory_sets_the_limit():
+    assert job(kind="ZB-1p").schedule.memory_limit == "1.0x"
+    assert job(kind="zb-2p", schedule={"memory_limit": "2x"}).schedule.memory_limit == "2x"
+    with pytest.raises(ZbcError, match=r'zb-1p has memory_limit = "1\.0x"') as caught:
+        job(kind="zb-1p", schedule={"memory_limit": "3x"})
+    assert caught.value.code == "E110"
+    assert max(rank.units for rank in compile_job(job(kind="zb-1p"), budget=0.0).memory) <= 4 + 1e-6
 
 
 LLAMA = {"family": "llama", "kv_heads": 2}

@@ -74,3 +74,10 @@ def test_extending_in_a_circle_or_nothing_is_refused(tmp_path):
         with pytest.raises(ZbcError) as caught:
             toml.load(tmp_path / name)
         assert caught.value.code == "E108"
+
+
+def test_a_folder_with_a_job_in_it_is_answered_with_the_job(tmp_path):
+    (tmp_path / "zbc.toml").write_text("zbc = 1\n")
+    with pytest.raises(ZbcError) as caught:
+        toml.load(tmp_path)
+    assert caught.value.code == "E101" and caught.value.hint == f"it holds a job file: {tmp_path / 'zbc.toml'}"

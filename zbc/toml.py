@@ -63,6 +63,9 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
             IsADirectoryError: "name a job file, or the directory of a plan",
         }
         hint = hints.get(type(error))
+        inside = path / "zbc.toml"
+        if inside.is_file():
+            hint = f"it holds a job file: {inside}"
         raise ZbcError("E101", f"config: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
         text = f"config: {path} is not UTF-8 text (byte {error.start})"

@@ -140,6 +140,9 @@ def test_more_stages_than_layers_is_refused():
     with pytest.raises(ZbcError) as caught:
         names(job(layers=3, partition={"mode": "uniform"}), 4)
     assert caught.value.code == "E130"
+    with pytest.raises(ZbcError, match="has 3, 1 blocks, embedding and head") as caught:
+        names(job(layers=1), 4)
+    assert caught.value.hint.startswith("use model.layers = 2 or more")
     assert names(job(layers=2), 4) == [["embed"], ["layers.0"], ["layers.1"], ["head"]]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.report import Report
-from zbc.compiler.schedules import AUTO, find
+from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.errors import Problems, ZbcError
 from zbc.spec import Job
 
@@ -62,7 +62,8 @@ Planner = Callable[[str, tuple[Setting, ...]], Row]  # by schedule and settings
 
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
-    names = list(dict.fromkeys(AUTO if name.lower() == AUTO else find(name).name for name in schedules))
+    kept = {AUTO, *LIMITS}  # what is no other name of a schedule, or says more than that
+    names = list(dict.fromkeys(n.lower() if n.lower() in kept else find(n).name for n in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
 

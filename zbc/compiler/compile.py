@@ -18,7 +18,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.order import order
 from zbc.compiler.passes import lower, passes
-from zbc.compiler.schedules import AUTO, SCHEDULES, Schedule, find
+from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, Schedule, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.simulate import Timeline, simulate, step_ms
 from zbc.compiler.single import Ordered, settled
@@ -115,7 +115,23 @@ def load_job(
     if again and profile is None:
         draft.profile = draft.profile or recall.job_of(plans.read_manifest(path)).profile
     draft.problems += _schedule_problems(draft)
+    draft.problems += _set_limit(draft)
     return draft.finish()
+
+
+def _set_limit(draft: Draft) -> list[ZbcError]:
+    """Give a job the limit that the name of its schedule says; E110 if it has another one."""
+    section = draft.sections.get("schedule")
+    meant = None if section is None else LIMITS.get((section.kind or "").lower())
+    if section is None or meant is None:
+        return []
+    if section.memory_limit is None:
+        draft.sections["schedule"] = section.model_copy(update={"memory_limit": meant})
+    elif spec.parse_limit(section.memory_limit) != spec.parse_limit(meant):
+        text = f'config: {section.kind} has memory_limit = "{meant}", schedule.memory_limit is "{section.memory_limit}"'
+        where = draft.document.where(("schedule", "memory_limit"))
+        return [ZbcError("E110", text, where=where, hint='drop it, or use kind = "zb-auto"')]
+    return []
 
 
 def _schedule_problems(draft: Draft) -> list[ZbcError]:

@@ -32,8 +32,10 @@ def partition(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
         return _listed(job, stages, table, blocks, list(counts), key="layout")
     available = len(table) if is_open(job) else len(blocks)
     if available < stages:
-        text = f"partition: {stages} stages need {stages} layers, the model has {available}"
-        hint = f"use model.layers = {stages} or more, or fewer ranks or chunks"
+        ends = available - len(blocks)
+        has = f"{available}" + (f", {len(blocks)} blocks, embedding and head" if ends else "")
+        text = f"partition: {stages} stages need {stages} layers, the model has {has}"
+        hint = f"use model.layers = {stages - ends} or more, or fewer ranks or chunks"
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if not is_open(job):
         return uniform(table, stages)

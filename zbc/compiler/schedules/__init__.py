@@ -162,7 +162,7 @@ _ALL = (
         makespan="3m + (p-1)",
         span="3m",
         memory="the limit",
-        aliases=("zb-1p", "zb-2p"),
+        aliases=("zb-1p", "zb-2p"),  # these set a limit as well: see LIMITS
         searched=True,
         budget=BUDGET,
     ),
@@ -251,10 +251,11 @@ _ALL = (
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that say how much memory as well, as `memory_limit` does
 AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
 _ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
 
-__all__ = ["AUTO", "BUDGET", "SCHEDULES", "Generator", "Request", "Schedule", "find"]
+__all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "Schedule", "find"]
 
 
 def find(name: str) -> Schedule:
