@@ -307,6 +307,16 @@ def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in
     assert roomy.step_ms(job(**parts)) <= free.step_ms(job(**parts)) * 1.02
 
 
+@pytest.mark.parametrize(("p", "m", "layers"), [(5, 3, 21), (6, 9, 25), (7, 5, 30)])
+def test_with_little_memory_a_search_knows_the_cut_that_1f1b_would_have(p, m, layers):
+    """Its first stages hold more microbatches, so they get fewer layers: even ranks would have to wait for room."""
+    found = {}
+    for kind in ("1f1b", "zb-auto"):
+        made = job(kind=kind, pp=p, m=m, layers=layers, schedule={"memory_limit": "0.5x"})
+        found[kind] = order(made, estimate.layers(made), 0.0).step_ms(made)
+    assert found["zb-auto"] < found["1f1b"]
+
+
 def test_no_cut_is_searched_for_less_time_with_more_budget():
     made = with_head(7, 2.0, kind="v-auto", pp=2, m=4)
     tailor = Tailor(Case(made, estimate.layers(made), SCHEDULES["v-auto"], None))

@@ -75,11 +75,10 @@ class Tailor:
         case = self.case
         given = estimate.given_activations(case.job, list(case.table))
         kept = [layer.size.act_b for layer in case.table] if given is None else [act_b for act_b, _ in given]
-        flight = self._flight()
-        several = [[[flight[s] * size for size in kept] for s in range(case.placement.stages)]]
+        several = [[[count * size for size in kept] for count in flight] for flight in self._flights()]
         if case.job.hardware.memory_gib is not None:
             state = [STATE * layer.params for layer in case.table]
-            several.append([list(map(add, row, state)) for row in several[0]])
+            several += [[list(map(add, row, state)) for row in memory] for memory in several]
         times = case.times(frozenset())
         for memory in several:
             if any(map(any, memory)):
@@ -88,15 +87,18 @@ class Tailor:
                 if case.two_pipes and case.schedule.searched:  # one microbatch alone is in one of them
                     yield Cut(tuple(even(memory, Placement(case.placement.pipes[:1]))))
 
-    def _flight(self) -> list[int]:
-        """Microbatches a stage holds at most, where the order is known beforehand; else 1."""
+    def _flights(self) -> list[list[int]]:
+        """Microbatches a stage holds at most: in the order if it is known beforehand, else one, and as with 1F1B."""
         case = self.case
-        flight = [1] * case.placement.stages
-        for rank in [] if case.schedule.searched else case.order.held:
+        stages, m = case.placement.stages, case.job.schedule.microbatches
+        if case.schedule.searched:
+            return [[1] * stages, [min(stages - s, m) for s in range(stages)]]
+        flight = [1] * stages
+        for rank in case.order.held:
             for one in rank:
                 for stage, kept, left in one:
                     flight[stage] = max(flight[stage], kept, left)
-        return flight
+        return [flight]
 
     def least_step(self, job: Job) -> float:
         """ms that no order of any cut can beat: the work of a rank that has its share of the whole."""
@@ -162,15 +164,21 @@ class Tailor:
         if not case.free or not cuts:
             yield from ((case.prepared(cut), seconds) for cut in cuts)
             return
+        # Which cuts fit, and which of them comes first, depends on the limit. A small budget gives as much to each, and
+        # what that is does not depend on how many fit, as exactness in the limit needs.
         first = 1 - sum(share for _, _, share in LEVELS)
-        # Which cut comes first depends on the limit. A small budget gives as much to each, as exactness in it needs.
-        least = min(seconds * first, Effort.lasting(ENOUGH, Engine(available() and seconds > 0)) * first)
-        shares = dict.fromkeys(cuts, 0.0)
-        shares[cuts[0]] = first
+        enough = Effort.lasting(ENOUGH, Engine(available() and seconds > 0))
+        each = min(seconds, enough) * min(first, 1 / len(self.known))
+        left = seconds - (len(self.known) - 1) * each
+        given = dict.fromkeys(cuts, each)
+        if seconds > enough:
+            given[cuts[0]] = max(each, min(seconds * first, left))
+        left -= given[cuts[0]]
         for cut, share in self._walked(cuts[0], budget, seconds):
-            shares[cut] = shares.get(cut, 0.0) + share
-        for cut, share in shares.items():
-            yield case.prepared(cut), max(seconds * share, least if cut in cuts else 0.0)
+            more = min(seconds * share, left)
+            given[cut] = given.get(cut, 0.0) + more
+            left -= more
+        yield from ((case.prepared(cut), amount) for cut, amount in given.items())
 
     def _walked(self, start: Cut, budget: float | None, seconds: float) -> Iterator[tuple[Cut, float]]:
         """The answers of walks with the shares of their levels."""
