@@ -16,6 +16,7 @@ MODULES = {
 # A module may import what stands on its own line or above it; the longest matching prefix decides.
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe"],
+    ["zbc.userobject"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
     ["zbc.idle", "zbc.dealing"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],
@@ -71,7 +72,9 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.closed_pipe", "zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
+    ["zbc.errors", "zbc.closed_pipe"],
+    ["zbc.userobject"],
+    ["zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section"],
     ["zbc.idle", "zbc.dealing"],
     ["zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],
@@ -94,7 +97,7 @@ RUNTIME = [
     ["zbc.runtime.seeding"],
     ["zbc.runtime.carried"],
     ["zbc.runtime.remembered", "zbc.runtime.probe"],
-    ["zbc.runtime.slot", "zbc.runtime.userobject", "zbc.runtime.corpus", "zbc.runtime.rotary"],
+    ["zbc.runtime.slot", "zbc.runtime.corpus", "zbc.runtime.rotary"],
     ["zbc.runtime.gpt"],
     ["zbc.runtime.llama"],
     ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.hub", "zbc.runtime.network"],

@@ -156,6 +156,22 @@ def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, fo
     assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("def make(request):\n    return {}[request.p]\n", "KeyError: 4"),
+        ("def make(:\n", "SyntaxError"),
+        ("make = 3\n", "is int, not something to call"),
+    ],
+)
+def test_what_goes_wrong_in_a_plugin_is_no_bug_of_zbc(zbc, folder, code, text):
+    name = f"wrong_{len(code)}"
+    (folder / f"{name}.py").write_text(code)
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', f'plugin = "{name}:make"'))
+    ran = zbc("plan", "zbc.toml", "-q")
+    assert ran.code == 3 and "error[E121]" in ran.err and text in ran.err and "bug in zbc" not in ran.err
+
+
 def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, job):
     zbc("plan", job(kind="zb-v"), "--dump-ir", "ir", "-q")
     names = sorted(path.name for path in Path("ir").iterdir())

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
-from zbc import spec
+from zbc import spec, userobject
 from zbc.errors import ZbcError
-from zbc.runtime import model, userobject
+from zbc.runtime import model
 from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import draws, seed_of, seeded
 from zbc.runtime.threads import run_threads
@@ -119,7 +119,7 @@ def test_a_factory_that_returns_another_number_of_layers_is_refused():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("raises", "failed for ()"),
+        ("raises", "raises failed"),
         ("three_numbers", "layer 0 of"),
         ("one_module", "not a list of layers"),
         ("missing", "cannot import model.family"),
@@ -197,3 +197,8 @@ def test_mse_has_the_bits_of_torchs_own(of, short, monkeypatch):
 def test_mse_of_other_shapes_is_torchs_to_judge():
     with pytest.warns(UserWarning, match="target size"):
         assert model.loss("mse")(torch.ones(2, 3), torch.zeros(3)).item() == 1.0
+
+
+def test_arguments_of_a_factory_may_have_any_name():
+    given = {"name": "a", "what": "b", "code": "c", "function": "d"}
+    assert userobject.call(dict, given, "builtins:dict", "model.family") == given

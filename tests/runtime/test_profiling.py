@@ -288,8 +288,10 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
     )
     compiled = compile_job(replace(described, parallel=ranks, schedule=section, partition=cut, profile=profile))
     compiled.write(tmp_path / "plan")
-    needed = {}
-    for reading in (one for scale in scales_of(tmp_path / "plan") for one in scale.readings):
+    needed, scales = {}, scales_of(tmp_path / "plan")
+    held = [rank.activations for rank in peaks(compiled.program, compiled.costs)]
+    assert held == pytest.approx([scale.held.activations for scale in scales], rel=0.02)  # the target of the loss too
+    for reading in (one for scale in scales for one in scale.readings):
         key = reading.op.kind, reading.op.stage, reading.op.mb == 0
         needed[key] = max(needed.get(key, 0), reading.extra)
     for (op, stage, first), most in needed.items():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zbc import userobject
 from zbc.compiler import estimate
 from zbc.compiler.auto import best_of_all
 from zbc.compiler.judging import Case
@@ -64,17 +64,9 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     """A user's own generator, `module:function`, Request -> Program."""
     name = job.schedule.plugin or ""
-    module, _, attribute = name.partition(":")
     where = job.where("schedule", "plugin")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        hint = "it is looked up on the import path and in the current directory"
-        text = f"schedule: cannot import plugin {name}"
-        raise ZbcError("E121", text, where=where, hint=hint, details=[str(error)]) from error
-    program = make(_request(job))
+    make = userobject.load(name, "schedule.plugin", code="E121", where=where)
+    program = userobject.call(_asking(make, job), {}, name, "schedule.plugin", code="E121", where=where)
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where)
@@ -91,10 +83,10 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     return Ordered(name, program, stages, costs, bounds_of(job, program.placement, costs))
 
 
-def _request(job: Job) -> Request:
-    """What a plugin is asked for."""
+def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]:
+    """The call of a plugin with what the job asks of an order."""
     asked = job.schedule
-    return Request(
+    request = Request(
         job.parallel.pp,
         asked.microbatches,
         asked.chunks or 1,
@@ -103,3 +95,4 @@ def _request(job: Job) -> Request:
         overlap=bool(asked.overlap),
         objective=job.objective,
     )
+    return functools.partial(make, request)

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zbc import spec
+from zbc import spec, userobject
 from zbc.course import Course
 from zbc.errors import ZbcError
-from zbc.runtime import corpus, userobject
+from zbc.runtime import corpus
 from zbc.runtime.permutation import Permutation
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.shapes import TensorSpec
@@ -229,7 +229,7 @@ def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
     if data.kind not in KINDS:
         factory = userobject.load(data.kind, "data.kind")
         with seeded(seed_of(seed, "data")):  # the first and the last stage's rank build the same dataset
-            return Pairs(userobject.call(factory, data.kind, "data.kind", **data.args), data.kind)
+            return Pairs(userobject.call(factory, data.args, data.kind, "data.kind"), data.kind)
     seq_len = _token_length(data, model)
     if data.kind == "synthetic":
         if model.vocab is None:

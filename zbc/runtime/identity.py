@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import zbc
+from zbc import userobject
 from zbc.plan import Manifest
-from zbc.runtime import userobject
 
 _DIGITS = 12
 # The first is compared as a whole, the second by its version: what torch compiles lies in a cache of its own.

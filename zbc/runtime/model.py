@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc import spec
+from zbc import spec, userobject
 from zbc.errors import ZbcError
 from zbc.model_section import check_runnable
-from zbc.runtime import gpt, llama, userobject
+from zbc.runtime import gpt, llama
 from zbc.runtime.probe import refuse_untrainable
 from zbc.runtime.rotary import Rotary
 from zbc.runtime.seeding import seed_of, seeded
@@ -76,7 +76,7 @@ class LayerPlan:
         return hollow(module, "meta")
 
     def _call(self) -> nn.Module:
-        module = userobject.call(self.make, self.name, "model layer")
+        module = userobject.call(self.make, {}, self.name, "model layer")
         if not isinstance(module, nn.Module):
             text = f"run: the builder of {self.name} returned {type(module).__name__}, not a torch.nn.Module"
             raise ZbcError("E502", text, hint="return modules, or functions without arguments that return modules")
@@ -162,7 +162,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
     ranks too; builders are cheaper, since a rank then builds only its own layers."""
     factory = userobject.load(model.family, "model.family")
     with seeded(seed_of(seed, "model")):
-        made = userobject.call(factory, model.family, "model.family", **model.args)
+        made = userobject.call(factory, model.args, model.family, "model.family")
     found = _as_list(made, model.family)
     if len(found) != model.layers:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"

@@ -179,16 +179,18 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     stage.recompute = False
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
     leaf, finish = x.requires_grad_(stage.flows), stage.fit
-    if last and worker.batches is not None:
-        finish = functools.partial(stage_loss, worker.loss, worker.batches.targets(0, 0).to(worker.device))
     with Ledger() as ledger:
         inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
+        if last and worker.batches is not None:  # the target is of this op: the loss may keep it
+            target = worker.batches.targets(0, 0).clone().to(worker.device)
+            finish = functools.partial(stage_loss, worker.loss, target)
+            del target
         y, tape = stage.forward(inner, 0, 0, finish, slot)
         made = ledger.numbers([y])
         grad = torch.zeros_like(y)
         came = ledger.numbers([grad])
-        del inner, y
+        del inner, y, finish
         alive, sizes = set(ledger.sizes), dict(ledger.sizes)
         slot.split, before = True, swap_slot(slot)
         try:

@@ -1,0 +1,65 @@
+"""Functions and factories that a job names as "package.module:name"."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zbc.errors import ZbcError
+
+_AREAS = {"E502": "run", "E121": "schedule"}
+
+
+def load(name: str, what: str, *, code: str = "E502", where: str | None = None) -> Callable[..., Any]:
+    """Import the callable `name`; `what` is the key of the job that named it, for messages.
+
+    Looked up on the import path and in the current directory. Raises `code` with the original error in its details.
+    """
+    module, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        place = here if code == "E502" else "the current directory"  # a run may be started anywhere
+        hint = f"{what} is looked up on Python's import path and in {place}"
+        text = f"{_AREAS[code]}: cannot import {what} = {name}"
+        raise ZbcError(code, text, where=where, hint=hint, details=_trace(error)) from error
+    if not callable(found):
+        text = f"{_AREAS[code]}: {what} = {name} is {type(found).__name__}, not something to call"
+        raise ZbcError(code, text, where=where, hint="name a function or a class")
+    return found  # type: ignore[no-any-return]
+
+
+def call(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    name: str,
+    what: str,
+    *,
+    code: str = "E502",
+    where: str | None = None,
+) -> Any:
+    """Call it with these by name. A ZbcError passes; any other error becomes `code`, the original in its details."""
+    try:
+        return function(**arguments)
+    except ZbcError:
+        raise
+    except Exception as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        failed = f"failed for ({shown})" if shown else "failed"
+        hint = "the error is in that function, or in the arguments the job gives it"
+        text = f"{_AREAS[code]}: {what} = {name} {failed}"
+        raise ZbcError(code, text, where=where, hint=hint, details=_trace(error)) from error
+
+
+def _trace(error: BaseException, frames: int = 3) -> list[str]:
+    """The innermost frames and the error itself, as lines."""
+    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    shown = [line for line in lines if "importlib" not in line and __file__ not in line][-frames:]
+    return [*shown, f"{type(error).__name__}: {error}"]
