@@ -1,6 +1,9 @@
-"""Layers whose ops take exact times on a clock that nothing else moves."""
+"""Layers whose ops take exact times on a clock that nothing else moves, or sleep for as long."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,21 +17,25 @@ def tick(ms: float) -> None:
     NOW[0] += ms / 1e3
 
 
+def sleep(ms: float) -> None:
+    time.sleep(ms / 1e3)
+
+
 class _Tick(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer, slot):
         ctx.layer, ctx.slot, ctx.weight = layer, slot, weight
         if not x.is_meta:
-            tick(layer.f)
+            layer.tick(layer.f)
         return x * weight
 
     @staticmethod
     def backward(ctx, *grads):
         layer, slot, weight = ctx.layer, ctx.slot, ctx.weight
-        tick(layer.b)
+        layer.tick(layer.b)
 
         def weight_grad():
-            tick(layer.w)
+            layer.tick(layer.w)
             accumulate(weight, torch.zeros_like(weight))
 
         if slot is None:
@@ -39,10 +46,10 @@ class _Tick(torch.autograd.Function):
 
 
 class Ticker(nn.Module):
-    def __init__(self, f: float, b: float, w: float, width: int = 1) -> None:
+    def __init__(self, f: float, b: float, w: float, width: int = 1, tick: Callable[[float], None] = tick) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.f, self.b, self.w = f, b, w
+        self.f, self.b, self.w, self.tick = f, b, w, tick
 
     def forward(self, x):
         return _Tick.apply(x, self.weight, self, current_slot())
@@ -51,6 +58,11 @@ class Ticker(nn.Module):
 def layers(f: float = 1.0, b: float = 2.0, w: float = 4.0, count: int = 6, width: int = 1) -> list[nn.Module]:
     """Every third takes ten times as long."""
     return [Ticker(f * (10 if i % 3 == 1 else 1), b, w, width) for i in range(count)]
+
+
+def sleepers(ms: list[list[float]], width: int) -> list[nn.Module]:
+    """A layer for every F, B and W."""
+    return [Ticker(f, b, w, width, sleep) for f, b, w in ms]
 
 
 class Net(nn.Module):

@@ -180,6 +180,11 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
     leaf, finish = x.requires_grad_(stage.flows), stage.fit
     with Ledger() as ledger:
+        if last and worker.batches is not None:
+            target = worker.batches.targets(0, 0).to(worker.device)
+            ledger.add([target])
+            finish = functools.partial(stage_loss, worker.loss, target)
+            del target
         inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
         if last and worker.batches is not None:  # the target is of this op: the loss may keep it

@@ -1,0 +1,65 @@
+"""What ranks have on its way to and from their neighbours is what was predicted, with processes as well."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.processes.gloo_ranks import open_worker
+from tests.profiles import layer, profile_of
+from zbc.compiler.compile import compile_job
+from zbc.compiler.memory import peaks
+from zbc.ir import TRANSFER
+from zbc.plan import Plan
+from zbc.profile import Link
+from zbc.runtime.execute import run_step
+from zbc.runtime.measure import Scale
+from zbc.runtime.profiling.rig import build_rig
+from zbc.runtime.profiling.weigh import weigh
+
+STEPS, WIDTH = 4, 4096
+MS = [[10.0, 12.0, 8.0], [15.0, 18.0, 12.0]] * 4  # F, B and W of each layer, which sleeps for as long
+
+
+def sleeping(**changes):
+    """A job whose layers sleep."""
+    model = {"family": "tests.runtime.ticking:sleepers", "loss": "mse", "args": {"ms": MS, "width": WIDTH}}
+    data = {"kind": "tests.runtime.ticking:Vectors", "args": {"width": WIDTH}}
+    return job(layers=len(MS), model=model, data=data, **changes)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    """Knows for how long, and was weighed."""
+    described, cpu = sleeping(), torch.device("cpu")
+    rig = build_rig(described, cpu)
+    times = dict(zip(rig.order, MS, strict=True))
+    layers = {name: layer(*times[name], bytes=one.bytes) for name, one in weigh(rig, cpu).items()}
+    return profile_of(described, layers=layers, order=list(rig.order), link=Link(latency_us=100.0, gbps=10.0))
+
+
+def most_buffers(rank, plan):
+    """The most bytes of buffers in each step but the first."""
+    worker, found = open_worker(rank, plan), []
+    with Scale(worker) as scale:
+        for step in range(STEPS):
+            run_step(worker, step)
+            found.append(max(one.held.buffers for one in scale.readings if one.op.kind not in TRANSFER))
+    worker.transport.finish_step()
+    worker.transport.close()
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "m"), [("zb-v", 2, 4), ("interleaved-1f1b", 2, 4), ("gpipe", 2, 5), ("zb-v", 4, 4)]
+)
+def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, pool, tmp_path):
+    compiled = compile_job(replace(sleeping(kind=kind, pp=p, m=m), profile=profile))
+    compiled.write(tmp_path / "plan")
+    measured = (pair if p == 2 else pool).run(most_buffers, Plan.read(tmp_path / "plan"))
+    for predicted, steps in zip(peaks(compiled.program, compiled.costs), measured, strict=True):
+        assert predicted.buffers == pytest.approx(statistics.median(steps), rel=0.1)
