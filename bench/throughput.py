@@ -7,8 +7,9 @@ kernel. The peer is torch's general runtime with our order of ops and its own sp
 layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer sums the norm of all gradients over
 the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
 is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
-time the main thread spends per op when stages compute nothing, and what bare transfers of torch and reading data take
-of that; the last rank's has the forward and backward of a loss in it, too, by torch.
+time the main thread spends per op when stages compute nothing, and what is left of it without the code of the user
+that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank). That code is
+timed in a loop of its own, where it takes less than between transfers, so what is left is rather too much.
 """
 
 from __future__ import annotations
@@ -145,18 +146,17 @@ def over_ranks(number: float, how: str = "MAX") -> float:
 
 
 class PerOp(NamedTuple):
-    """us of a rank's main thread per op, and what is in it: torch's own calls for transfers, the data; waits asleep."""
+    """us of a rank's main thread per op, and what is in it: torch's calls for transfers, the user's code; sleeps."""
 
     ops: int
     whole: float
     bare: float
-    data: float
+    user: float
     asleep: float
-    last: float  # `whole` of the last rank, which computes a loss
 
 
-def per_op(rank: int, folder: Path, limit: timedelta) -> PerOp:
-    """What the main thread spends where stages compute nothing.
+def per_op(rank: int, folder: Path, limit: timedelta) -> list[PerOp]:
+    """What the main threads of all ranks spend where stages compute nothing.
 
     A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
     """
@@ -167,6 +167,7 @@ def per_op(rank: int, folder: Path, limit: timedelta) -> PerOp:
     plan = Plan.read(folder)
     ops = plan.program.ranks[rank]
     runtime = ours.build(plan, rank, limit)
+    count = plan.manifest.microbatches
     transfers = sum(op.kind.is_transfer for op in ops) / len(ops)
     rows = []
     for step in range(120):
@@ -175,13 +176,25 @@ def per_op(rank: int, folder: Path, limit: timedelta) -> PerOp:
         runtime.step(step)
         whole, slept = time.thread_time() - began, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
         bare = transfers * bare_transfers(rank)
-        began = time.thread_time()
-        for mb in range(plan.manifest.microbatches if rank == 0 else 0):
-            runtime.worker.batches.inputs(step + 1, mb)  # of the next step, whose order is not known yet
-        data = time.thread_time() - began
-        rows.append((whole / len(ops) * 1e6, bare * 1e6, data / len(ops) * 1e6, slept / len(ops)))
-    whole, bare, data, asleep = (statistics.median(column) for column in zip(*rows[20:], strict=True))
-    return PerOp(len(ops), whole, bare, data, asleep, over_ranks(whole if rank == RANKS - 1 else 0.0))
+        user = users_code(runtime.worker, step + 1, count)  # of the next step, whose order of samples is not known yet
+        rows.append((whole / len(ops) * 1e6, bare * 1e6, user / len(ops) * 1e6, slept / len(ops)))
+    mine = [len(ops), *(statistics.median(column) for column in zip(*rows[20:], strict=True))]
+    each = [[over_ranks(number if rank == of else 0.0) for number in mine] for of in range(RANKS)]
+    return [PerOp(int(found[0]), *found[1:]) for found in each]
+
+
+def users_code(worker: Any, step: int, count: int) -> float:
+    """Seconds of the main thread for what a step of `count` microbatches calls of the user's: data, layers, a loss."""
+    (stage,) = worker.stages.values()
+    began = time.thread_time()
+    for mb in range(count):
+        x = worker.batches.targets(step, mb) if stage.gives is None else worker.batches.inputs(step, mb)
+        y = x
+        for layer in stage.layers:
+            y = layer.module(y)
+        if stage.gives is None:
+            worker.loss(y, x)
+    return time.thread_time() - began
 
 
 def bare_transfers(rank: int, count: int = 30) -> float:
@@ -227,11 +240,10 @@ def main() -> None:
         for case, count in zip(cases, counts, strict=True):
             report(record, case, count, next(found))
         for kind in IDLE:
-            one = next(found)
-            whole = f"{one.whole:9.1f} us of the main thread per op; {one.last:.1f} on the last rank"
-            record(f"idle {kind:11} {one.ops:5} {whole}")
-            parts = f"{one.bare:.1f} us are torch's transfers, {one.data:.1f} reading a dataset of the user's"
-            record(f"{'':22} {parts}; it waits asleep {one.asleep:.2f} times")
+            for rank, one in enumerate(next(found)):
+                whole = f"{one.whole:9.1f} us of the main thread per op of rank {rank}"
+                record(f"idle {kind:11} {one.ops:5} {whole}; {one.whole - one.user:.1f} without the user's code")
+                record(f"{'':22} {one.bare:.1f} us are torch's transfers; it waits asleep {one.asleep:.2f} times")
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())

@@ -9,10 +9,10 @@ import torch
 
 
 class Clock(Protocol):
-    def start(self) -> None:
-        """Compute begins; its inputs are there."""
+    def start(self) -> float:
+        """Compute begins; its inputs are there. What this returns is for `stop`."""
 
-    def stop(self) -> None:
+    def stop(self, began: float) -> None:
         """Compute ends."""
 
     def read(self) -> float:
@@ -22,14 +22,13 @@ class Clock(Protocol):
 class WallClock:
     """For devices that compute while the call lasts."""
 
+    start = staticmethod(time.perf_counter)
+
     def __init__(self) -> None:
-        self._began = self._busy = 0.0
+        self._busy = 0.0
 
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        self._busy += time.perf_counter() - self._began
+    def stop(self, began: float) -> None:
+        self._busy += time.perf_counter() - began
 
     def read(self) -> float:
         busy, self._busy = self._busy, 0.0
@@ -44,10 +43,11 @@ class CudaClock:
         self._events: list[torch.cuda.Event] = []
         self._used = 0
 
-    def start(self) -> None:
+    def start(self) -> float:
         self._record()
+        return 0.0
 
-    def stop(self) -> None:
+    def stop(self, began: float) -> None:
         self._record()
 
     def read(self) -> float:

@@ -173,8 +173,12 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        size, place = self._size, self._start(step) + mb * self._size
-        first, numbers = self._next
+        course, known, start = self._begun
+        if known != step or course is not self.course:
+            start = self.course.position(step)
+            self._begun = self.course, step, start
+        size, (first, numbers) = self._size, self._next
+        place = start + mb * size
         if not first <= place <= first + len(numbers) - size:
             first, numbers = self._next = place, self._numbers(place, max(size, _AT_ONCE))
         return numbers[place - first : place - first + size]

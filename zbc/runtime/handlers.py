@@ -16,7 +16,7 @@ from zbc.runtime.optimizer import set_rate
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
-from zbc.runtime.state import Kept, Worker, name_of, take
+from zbc.runtime.state import Worker, name_of, take
 from zbc.runtime.tape import Tape
 from zbc.runtime.validate import peak_bytes
 
@@ -31,29 +31,30 @@ def forward(worker: Worker, op: Op) -> None:
     kept, act, step = worker.kept, worker.act, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    number = act.first + key.mb
-    x = _input_here(worker, key, number) if message is None else worker.wait(message)
-    takes = stage.takes
+    number, takes = act.first + key.mb, stage.takes
+    if message is None:
+        x = _input_here(worker, key, number)
+    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if end else stage.fit
+    # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
+    slot = Slot() if stage.casts_weights or key in act.halves else None
+    if message is not None:  # last, so that what comes is used at once
+        x = worker.wait(message)
     if x.dtype is not takes.dtype or x.shape != takes.shape:
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
     if stage.flows:
         x.requires_grad_()  # made for this op alone, here or by the stage before
-    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if end else stage.fit
-    # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
-    slot = Slot() if stage.casts_weights or key in act.halves else None
     clock = worker.clock
-    clock.start()
+    began = clock.start()
     y, tape = stage.forward(x, step, number, finish, slot)
     if end:
-        worker.losses[key.mb] = _without_graph(y)
-        kept[key] = Kept(x, tape, act.share(y), slot)
-    elif local is None:
-        worker.outputs[key] = y.detach()
-        kept[key] = Kept(x, tape, None, slot)
+        # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
+        worker.losses[key.mb] = y.item() if y.is_cpu else y.detach().clone()
+        kept[key] = x, tape, act.share(y), slot
     else:
-        worker.handed[local] = y.detach()
-        kept[key] = Kept(x, tape, None, slot)
-    clock.stop()
+        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
+        store[place] = y.detach()
+        kept[key] = x, tape, None, slot
+    clock.stop(began)
 
 
 def _input_here(worker: Worker, key: Key, number: int) -> Tensor:
@@ -91,13 +92,6 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
     return loss
 
 
-def _without_graph(loss: Tensor) -> Tensor | float:
-    """The number, or where a device may still have to compute it a tensor that will hold it."""
-    if loss.is_cpu:
-        return loss.item()
-    return loss.detach().clone()  # mse_loss leaves its number in a storage as large as its input
-
-
 def backward(worker: Worker, op: Op) -> None:
     """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
     key, stage, message, _, local, end = worker.routes[op]
@@ -111,7 +105,7 @@ def backward(worker: Worker, op: Op) -> None:
         if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
             raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
     clock = worker.clock
-    clock.start()
+    began = clock.start()
     if op.kind is Kind.B:
         _backward_apart(worker, op, tape, grad, slot)
     elif slot is None:
@@ -122,7 +116,7 @@ def backward(worker: Worker, op: Op) -> None:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if found is None else found
-    clock.stop()
+    clock.stop(began)
 
 
 def _backward_apart(worker: Worker, op: Op, tape: Tape, grad: Tensor | None, slot: Slot | None) -> None:
@@ -150,9 +144,9 @@ def _output_grad_here(worker: Worker, key: Key) -> Tensor:
 def backward_weight(worker: Worker, op: Op) -> None:
     """W: the weight gradients that B left."""
     slot = take(worker.slots, worker.routes[op].key, "W {}: its B has not run")
-    worker.clock.start()
+    began = worker.clock.start()
     slot.run()
-    worker.clock.stop()
+    worker.clock.stop(began)
 
 
 # ---- transfers -----------------------------------------------------------------------------------------------
@@ -164,7 +158,7 @@ def send_forward(worker: Worker, op: Op) -> None:
     tensor = worker.outputs.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
-    worker.send(message, tensor, peer)
+    worker.transport.send(worker.renamed.get(message, message), tensor, peer)
 
 
 def send_backward(worker: Worker, op: Op) -> None:
@@ -173,7 +167,7 @@ def send_backward(worker: Worker, op: Op) -> None:
     tensor = worker.input_grads.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
-    worker.send(message, tensor, peer)
+    worker.transport.send(worker.renamed.get(message, message), tensor, peer)
 
 
 def _nothing_to_send(op: Op) -> ZbcError:
@@ -184,14 +178,14 @@ def receive_forward(worker: Worker, op: Op) -> None:
     """RECV_F: post the buffer for the stage input; F waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None:
-        worker.post(message, stage.empty_input(), peer)
+        worker.transport.post(worker.renamed.get(message, message), stage.empty_input(), peer)
 
 
 def receive_backward(worker: Worker, op: Op) -> None:
     """RECV_B: post the buffer for the gradient of the stage output; B or BW waits for it."""
     _, stage, message, peer, _, _ = worker.routes[op]
     if message is not None and stage.gives is not None:
-        worker.post(message, stage.empty_grad(), peer)
+        worker.transport.post(worker.renamed.get(message, message), stage.empty_grad(), peer)
 
 
 # ---- the end of a step ---------------------------------------------------------------------------------------
@@ -209,7 +203,8 @@ def validate(worker: Worker, op: Op) -> None:
     worker.finish_sums()
     layout, device = worker.layout, worker.device
     busy, peak = worker.clock.read(), peak_bytes(device)
-    losses = {worker.number(mb): loss for mb, loss in worker.losses.items()}
+    first = worker.act.first
+    losses = {first + mb: loss for mb, loss in worker.losses.items()}
     vector = layout.vector(
         worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
     )

@@ -290,9 +290,9 @@ class _Begins:
         self.inner, self.began = inner, 0
         self.stop, self.read = inner.stop, inner.read
 
-    def start(self) -> None:
+    def start(self) -> float:
         self.began = time.perf_counter_ns()
-        self.inner.start()
+        return self.inner.start()
 
 
 def _shared(tensor: Tensor) -> bool:

@@ -145,10 +145,10 @@ class ThreadSends:
         self._asleep = False
 
     def _closely(self) -> bool:
-        """Whether sends followed each other closely when last counted, which is at every look."""
+        """Whether sends followed each other closely when last counted: at every look, or as soon as they do."""
         now = time.monotonic()
         passed, ended = now - self._since, self._ended + self._asked
-        if passed >= _LOOK_S:
-            self._close = ended - self._counted > _CLOSELY * passed
-            self._counted, self._since = ended, now
+        close = ended - self._counted > _CLOSELY * max(passed, _LOOK_S)
+        if close or passed >= _LOOK_S:
+            self._close, self._counted, self._since = close, ended, now
         return self._close

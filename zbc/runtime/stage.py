@@ -78,23 +78,21 @@ class Stage:
 
         Draws of dropout depend on (seed, step, microbatch, layer) alone.
         """
-        if slot is None:  # between two ops there is none
-            return self._record(x, step, mb, finish)
+        if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
+            y = self._through(x, step, mb, finish)
+            return y, Graph(y)
         before = swap_slot(slot)
         try:
-            return self._record(x, step, mb, finish)
+            if self.recompute and self.layers:
+                return self._keep_inputs(x, step, mb, finish)
+            if self.casts_weights:
+                with self.autocast:
+                    y = self._through(x, step, mb, finish)
+            else:  # entering a context that does nothing costs as much as a small layer
+                y = self._through(x, step, mb, finish)
+            return y, Graph(y)
         finally:
             swap_slot(before)
-
-    def _record(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
-        if self.recompute and self.layers:
-            return self._keep_inputs(x, step, mb, finish)
-        if not self.casts_weights:  # entering a context that does nothing costs as much as a small layer
-            y = self._through(x, step, mb, finish)
-        else:
-            with self.autocast:
-                y = self._through(x, step, mb, finish)
-        return y, Graph(y)
 
     def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
         for call, layer in self._calls:

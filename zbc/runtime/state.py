@@ -41,14 +41,9 @@ Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
 
-
-class Kept(NamedTuple):
-    """What F leaves for B."""
-
-    x: Tensor  # the stage input; a leaf that collects its gradient
-    tape: Tape
-    grad: Tensor | None  # what backward starts with, at the loss
-    slot: Slot | None  # None where backward is one op and the layers are torch's own
+# What F leaves for B: the stage input, a leaf that collects its gradient; the way back; what that starts with, at the
+# loss; the slot, None where backward is one op and the layers are torch's own.
+Kept = tuple[Tensor, Tape, Tensor | None, Slot | None]
 
 
 @dataclass
@@ -178,19 +173,11 @@ class Worker:
         if self.batches is not None:
             self.batches.follow(self.course)
 
-    def send(self, message: Message, tensor: Tensor, peer: int) -> None:
-        """Start sending a tensor."""
-        self.transport.send(self.renamed.get(message, message) if self.renamed else message, tensor, peer)
-
-    def post(self, message: Message, buffer: Tensor, peer: int) -> None:
-        """Post the buffer for a message."""
-        self.transport.post(self.renamed.get(message, message) if self.renamed else message, buffer, peer)
-
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
         progress = self.progress
         progress.waiting = True
-        tensor = self.transport.wait(self.renamed.get(message, message) if self.renamed else message)
+        tensor = self.transport.wait(self.renamed.get(message, message))
         progress.waiting = False
         return tensor
 
@@ -269,7 +256,7 @@ class Worker:
             ("the input gradient of B {} was never sent", self.input_grads),
             ("B {} has no W", self.slots),
         ]
-        found = [text.format(name_of(key)) for text, store in stores for key in store]
+        found = [text.format(name_of(key)) for text, store in stores if store for key in store]
         found += ["a sum of gradients was started and never used"] * len(self.summing)
         return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses)]
 

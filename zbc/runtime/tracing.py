@@ -240,10 +240,10 @@ class _Clock:
         self._ops, self._at = leads
         self.stop, self.read = inner.stop, inner.read
 
-    def start(self) -> None:
+    def start(self) -> float:
         self._ops.append(self._progress.index)
         self._at.append(self._stamp())
-        self._begin()
+        return self._begin()
 
 
 class _Waited:
