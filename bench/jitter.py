@@ -4,7 +4,9 @@
 
 Four gloo ranks, a layer on each. Layers sleep, in every second step each op for its time by a factor of its own, drawn
 as noise.py draws it (sleeping.py). The plan is made with a profile. Steps under noise count as multiples of the median
-of the steps without it between them, simulated ones as multiples of the prediction; both with the end of a step.
+of the steps without it between them, simulated ones as multiples of the prediction; both with the end of a step. The
+last column is what the machine does by itself: below that lie 95% of the steps without noise. Where it is far from 1
+something else ran, and the tail of the steps under noise is that one's, too.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def once(folder: Path, case: tuple[str, int, float], steps: int) -> str:
     meant = Steps.of([(ms + rest) / predicted for ms in simulated])
     pairs = [*zip(meant.quantiles, found.quantiles, strict=True), (meant.mean, found.mean)]
     cells = "  ".join(f"{a:5.3f} {b:5.3f} {b / a - 1:+6.1%}" for a, b in pairs)
-    return f"{kind:6} {m:2} {jitter:4.0%} {predicted:9.1f} {base:8.1f}  {cells}  +-{found.error:.3f}"
+    alone = Steps.of([ms / base for ms in quiet]).quantiles[-1]
+    return f"{kind:6} {m:2} {jitter:4.0%} {predicted:9.1f} {base:8.1f}  {cells}  +-{found.error:.3f}  {alone:7.3f}"
 
 
 def main() -> None:
@@ -104,7 +107,7 @@ def main() -> None:
     record = Record("jitter")
     record(f"# {steps} steps with noise and {steps} without, in turns; simulated, measured, change; standard error")
     names = "  ".join(f"{name:^18}" for name in ("5% below", "median", "95% below", "mean"))
-    record(f"{'':6} {'m':>2} {'sd':>4} {'predicted':>9} {'quiet ms':>8}  {names}")
+    record(f"{'':6} {'m':>2} {'sd':>4} {'predicted':>9} {'quiet ms':>8}  {names}  {'error':>7}  machine")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(JOB.format(kind="zb-h1", m=8))
