@@ -138,6 +138,25 @@ def test_a_factorys_layers_share_the_time_of_their_stage():
     )
 
 
+def test_what_ran_in_one_piece_on_one_stage_only_says_nothing_of_the_size_of_others():
+    """Of zb-v the first stage alone has a BW: that of others is in proportion to their B and W, and the other way."""
+    planned = compile_job(job(kind="zb-v", layers=8, pp=2, m=4, partition={"mode": "uniform"}, **MINE))
+    fused = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.BW}
+    apart = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.B}
+    assert fused < apart and len(apart) == 4
+    ms = {stage: 10.0 + 10.0 * stage for stage in apart}
+    true = replace(planned.costs, b=tuple(ms[s] * 0.6 for s in range(4)), w=tuple(ms[s] * 0.4 for s in range(4)))
+    times = recorded(replace(planned, costs=replace(true, bw=tuple(ms[s] * 0.9 for s in range(4)))))
+    found = derive_from(planned.assemble()[0], times, rounds=3, device="cpu").profile.layers
+    for stage in apart:
+        assert 2 * found[f"stage-{stage}"].bw.ms == pytest.approx(0.9 * ms[stage], rel=1e-3)
+    without = Times(cost={key: ns for key, ns in times.cost.items() if key[0] is Kind.F or key[1] in fused})
+    without.cost |= {(Kind.BW, stage): [round(0.9e6 * ms[stage])] for stage in apart}
+    found = derive_from(planned.assemble()[0], without, rounds=3, device="cpu").profile.layers
+    for stage in apart:
+        assert 2 * found[f"stage-{stage}"].b.ms == pytest.approx(0.6 * ms[stage], rel=1e-3)
+
+
 def test_planning_anew_says_what_the_command_plans():
     described = job(kind="zb-h1", **MINE)
     compiled = compile_job(described)

@@ -149,25 +149,42 @@ class _Work:
         return found
 
     def _backward(self) -> tuple[dict[str, float], dict[str, float], dict[str, float] | None]:
-        """B, W and BW of each kind; the last None where the run says nothing of it and nobody did before."""
+        """B, W and BW of each kind; the last None where the run says nothing of it and nobody did before.
+
+        A kind of which only one of them ran, apart or in one piece, has the other in proportion to that.
+        """
         b = {kind: layer.b for kind, layer in self.first.items()}
         w = {kind: layer.w for kind, layer in self.first.items()}
         bw = {kind: b[kind] + w[kind] if (m := one.measured) is None else m.bw for kind, one in self.first.items()}
         ran = {kind for kind in (Kind.B, Kind.W, Kind.BW) if any(key[0] is kind for key in self.times.cost)}
-        after = self._solved(Kind.BW, bw)
         if Kind.B in ran:
-            split_b, split_w = self._solved(Kind.B, b), self._solved(Kind.W, w)
+            whole = solve(bw, self.counts, self._totals(Kind.BW))
+            by_whole = {kind: _ratio(whole[kind], bw[kind]) for kind in b}
+            split_b = self._solved(Kind.B, {kind: b[kind] * by_whole[kind] for kind in b})
+            split_w = self._solved(Kind.W, {kind: w[kind] * by_whole[kind] for kind in b})
             if Kind.BW in ran:
-                return split_b, split_w, after
+                by_halves = {kind: _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
+                return split_b, split_w, self._solved(Kind.BW, {kind: bw[kind] * by_halves[kind] for kind in b})
             self.notes.append("no backward ran in one piece: B and W together")
             scale = {kind: _ratio(split_b[kind] + split_w[kind], b[kind] + w[kind]) for kind in b}
             return split_b, split_w, None if self.base is None else {kind: bw[kind] * scale[kind] for kind in b}
         self.notes.append("B and W never ran apart: their proportions are those assumed before")
+        after = self._solved(Kind.BW, bw)
         scale = {kind: _ratio(after[kind], bw[kind]) for kind in b}
         return {k: b[k] * scale[k] for k in b}, {k: w[k] * scale[k] for k in b}, after
 
     def _solved(self, op: Kind, prior: Mapping[str, float]) -> dict[str, float]:
         """ms of each kind in an op; stages in which it did not run keep what was assumed."""
+        totals = self._totals(op)
+        found = solve(prior, self.counts, totals)
+        for stage, (counts, total) in enumerate(zip(self.counts, totals, strict=True)):
+            if total is not None:
+                self._took[stage] += total
+                self._explained[stage] += sum(count * found[kind] for kind, count in counts.items())
+        return found
+
+    def _totals(self, op: Kind) -> list[float | None]:
+        """ms of the layers of each stage in an op; None where it did not run."""
         host = profiled.host_ms(self._host(), self.placement)[{"BW": "B"}.get(op.value, op.value)]
         totals: list[float | None] = []
         for stage, counts in enumerate(self.counts):
@@ -179,12 +196,7 @@ class _Work:
             if op in (Kind.B, Kind.BW) and self.job.memory.of(stage) == "recompute":
                 again = sum(count * self._again(kind) for kind, count in counts.items())
             totals.append(max(0.0, median_ms(samples) - host[stage] - again))
-        found = solve(prior, self.counts, totals)
-        for stage, (counts, total) in enumerate(zip(self.counts, totals, strict=True)):
-            if total is not None:
-                self._took[stage] += total
-                self._explained[stage] += sum(count * found[kind] for kind, count in counts.items())
-        return found
+        return totals
 
     def _again(self, kind: str) -> float:
         """ms that recompute adds to a backward."""
