@@ -187,10 +187,6 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
             del target
         inner, slot = leaf.clone(), Slot()
         given = ledger.numbers([inner])
-        if last and worker.batches is not None:  # the target is of this op: the loss may keep it
-            target = worker.batches.targets(0, 0).clone().to(worker.device)
-            finish = functools.partial(stage_loss, worker.loss, target)
-            del target
         y, tape = stage.forward(inner, 0, 0, finish, slot)
         made = ledger.numbers([y])
         grad = torch.zeros_like(y)
