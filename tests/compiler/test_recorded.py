@@ -71,6 +71,13 @@ def test_two_copies_of_the_pipeline_are_taken_apart_rank_by_rank(tmp_path):
     assert found.ranks[0].measured.drain > 10  # for the slower copy
 
 
+def test_stages_that_are_slow_in_every_copy_make_no_rank_slow(tmp_path):
+    plan = compiled("1f1b", p=2, m=4, parallel={"dp": 2}, costs=GIVEN)
+    world = as_predicted(plan, op=lambda op, rank, step: plan.costs.duration(op) * (3.0 if op.stage == 1 else 1.0))
+    found = report.build(record(plan, tmp_path, world), again=False)
+    assert not found.slow_ranks and {one.stage for one in found.ops[:2]} == {1}
+
+
 def test_copies_that_share_a_node_are_told_apart_too(tmp_path):
     """Ranks 0 and 1 are both copies of the first rank of the pipeline, so 0 hears from 2 and 1 from 3."""
     nodes = {"parallel": {"dp": 2, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}

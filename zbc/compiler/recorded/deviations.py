@@ -121,15 +121,22 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
 
 
 def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
-    """The ranks whose ops are slow beside those of the others, the slowest first."""
-    spent, meant = dict[int, float](), dict[int, float]()
+    """The ranks whose ops are slow beside those of the others, the slowest first.
+
+    Where others hold the same stages, in other copies of the pipeline or in the other pipe, those are the ones to be
+    held against: stages that take longer than was predicted take so on all of them.
+    """
+    spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()
     for one in found:
+        holds.setdefault(one.rank, set()).add(one.stage)
         spent[one.rank] = spent.get(one.rank, 0.0) + one.ops * one.measured
         meant[one.rank] = meant.get(one.rank, 0.0) + one.ops * one.predicted
     ratios = {rank: spent[rank] / meant[rank] for rank in spent if meant[rank] > 0}
     slow = []
     for rank, ratio in ratios.items():
-        others = statistics.median([other for number, other in ratios.items() if number != rank] or [ratio])
+        rest = {number: other for number, other in ratios.items() if number != rank}
+        twins = [other for number, other in rest.items() if holds[number] == holds[rank]]
+        others = statistics.median(twins or [*rest.values()] or [ratio])
         if ratio > SLOW * others:
             slow.append(SlowRank(rank, ratio, others))
     return sorted(slow, key=lambda one: -one.ratio / one.others)
