@@ -24,8 +24,9 @@ from zbc.spec import Job
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
 # Of the usual budget, to the most promising ones, where none was asked for; finding cuts as well takes some of it.
-DEFAULT, DEFAULT_WITH_CUTS = (0.6, 0.2), (0.4, 0.15)
+DEFAULT, DEFAULT_WITH_CUTS = (0.6, 0.2), (0.25, 0.1)
 BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
+FIRST = 3  # cuts of each schedule that are tried where no budget was asked for
 WALKED = 2  # schedules whose cuts are walked where no budget was asked for
 INF = float("inf")
 
@@ -82,6 +83,8 @@ def _first(best: Best, tailor: Tailor, entries: Sequence[_Entry], budget: float 
     if not cuts:
         tailor.offer_least(best)
     left = [one for one in map(case.prepared, cuts) if not best.rules_out(one)]
+    if budget is None:
+        left = sorted(left, key=lambda one: one.least_step)[:FIRST]
     others = [other for entry in entries for _, other in entry.plans]
     if all(any(_alike(one, other) for other in others) for one in left):
         return None

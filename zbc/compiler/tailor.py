@@ -80,9 +80,11 @@ class Tailor:
             state = [STATE * layer.params for layer in case.table]
             several += [[list(map(add, row, state)) for row in memory] for memory in several]
         times = case.times(frozenset())
-        for memory in several:
+        for place, memory in enumerate(several):
             if any(map(any, memory)):
-                yield Cut(tuple(even(memory, case.placement)))
+                # As with 1F1B is a guess, for which the last layer does not count.
+                guess = case.schedule.searched and place % 2 == 1
+                yield Cut(tuple(even(memory, case.placement, exact=not guess)))
                 yield Cut(tuple(even(_mixed(times, memory), case.placement, exact=False)))
                 if case.two_pipes and case.schedule.searched:  # one microbatch alone is in one of them
                     yield Cut(tuple(even(memory, Placement(case.placement.pipes[:1]))))
