@@ -9,7 +9,8 @@ the ranks after its step, as torch does it, and runs the same optimizer. A ratio
 is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
 time the main thread spends per op when stages compute nothing, and what is left of it without the code of the user
 that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank). That code is
-timed in a loop of its own, where it takes less than between transfers, so what is left is rather too much.
+timed in a loop of its own, where it takes less than between transfers, so what is left is rather too much. With two
+numbers of microbatches it is seen what each further op costs, and what a step costs once (its norm, its optimizer).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ loss = "mse"
 pp = 2
 [schedule]
 kind = "{kind}"
-microbatches = 32
+microbatches = {m}
 [costs]
 f = 1
 b = 1
@@ -78,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recompute 1f1b": {**MEDIUM, "kind": "1f1b", "activations": "recompute"},
     "recompute zb-h1": {**MEDIUM, "kind": "zb-h1", "activations": "recompute"},
 }
-IDLE = ("1f1b", "zb-h1")
+IDLE = tuple((kind, m) for kind in ("1f1b", "zb-h1") for m in (32, 128))
 
 
 # ---- on each rank --------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ def run_rank(rank: int, folder: Path, cases: list[str], steps: int, results: Con
         found = take_turns(runtimes(CASES[case], rank, folder / str(number), limit), steps)
         if rank == 0:
             results.send(found)
-    for kind in IDLE:
-        each = per_op(rank, folder / f"idle-{kind}", limit)
+    for kind, m in IDLE:
+        each = per_op(rank, folder / f"idle-{kind}-{m}", limit)
         if rank == 0:
             results.send(each)
     dist.barrier()
@@ -234,16 +235,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         counts = [write_plan(JOB.format(**CASES[case]), folder / str(i)) for i, case in enumerate(cases)]
-        for kind in IDLE:
-            write_plan(NOTHING.format(kind=kind), folder / f"idle-{kind}")
+        for kind, m in IDLE:
+            write_plan(NOTHING.format(kind=kind, m=m), folder / f"idle-{kind}-{m}")
         found = measure(folder, cases, options.steps)
         for case, count in zip(cases, counts, strict=True):
             report(record, case, count, next(found))
-        for kind in IDLE:
-            for rank, one in enumerate(next(found)):
-                whole = f"{one.whole:9.1f} us of the main thread per op of rank {rank}"
-                record(f"idle {kind:11} {one.ops:5} {whole}; {one.whole - one.user:.1f} without the user's code")
-                record(f"{'':22} {one.bare:.1f} us are torch's transfers; it waits asleep {one.asleep:.2f} times")
+        few: list[PerOp] = []
+        for kind, _ in IDLE:
+            few = report_idle(record, kind, next(found), few)
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())
@@ -259,6 +258,25 @@ def report(record: Record, case: str, count: int, times: dict[str, list[float]])
     )
     ratio = f"{theirs / mine:7.3f} {their_cpu / our_cpu:7.3f}"
     record(f"{case:16} {count:5} {mine:9.2f} {theirs:9.2f} {ratio}   {low:.2f} to {high:.2f}")
+
+
+def report_idle(record: Record, kind: str, ranks: list[PerOp], few: list[PerOp]) -> list[PerOp]:
+    """What the main thread of each rank spends; beside it with fewer microbatches, what each further op costs.
+
+    Gives back what the next one is put beside: nothing after these two.
+    """
+    for rank, one in enumerate(ranks):
+        whole = f"{one.whole:9.1f} us of the main thread per op of rank {rank}"
+        record(f"idle {kind:11} {one.ops:5} {whole}; {one.whole - one.user:.1f} without the user's code")
+        record(f"{'':22} {one.bare:.1f} us are torch's transfers; it waits asleep {one.asleep:.2f} times")
+    for rank, (one, less) in enumerate(zip(ranks, few, strict=False)):
+        more, ops = one.ops * one.whole - less.ops * less.whole, one.ops - less.ops
+        user = (one.ops * one.user - less.ops * less.user) / ops
+        once = one.ops * (one.whole - more / ops)
+        each, bare = more / ops, more / ops - user
+        further = f"{each:.1f} us for each further op of rank {rank}; {bare:.1f} without the user's code"
+        record(f"{'':22} {further}; {once:.0f} us once a step")
+    return [] if few else ranks
 
 
 def write_plan(job: str, folder: Path) -> int:
