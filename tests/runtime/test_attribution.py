@@ -90,6 +90,6 @@ def test_a_link_that_is_slow_is_named(tmp_path):
 
 def test_one_op_that_is_slow_is_named(tmp_path):
     """The tenth forward on rank 1 is the second of the third step."""
-    found = reported(tmp_path, [MS] * 4, odd={"layer": 1, "at": 10, "ms": 150.0})
+    found = reported(tmp_path, [MS] * 4, odd={"layer": 1, "at": 10, "ms": 500.0})
     first = found.outliers[0]
     assert (str(first.op), first.rank, first.step) == ("F s1 m1", 1, 3)

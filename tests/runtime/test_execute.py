@@ -217,6 +217,27 @@ def test_a_wrong_plan_ends_with_e703_that_names_the_op(what):
     assert named in error.render(), error.render()
 
 
+def test_the_cause_is_raised_where_a_rank_that_was_only_told_ends_before_it():
+    first, last, _ = WRONG["an output is never sent"]
+    ended = threading.Event()
+
+    class Late:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, kind: object, error: object, trace: object) -> None:
+            if isinstance(error, ZbcError) and error.code == "E703":
+                assert ended.wait(60)
+
+    def setup(worker):
+        close = worker.close
+        worker.close = lambda: (close(), ended.set())
+
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan_of([first, last], TWO, 1), 1, setup=setup, around=Late)
+    assert caught.value.code == "E703" and ended.is_set()
+
+
 LEFT = {
     "F s0 m0, VALIDATE": "F s0 m0 has no backward",
     "F s0 m0, B s0 m0, VALIDATE": "B s0 m0 has no W",

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zbc.errors import ZbcError
 from zbc.plan import Plan, RankPlan
 from zbc.runtime.board import Board
 from zbc.runtime.checkpoint.loading import load
@@ -62,7 +63,7 @@ def run_threads(
         if setup is not None:
             setup(worker)
         workers.append(worker)
-    failures: list[BaseException] = []  # in the order they happened; the others' E702 come after the cause
+    failures: list[BaseException] = []
     store = dist.HashStore()  # type: ignore[attr-defined]
     trainings = [
         _Training(worker, Board(store, worker.rank, manifest.world), steps, folder, resume, tell) for worker in workers
@@ -82,8 +83,13 @@ def run_threads(
         hub.poison(0, "interrupted")
         raise
     if failures:
-        raise failures[0]
+        raise next((one for one in failures if not _told(one)), failures[0])
     return workers
+
+
+def _told(error: BaseException) -> bool:
+    """Whether a rank stopped because another one failed; it may end before that one does."""
+    return isinstance(error, ZbcError) and error.code == "E702"
 
 
 @dataclass(frozen=True)
