@@ -132,3 +132,23 @@ def test_a_relative_path_starts_at_the_job_file_that_names_it(tmp_path, monkeypa
     with pytest.raises(ZbcError) as caught:  # on the command line it starts where one is
         load_job(tmp_path / "inner" / "zbc.toml", ["costs.profile=a.json"])
     assert caught.value.code == "E143"
+
+
+def test_a_profile_named_on_the_command_line_takes_the_place_of_costs_that_a_job_gives(tmp_path):
+    """As it does with a plan; two answers in one place stay an error, and what is no cost of a profile is kept."""
+    given = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "per": "layer", "act_b": 1.0, "act_w": 0.5, "overlap": 0.25}
+    path, measured = tmp_path / "job.toml", tmp_path / "profile.json"
+    path.write_text(toml_text(costs=given))
+    measured.write_text(profile_of(job()).dumps())
+    found = load_job(path, profile=measured)
+    assert found.profile is not None and found.costs.overlap == 0.25
+    assert (found.costs.f, found.costs.comm, found.costs.act_b, found.costs.per) == (None, None, None, "rank")
+    assert load_job(path, ["costs.comm=0.3"], profile=measured).costs.comm == 0.3
+    path.write_text(toml_text(costs={**given, "profile": str(measured)}))
+    for profile, settings in ((None, []), (measured, [f"costs.{key}=1" for key in "fbw"])):
+        with pytest.raises(ZbcError, match="two answers") as caught:
+            load_job(path, settings, profile=profile)
+        assert caught.value.code == "E141"
+    path.write_text(toml_text(costs={**given, "spped": 1}))
+    with pytest.raises(ZbcError, match="spped"):
+        load_job(path, profile=measured)

@@ -6,6 +6,7 @@ Its tables are in sections.py, what makes them wrong together in rules.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def draft(
     if schedule is not None:
         document = _choose(document, schedule)
     if profile is not None:
+        document = _without_given(document)
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
@@ -67,6 +69,20 @@ def draft(
         result.problems.extend(rule(result))
     _read_profile(result)
     return result
+
+
+def _without_given(document: toml.Document) -> toml.Document:
+    """Without the costs that a file gives in numbers: a profile named on the command line takes their place.
+
+    What the command line itself sets stays, and so does `overlap`, which no profile measures.
+    """
+    costs = document.values.get("costs")
+    if not isinstance(costs, dict) or not any(key in costs for key in ("f", "b", "w")):
+        return document
+    numbers = GivenCosts.model_fields.keys() - {"overlap", "profile"}
+    said = document.where
+    kept = {key: value for key, value in costs.items() if key not in numbers or said(("costs", key)).startswith("--")}
+    return replace(document, values={**document.values, "costs": kept})
 
 
 def _read_profile(result: Draft) -> None:
