@@ -8,9 +8,10 @@ layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the p
 the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
 is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
 time the main thread spends per op when stages compute nothing, and what is left of it without the code of the user
-that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank). That code is
-timed in a loop of its own, where it takes less than between transfers, so what is left is rather too much. With two
-numbers of microbatches it is seen what each further op costs, and what a step costs once (its norm, its optimizer).
+that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank), and without the
+calls of torch's process group, which any runtime makes. Both are timed in loops of their own, where they take less than
+between ops, so what is left is rather too much. With two numbers of microbatches it is seen what each further op costs,
+and what a step costs once (its norm, its optimizer).
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ def report_idle(record: Record, kind: str, ranks: list[PerOp], few: list[PerOp])
     for rank, one in enumerate(ranks):
         whole = f"{one.whole:9.1f} us of the main thread per op of rank {rank}"
         record(f"idle {kind:11} {one.ops:5} {whole}; {one.whole - one.user:.1f} without the user's code")
-        record(f"{'':22} {one.bare:.1f} us are torch's transfers; it waits asleep {one.asleep:.2f} times")
+        own = f"{one.bare:.1f} us are torch's transfers, {one.whole - one.user - one.bare:.1f} are left of both"
+        record(f"{'':22} {own}; it waits asleep {one.asleep:.2f} times")
     for rank, (one, less) in enumerate(zip(ranks, few, strict=False)):
         more, ops = one.ops * one.whole - less.ops * less.whole, one.ops - less.ops
         user = (one.ops * one.user - less.ops * less.user) / ops
