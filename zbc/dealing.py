@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-CHUNK = (
-    2**20
-)  # elements whose squares are summed in one go, for norms; parts of an optimizer begin and end at these marks
+# Elements whose squares are summed in one go, for norms; parts of an optimizer begin and end at these marks.
+CHUNK = 2**20
 
 
 def cut(count: int) -> list[tuple[int, int]]:

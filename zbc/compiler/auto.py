@@ -141,10 +141,10 @@ def _asked(best: Best, entry: _Entry, budget: float) -> None:
         if not entry.case.two_pipes:
             best.offer(prepared.make(seconds, compiled=True, rungs=seconds, beat=best.step))
             continue
-        first = not any(_alike(prepared, other) for _, other in entry.plans)  # found by a walk
-        if first or seconds:
+        fresh = not any(_alike(prepared, other) for _, other in entry.plans)  # found by a walk
+        if fresh or seconds:
             _offered(best, prepared, seconds)
-        if not first:
+        if not fresh:
             _lowered(best, prepared.widest(), min(seconds, BRIEF))
 
 

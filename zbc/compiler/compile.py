@@ -106,8 +106,8 @@ def load_job(
 ) -> Job:
     """Read a job file, or the job of a plan directory; raises every problem at once, those of the schedule included.
 
-    `profile` is the file of measured costs to plan with, instead of what costs.profile names, and instead of the costs
-    that a plan was made with.
+    `profile` is the file of measured costs to plan with, instead of what costs.profile names, of the costs that a job
+    gives in numbers, and of those that a plan was made with.
     """
     again = plans.is_plan(path)
     document = recall.document_of(path, keep_costs=profile is None) if again else None
