@@ -8,10 +8,11 @@ layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the p
 the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
 is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
 time the main thread spends per op when stages compute nothing, and what is left of it without the code of the user
-that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank), and without the
-calls of torch's process group, which any runtime makes. Both are timed in loops of their own, where they take less than
-between ops, so what is left is rather too much. With two numbers of microbatches it is seen what each further op costs,
-and what a step costs once (its norm, its optimizer).
+that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank), and what is left
+without torch's transfers, which any runtime makes: in turns with the steps, a bare loop starts the same messages in the
+same order and waits where the plan does. Both are timed in loops of their own, where they take less than between ops,
+so what is left is rather too much. With two numbers of microbatches it is seen what each further op costs, and what a
+step costs once (its norm, its optimizer).
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranks import results
 from record import Record
 
+if TYPE_CHECKING:
+    from zbc.ir import Op
+
 RANKS, WARM_UP, LIMIT = 2, 3, 600.0
+PATIENCE = timedelta(seconds=120)
 JOB = """\
 zbc = 1
 [model]
@@ -87,33 +93,46 @@ IDLE = tuple((kind, m) for kind in ("1f1b", "zb-h1") for m in (32, 128))
 
 
 def run_rank(rank: int, folder: Path, cases: list[str], steps: int, results: Connection) -> None:
-    """One rank's process: every case, both runtimes in turn, then the idle stages. Rank 0 sends what it measured."""
+    """One rank's process: every case, both runtimes in turn. Rank 0 sends what it measured."""
+    with meeting(rank, folder / "meet"):
+        for number, case in enumerate(cases):
+            found = take_turns(runtimes(CASES[case], rank, folder / str(number)), steps)
+            if rank == 0:
+                results.send(found)
+
+
+def run_idle(rank: int, plan: Path, results: Connection) -> None:
+    """One rank's process: stages that compute nothing. Rank 0 sends what it measured.
+
+    Each plan has processes of its own: the threads of other groups would be in the way.
+    """
+    with meeting(rank, plan.with_suffix(".meet")):
+        each = per_op(rank, plan)
+        if rank == 0:
+            results.send(each)
+
+
+@contextmanager
+def meeting(rank: int, place: Path) -> Iterator[None]:
+    """A process group of all ranks."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
-    for number, case in enumerate(cases):
-        found = take_turns(runtimes(CASES[case], rank, folder / str(number), limit), steps)
-        if rank == 0:
-            results.send(found)
-    for kind, m in IDLE:
-        each = per_op(rank, folder / f"idle-{kind}-{m}", limit)
-        if rank == 0:
-            results.send(each)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=RANKS, timeout=PATIENCE)
+    yield
     dist.barrier()
     dist.destroy_process_group()
 
 
-def runtimes(case: dict[str, Any], rank: int, folder: Path, limit: timedelta) -> dict[str, Callable[[int], None]]:
+def runtimes(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Callable[[int], None]]:
     import ours
     import torch_runtime
 
     from zbc.plan import Plan
 
     plan = Plan.read(folder)
-    mine = ours.build(plan, rank, limit)
+    mine = ours.build(plan, rank, PATIENCE)
     theirs = torch_runtime.build(plan, rank, folder, recompute=case["activations"] == "recompute")
     return {"zbc": lambda step: mine.step(step) and None, "torch": theirs}
 
@@ -157,7 +176,7 @@ class PerOp(NamedTuple):
     asleep: float
 
 
-def per_op(rank: int, folder: Path, limit: timedelta) -> list[PerOp]:
+def per_op(rank: int, folder: Path) -> list[PerOp]:
     """What the main threads of all ranks spend where stages compute nothing.
 
     A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
@@ -168,18 +187,21 @@ def per_op(rank: int, folder: Path, limit: timedelta) -> list[PerOp]:
 
     plan = Plan.read(folder)
     ops = plan.program.ranks[rank]
-    runtime = ours.build(plan, rank, limit)
+    runtime = ours.build(plan, rank, PATIENCE)
     count = plan.manifest.microbatches
-    transfers = sum(op.kind.is_transfer for op in ops) / len(ops)
+    transfers = bare_transfers(runtime.worker, ops)
     rows = []
     for step in range(120):
         over_ranks(0.0)
         slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.thread_time()
         runtime.step(step)
         whole, slept = time.thread_time() - began, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
-        bare = transfers * bare_transfers(rank)
+        over_ranks(0.0)
+        began = time.thread_time()
+        transfers()
+        bare = time.thread_time() - began
         user = users_code(runtime.worker, step + 1, count)  # of the next step, whose order of samples is not known yet
-        rows.append((whole / len(ops) * 1e6, bare * 1e6, user / len(ops) * 1e6, slept / len(ops)))
+        rows.append((whole / len(ops) * 1e6, bare / len(ops) * 1e6, user / len(ops) * 1e6, slept / len(ops)))
     mine = [len(ops), *(statistics.median(column) for column in zip(*rows[20:], strict=True))]
     each = [[over_ranks(number if rank == of else 0.0) for number in mine] for of in range(RANKS)]
     return [PerOp(int(found[0]), *found[1:]) for found in each]
@@ -199,23 +221,33 @@ def users_code(worker: Any, step: int, count: int) -> float:
     return time.thread_time() - began
 
 
-def bare_transfers(rank: int, count: int = 30) -> float:
-    """Seconds of the main thread for one transfer, send or receive, by torch's process group alone."""
+def bare_transfers(worker: Any, ops: tuple[Op, ...]) -> Callable[[], None]:
+    """The messages of a rank's plan by torch's process groups alone, started and waited for where the plan does."""
     import torch
     import torch.distributed as dist
 
-    group: Any = dist.group.WORLD
-    here, there = [torch.zeros(1) for _ in range(count)], [torch.zeros(1) for _ in range(count)]
-    over_ranks(0.0)
-    began = time.thread_time()
-    works = [group.recv([there[i]], 1 - rank, i + 1) for i in range(count)]
-    sends = [group.send([here[i]], 1 - rank, i + 1) for i in range(count)]
-    for work in works:
-        work.wait()
-    spent = time.thread_time() - began
-    for work in sends:
-        work.wait()
-    return spent / (2 * count)
+    from zbc.ir import TRANSFER, Kind
+
+    cpu, number, there = torch.device("cpu"), torch.zeros(1), 1 - worker.rank
+    ways: list[Any] = [dist.new_group([0, 1], timeout=PATIENCE) for _ in range(RANKS)]  # one for what each rank sends
+    out, back = (ways[rank]._get_backend(cpu) for rank in (worker.rank, there))
+    waiting = TRANSFER | {Kind.F, Kind.B, Kind.BW}
+    routes = [(op, worker.routes[op].message) for op in ops if op.kind in waiting]
+    todo = [(op.kind, 2 * op.mb + message.forward, torch.zeros(1)) for op, message in routes if message is not None]
+
+    def run() -> None:
+        posted, sent = {}, []
+        for kind, tag, buffer in todo:
+            if kind.is_send:
+                sent.append(out.send([number], there, tag))
+            elif kind.is_recv:
+                posted[tag] = back.recv([buffer], there, tag)
+            else:
+                posted.pop(tag).wait()
+        for work in sent:
+            work.wait()
+
+    return run
 
 
 # ---- in the process that was called --------------------------------------------------------------------------
@@ -223,7 +255,7 @@ def bare_transfers(rank: int, count: int = 30) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps per second beside torch.distributed.pipelining.")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each runtime; the median counts")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each runtime; the median counts")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one (repeatable); writes no file")
     parser.add_argument("--quick", action="store_true", help="few steps of one case; writes no file")
     options = parser.parse_args()
@@ -238,12 +270,18 @@ def main() -> None:
         counts = [write_plan(JOB.format(**CASES[case]), folder / str(i)) for i, case in enumerate(cases)]
         for kind, m in IDLE:
             write_plan(NOTHING.format(kind=kind, m=m), folder / f"idle-{kind}-{m}")
-        found = measure(folder, cases, options.steps)
-        for case, count in zip(cases, counts, strict=True):
-            report(record, case, count, next(found))
+        found = measure(run_rank, (folder, cases, options.steps), len(cases))
+        for case, count, times in zip(cases, counts, found, strict=True):
+            report(record, case, count, times)
+        record()
+        record(
+            "# us of the main thread per op where stages compute nothing: the runtime's own; with torch's transfers;"
+        )
+        record("# and with the user's code; and how often it sleeps per op")
+        record(f"{'case':16} {'rank':>4} {'ops':>5} {'own':>7} {'+ transfers':>11} {'+ user':>9} {'sleeps':>7}")
         few: list[PerOp] = []
-        for kind, _ in IDLE:
-            few = report_idle(record, kind, next(found), few)
+        for kind, m in IDLE:
+            few = report_idle(record, kind, next(measure(run_idle, (folder / f"idle-{kind}-{m}",), 1)), few)
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())
@@ -267,18 +305,19 @@ def report_idle(record: Record, kind: str, ranks: list[PerOp], few: list[PerOp])
     Gives back what the next one is put beside: nothing after these two.
     """
     for rank, one in enumerate(ranks):
-        whole = f"{one.whole:9.1f} us of the main thread per op of rank {rank}"
-        record(f"idle {kind:11} {one.ops:5} {whole}; {one.whole - one.user:.1f} without the user's code")
-        own = f"{one.bare:.1f} us are torch's transfers, {one.whole - one.user - one.bare:.1f} are left of both"
-        record(f"{'':22} {own}; it waits asleep {one.asleep:.2f} times")
+        record(idle_row(f"idle {kind}", rank, one) + f" {one.asleep:7.2f}")
     for rank, (one, less) in enumerate(zip(ranks, few, strict=False)):
-        more, ops = one.ops * one.whole - less.ops * less.whole, one.ops - less.ops
-        user = (one.ops * one.user - less.ops * less.user) / ops
-        once = one.ops * (one.whole - more / ops)
-        each, bare = more / ops, more / ops - user
-        further = f"{each:.1f} us for each further op of rank {rank}; {bare:.1f} without the user's code"
-        record(f"{'':22} {further}; {once:.0f} us once a step")
+        ops = one.ops - less.ops
+        each = [(one.ops * a - less.ops * b) / ops for a, b in zip(one[1:], less[1:], strict=True)]
+        further = PerOp(ops, *each)
+        once = one.ops * (one.whole - further.whole)
+        record(idle_row("  each further", rank, further) + f"   and {once:.0f} us once a step")
     return [] if few else ranks
+
+
+def idle_row(name: str, rank: int, one: PerOp) -> str:
+    without = one.whole - one.user
+    return f"{name:16} {rank:4} {one.ops:5} {without - one.bare:7.1f} {without:11.1f} {one.whole:9.1f}"
 
 
 def write_plan(job: str, folder: Path) -> int:
@@ -292,10 +331,9 @@ def write_plan(job: str, folder: Path) -> int:
     return compiled.program.size
 
 
-def measure(folder: Path, cases: list[str], steps: int) -> Any:
-    """What rank 0 sends: of each case, then of the idle stages."""
-    count, preload = len(cases) + len(IDLE), ("torch_runtime", "ours")
-    return results(run_rank, (folder, cases, steps), ranks=RANKS, count=count, preload=preload, limit=LIMIT)
+def measure(target: Callable[..., None], arguments: tuple[Any, ...], count: int) -> Iterator[Any]:
+    """The `count` things that rank 0 sends."""
+    return results(target, arguments, ranks=RANKS, count=count, preload=("torch_runtime", "ours"), limit=LIMIT)
 
 
 if __name__ == "__main__":

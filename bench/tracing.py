@@ -26,9 +26,13 @@ from record import Record
 from throughput import JOB, MEDIUM, NOTHING, RANKS, SMALL, take_turns, write_plan
 
 LIMIT = 600.0
-SLEEPING = NOTHING.replace('"idle:layers"', '"sleeping:layers"').replace("layers = 4", "layers = 4\nargs = {args}")
+SLEEPING = (
+    NOTHING.replace("{m}", "32")
+    .replace('"idle:layers"', '"sleeping:layers"')
+    .replace("layers = 4", "layers = 4\nargs = {args}")
+)
 CASES = {
-    "idle zb-h1": NOTHING.format(kind="zb-h1"),
+    "idle zb-h1": NOTHING.format(kind="zb-h1", m=32),
     "1 ms ops zb-h1": SLEEPING.replace("{kind}", "zb-h1").replace("{args}", "{ count = 4, f = 0.5, b = 0.5, w = 0.5 }"),
     "small zb-h1": JOB.format(**{**SMALL, "kind": "zb-h1"}),
     "medium 1f1b": JOB.format(**{**MEDIUM, "kind": "1f1b"}),
@@ -85,7 +89,7 @@ def alone(folder: Path, steps: int) -> tuple[int, dict[str, float]]:
     from zbc.runtime.worker import build_worker
 
     torch.set_num_threads(1)
-    write_plan(NOTHING.format(kind="1f1b").replace("pp = 2", "pp = 1"), folder / "alone")
+    write_plan(NOTHING.format(kind="1f1b", m=32).replace("pp = 2", "pp = 1"), folder / "alone")
     plan = Plan.read(folder / "alone")
     worker = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(1).end(0), torch.device("cpu"))
     runs, spent = contestants(worker, folder), {name: list[float]() for name in HOW}
