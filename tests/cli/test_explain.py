@@ -11,13 +11,22 @@ import zbc as package
 from zbc.errors import ZbcError
 from zbc.explain import CATALOGUE, FAMILIES
 
-SOURCES = [path for path in Path(package.__file__).parent.glob("**/*.py") if path.name != "explain.py"]
+ROOT = Path(package.__file__).parent
+SOURCES = [path for path in ROOT.glob("**/*.py") if path.parent != ROOT / "explain"]
 
 
 def test_the_catalogue_has_exactly_the_codes_that_are_raised():
     raised = {code for path in SOURCES for code in re.findall(r"\bE\d{3}\b", path.read_text())}
     assert len(raised) > 40
     assert raised == set(CATALOGUE)
+
+
+def test_a_code_stands_in_one_file_with_those_of_its_family():
+    """Files of other families could hide it otherwise, one entry taking the place of another."""
+    texts = [path.read_text() for path in sorted((ROOT / "explain").glob("*.py"))]
+    found = [re.findall(r'^    "(E\d{3})": entry\($', text, re.MULTILINE) for text in texts]
+    assert sorted(code for codes in found for code in codes) == sorted(CATALOGUE)
+    assert all(len({code[1] for code in codes}) <= 1 for codes in found)
 
 
 @pytest.mark.parametrize("code", CATALOGUE)
