@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +12,8 @@ import pytest
 from tests.search.instances import Recorder, instance
 from zbc.compiler.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.search import anneal
+from zbc.compiler.search import engine as engines
+from zbc.compiler.search import moves
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
@@ -88,7 +91,25 @@ def test_random_numbers_stay_in_31_bits_and_do_not_repeat_soon():
     """So that compiled integers never overflow where plain ones do not."""
     state, seen = 12345, set()
     for _ in range(20_000):
-        state = anneal._next(state)
+        state = moves.following(state)
         assert 0 <= state < 2**31
         seen.add(state)
     assert len(seen) == 20_000
+
+
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed_in_another_file(tmp_path, monkeypatch):
+    """numba itself looks at a kernel's own file only, and would go on with what was linked into it before."""
+    pytest.importorskip("numba")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(engines, "_KERNELS", ("called", "calling"))
+    (tmp_path / "kernel_that_calls.py").write_text("def calling(x):\n    return called(x) + 1\n")
+    found = []
+    for factor in (10, 1000):
+        (tmp_path / "kernel_called.py").write_text(f"def called(x):\n    return {factor} * x\n")
+        importlib.invalidate_caches()
+        modules = tuple(map(importlib.import_module, ("kernel_called", "kernel_that_calls")))
+        monkeypatch.setattr(engines, "_MODULES", modules)
+        found.append(engines._compile.__wrapped__()["calling"](3))
+        for module in modules:
+            del sys.modules[module.__name__]
+    assert found == [31, 3001]

@@ -12,7 +12,7 @@ from tests.search.instances import Instance, Recorder, instance
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
-from zbc.compiler.search import anneal, patterns, portfolio, timing
+from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.candidates import _changes
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
@@ -180,21 +180,21 @@ class Moved:
 
     def retail(self, low, high):
         columns = (self.order, self.position, self.length, self.aim, self.lag, self.source)
-        anneal._tails(self.problem.p, low, high, *columns, self.by_makespan, self.end, self.tail, self.queued)
+        retiming.tails(self.problem.p, low, high, *columns, self.by_makespan, self.end, self.tail, self.queued)
 
     def time(self, i, j, most):
         """Move, and time what that changes; the way back, or None if nothing can be said."""
         low, high = min(i, j), max(i, j)
         size = len(self.order)
         places, times = [0] * size, [0.0] * size
-        anneal._shift(self.order, self.position, i, j)
+        moves.shift_op(self.order, self.position, i, j)
         columns = (self.order, self.position, self.length, self.source, self.lag)
         shape, notes = (low, high), (places, times)
-        changed, fine = anneal._near(
+        changed, fine = retiming.time_near(
             *shape, self.per_rank, most, *columns, self.where, self.aim, self.end, self.tail, *notes
         )
         if fine:
-            changed, fine = anneal._far(
+            changed, fine = retiming.time_far(
                 *shape, i, j, changed, self.per_rank, most, *columns, self.aim, self.end, self.tail, self.queued, *notes
             )
         return fine, [(places[k], times[k]) for k in range(changed)]
@@ -202,10 +202,10 @@ class Moved:
     def undo(self, i, j, notes):
         for place, time in reversed(notes):
             self.end[place] = time
-        anneal._shift(self.order, self.position, j, i)
+        moves.shift_op(self.order, self.position, j, i)
 
 
-def moves(by_makespan):
+def random_moves(by_makespan):
     """Random moves of random orders, each of which the test makes for good or takes back."""
     for seed in range(60):
         given, rng = instance(seed), Random(seed)
@@ -214,7 +214,7 @@ def moves(by_makespan):
         for _ in range(40):
             i = rng.randrange(problem.size)
             shape = (problem.m, problem.size // 3, state.per_rank)
-            j, _ = anneal._aim(i, *shape, state.order, state.position, rng.randrange(2**31))
+            j, _ = moves.destination(i, *shape, state.order, state.position, rng.randrange(2**31))
             if i != j:
                 yield problem, state, rng, i, j
 
@@ -223,10 +223,10 @@ def moves(by_makespan):
 def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_makespan):
     """Annealing computes anew only what a move changes, and forgets a move that blocks or makes a step too long."""
     moved = blocked = 0
-    for problem, state, _, i, j in moves(by_makespan):
+    for problem, state, _, i, j in random_moves(by_makespan):
         before = list(state.order), list(state.end)
         limit = problem.limit[i // state.per_rank]
-        fits = anneal._fits(i, j, limit, state.order, state.change, state.held)
+        fits = moves.fits(i, j, limit, state.order, state.change, state.held)
         fine, notes = state.time(i, j, 1e300)
         assert fits == (max(state.holds()[i // state.per_rank * state.per_rank :][: state.per_rank]) <= limit + 2e-6)
         whole = state.ends()
@@ -237,7 +237,7 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
             blocked += not fine
             continue
         assert state.end == whole
-        anneal._carry(i, j, state.order, state.change, state.held)
+        moves.carry(i, j, state.order, state.change, state.held)
         state.retail(min(i, j), max(i, j))
         assert state.held == pytest.approx(state.holds(), abs=1e-9)
         assert state.tail == pytest.approx(state.tails(), abs=1e-9)
@@ -249,7 +249,7 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
 def test_a_move_that_makes_the_step_too_long_is_seen_early_and_hardly_any_other():
     """The guess counts on inputs from elsewhere to come as before; in orders as bad as these, some come earlier."""
     seen, missed, kept = 0, 0, 0
-    for _, state, rng, i, j in moves(True):
+    for _, state, rng, i, j in random_moves(True):
         most = max(state.end) * rng.choice((1.0, 1.005, 1.02)) + 1e-9
         fine, notes = state.time(i, j, most)
         whole = state.ends()

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from zbc.compiler.search import anneal, listing, timing
+from zbc.compiler.search import anneal, listing, moves, retiming, timing
 
-_MODULES = (listing, timing, anneal)
+_MODULES = (listing, timing, moves, retiming, anneal)
 _SMALL = (
     "locate",
     "run",
     "steps",
     "period",
-    "_next",
-    "_aim",
-    "_trace",
-    "_near",
-    "_far",
-    "_tails",
-    "_shift",
-    "_fits",
-    "_carry",
+    "following",
+    "destination",
+    "trace",
+    "time_near",
+    "time_far",
+    "take_back",
+    "tails",
+    "tails_of_starts",
+    "shift_op",
+    "fits",
+    "hold",
+    "carry",
 )
 _KERNELS = (*_SMALL, "list_schedule", "anneal")  # each after those it calls
 
@@ -63,16 +68,24 @@ def _names() -> dict[str, Any]:
 
 @cache  # loading them takes longer than a small search
 def _compile() -> dict[str, Any]:
-    """The kernels jitted in a namespace of their own, so that they call one another compiled."""
+    """The kernels jitted in a namespace of their own, so that they call one another compiled.
+
+    numba keeps what it compiled until a kernel's own file changes, with what it calls linked in: so the name that it is
+    kept under tells the text of all of them.
+    """
     import numba
 
     names = _names()
+    text = "".join(map(inspect.getsource, _MODULES))
+    version = hashlib.sha256(text.encode()).hexdigest()[:12]
     for name in _KERNELS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
+        copy.__qualname__ = f"{name}_{version}"
         names[name] = numba.njit(copy, cache=True)
     return names
 
 
 def available() -> bool:
+    """Whether kernels can be compiled."""
     return importlib.util.find_spec("numba") is not None

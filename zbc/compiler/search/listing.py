@@ -1,8 +1,8 @@
 """The list scheduler of the search, on plain integers and flat sequences.
 
 Ops are numbered `kind * S*m + stage * m + microbatch` with kinds F = 0, B = 1, W = 2, so predecessors are arithmetic.
-Every kernel, here and in anneal.py, runs unchanged on lists (standard library) and, compiled, on arrays when numba is
-installed; both make the same decisions on the same doubles, so both find the same plans.
+Every kernel, here and in the other modules of engine.py, runs unchanged on lists (standard library) and, compiled, on
+arrays when numba is installed; both make the same decisions on the same doubles, so both find the same plans.
 """
 
 from __future__ import annotations

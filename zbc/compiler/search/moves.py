@@ -1,0 +1,143 @@
+"""Moves of annealing: which op goes where, whether memory allows it, and to make one; kernels like listing.py.
+
+Most moves are drawn from a chain: ops each of which starts when the one before it ends or its result arrives. Random
+numbers come from `following`, so that compiled and plain runs draw the same.
+"""
+
+from __future__ import annotations
+
+from zbc.compiler.search.listing import EPS, ROOM
+from zbc.compiler.search.timing import Numbers
+
+REACH = 12  # places a move spans at most
+
+
+def following(state: int) -> int:
+    """The next state of a linear congruential generator modulo 2^31; its high bits are the random number."""
+    return (state * 1103515245 + 12345) & 0x7FFFFFFF
+
+
+def trace(
+    p: int,
+    order: Numbers,
+    position: Numbers,
+    length: Numbers,
+    source: Numbers,
+    lag: Numbers,
+    by_makespan: bool,
+    end: Numbers,
+    chain: Numbers,
+    state: int,
+) -> tuple[int, int]:
+    """Fill `chain` with the ops of a chain without gaps back from the last op of a rank; returns its length.
+
+    Half the time the rank is the one that makes the objective, else any.
+    """
+    per_rank = len(order) // p
+    state = following(state)
+    r = (state >> 8) % p
+    state = following(state)
+    if (state >> 16) & 1:
+        longest = -1.0
+        for q in range(p):
+            own = end[(q + 1) * per_rank - 1]
+            if not by_makespan:
+                own -= end[q * per_rank] - length[order[q * per_rank]]
+            if own > longest + EPS:
+                longest = own
+                r = q
+    k = (r + 1) * per_rank - 1
+    links = 0
+    while k >= 0:
+        op = order[k]
+        chain[links] = op
+        links += 1
+        soon = end[k] - length[op] - 1e-7
+        behind = -1  # the place whose end this op waited for
+        if k % per_rank > 0 and end[k - 1] >= soon:
+            behind = k - 1
+        if source[op] >= 0 and end[position[source[op]]] + lag[op] >= soon:
+            state = following(state)
+            if behind < 0 or (state >> 16) & 1:
+                behind = position[source[op]]
+        k = behind
+    return links, state
+
+
+def destination(
+    i: int, m: int, per_kind: int, per_rank: int, order: Numbers, position: Numbers, state: int
+) -> tuple[int, int]:
+    """Where to move the op at place i: near places are likelier; `i` itself when it is hemmed in."""
+    state = following(state)
+    shift = 1
+    draw = state >> 8
+    while shift < REACH and draw & 3 != 0:
+        shift += 1
+        draw >>= 2
+    state = following(state)
+    j = i - shift if (state >> 16) & 1 else i + shift
+    op = order[i]
+    mb = op % m
+    low = i // per_rank * per_rank
+    high = low + per_rank - 1
+    if mb > 0 and position[op - 1] >= low:
+        low = position[op - 1] + 1
+    if mb < m - 1 and position[op + 1] <= high:
+        high = position[op + 1] - 1
+    if op >= per_kind and position[op - per_kind] >= low:
+        low = position[op - per_kind] + 1
+    if op < 2 * per_kind and position[op + per_kind] <= high:
+        high = position[op + per_kind] - 1
+    return max(low, min(high, j)), state
+
+
+def fits(i: int, j: int, limit: float, order: Numbers, change: Numbers, held: Numbers) -> bool:
+    """Whether the rank keeps to its limit if the op at place i moves to j; `held` is what it holds after each."""
+    own = change[order[i]]
+    if i < j:
+        if own < 0.0:
+            for k in range(i + 1, j + 1):
+                if held[k] - own > limit + ROOM:
+                    return False
+    elif own > 0.0:
+        if held[j] - change[order[j]] + own > limit + ROOM:
+            return False
+        for k in range(j, i):
+            if held[k] + own > limit + ROOM:
+                return False
+    return True
+
+
+def shift_op(order: Numbers, position: Numbers, i: int, j: int) -> None:
+    """Move the op at place i to place j, closing the gap."""
+    op = order[i]
+    step = 1 if j > i else -1
+    k = i
+    while k != j:
+        order[k] = order[k + step]
+        position[order[k]] = k
+        k += step
+    order[j] = op
+    position[op] = j
+
+
+def hold(p: int, order: Numbers, change: Numbers, held: Numbers) -> None:
+    """Fill `held`, what a rank holds after the op at each place."""
+    per_rank = len(order) // p
+    for r in range(p):
+        amount = 0.0
+        for k in range(r * per_rank, (r + 1) * per_rank):
+            amount += change[order[k]]
+            held[k] = amount
+
+
+def carry(i: int, j: int, order: Numbers, change: Numbers, held: Numbers) -> None:
+    """Bring `held` up to date after the move of an op from place i to j."""
+    own = change[order[j]]
+    if i < j:
+        for k in range(i, j):
+            held[k] = held[k + 1] - own
+    else:
+        for k in range(i, j, -1):
+            held[k] = held[k - 1] + own
+        held[j] = held[j + 1] - change[order[j + 1]]
