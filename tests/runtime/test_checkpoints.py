@@ -178,7 +178,7 @@ def test_copies_share_out_the_writing_and_write_everything_once(tmp_path):
 VECTORS = {"kind": "tests.runtime.user_models:Vectors"}
 
 
-@pytest.mark.parametrize("kind", ["averages", "batchnorm", "dropped", "frozen", "strided", "tied", "unused"])
+@pytest.mark.parametrize("kind", ["averages", "batchnorm", "dropped", "empty", "frozen", "strided", "tied", "unused"])
 def test_layers_of_users_go_on_with_all_they_have(kind, tmp_path):
     """Buffers that forwards change or make, dropout, parameters that do not train or are never used."""
     model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
@@ -187,6 +187,19 @@ def test_layers_of_users_go_on_with_all_they_have(kind, tmp_path):
     train(one, 2, tmp_path / "part")
     assert train(other, 4, tmp_path / "part", at(tmp_path / "part", 2)) == whole[2:]
     same(at(tmp_path / "part", 4), at(tmp_path / "whole", 4))
+
+
+def test_what_the_files_cannot_hold_is_told_before_the_first_step(tmp_path):
+    model = {"family": "tests.runtime.zoo:imaginary", "layers": 4, "loss": "mse"}
+    began = []
+    with pytest.raises(ZbcError, match="is complex64, which checkpoints cannot hold") as raised:
+        run_threads(
+            plan(model=model, data=VECTORS),
+            2,
+            folder=tmp_path,
+            step=lambda worker: lambda *args, **how: began.append(1),
+        )
+    assert raised.value.code == "E611" and not began
 
 
 @pytest.mark.parametrize("kind", ["frozen", "tied", "unused"])

@@ -17,7 +17,8 @@ from zbc.runtime.worker import Settings
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]
 EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
-EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "normed"]
+EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "normed", "beside_w", "beside_sent"]
+EXACT += ["made_weights", "empty", "overwrites_quietly"]
 
 
 def plan(kind, schedule="zb-h1", p=2, m=4, **options):
@@ -65,7 +66,7 @@ def buffers_of_one_process(plan, steps):
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["batchnorm", "averages"])
+@pytest.mark.parametrize("kind", ["batchnorm", "averages", "averages_quietly"])
 def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedule, p, activations):
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
     training = plan(kind, schedule, p, activations=activations)
@@ -101,6 +102,13 @@ REFUSED = {
     "with_history": ("E509", "keeps a tensor with a history of autograd"),
     "branches": ("E505", "layer layers.1 returned dict, not one tensor"),
     "handed_out_twice": ("E508", "layers.0 and layers.2 share a parameter"),
+    "writes_weights": ("E509", "layer layers.1 writes to its parameter linear.weight"),
+    "writes_weights_quietly": ("E509", "layer layers.1 writes to its parameter linear.weight"),
+    "renormed": ("E509", "layer layers.1 writes to its parameter 0.weight"),
+    "sparse_inside": ("E509", "layer layers.1 has sparse gradients"),
+    "sparse_between": ("E505", "layer layers.1 returned a sparse_coo tensor"),
+    "locked": ("E509", "Locked cannot be copied"),
+    "scripted": ("E509", "layer layers.1 is TorchScript"),
 }
 
 
@@ -122,6 +130,13 @@ def test_complex_parameters_train_in_copies_and_without_a_barrier(zero1):
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.05, "sync": "post-validate", "zero1": zero1}
     program = make_program("zb-v", 2, 2, sync="post-validate", copies=2, sharded=zero1)
     check_training(make_plan(program, model=family, optimizer=optimizer, **VECTORS), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_weights_that_are_made_of_the_data_are_cast_anew_for_each_microbatch(activations):
+    family = {"family": "tests.runtime.zoo:made_weights", "layers": 4, "loss": "mse", "dtype": "bfloat16"}
+    program = make_program("zb-h1", 2, 4)
+    check_gradients(make_plan(program, model=family, **VECTORS, keep=without_step, activations=activations))
 
 
 def test_double_precision_inside_of_autocast_stays():

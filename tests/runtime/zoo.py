@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import warnings
 
 import numpy
 import torch
@@ -356,7 +358,7 @@ class Pairs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.back:
-            return self.linear(torch.view_as_real(x).flatten(1))
+            return self.linear(torch.view_as_real(x.resolve_conj()).flatten(1))
         return torch.view_as_complex(self.linear(x).view(-1, W // 2, 2))
 
 
@@ -418,6 +420,119 @@ def imaginary():
     return [lambda: Pairs(back=False), Complex, Complex, lambda: Pairs(back=True)]
 
 
+class Mirrors(nn.Module):
+    """Returns views that are conjugated or negated in name only, and asks for such gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(W // 2, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.conj() * self.scale).conj()
+
+
+class Made(nn.Module):
+    """A linear layer and a convolution whose weights are made of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(W, W), nn.Conv1d(2, 2, 3, padding=1)
+        self.w, self.k = nn.Parameter(torch.randn(W, W) / 4), nn.Parameter(torch.randn(2, 2, 3) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.func.functional_call(self.linear, {"weight": self.w * (1 + x.mean())}, (x,))
+        z = torch.func.functional_call(self.conv, {"weight": self.k * (1 + x.mean())}, (x.view(-1, 2, W // 2),))
+        return torch.tanh(y + z.flatten(1))
+
+
+class Empty(nn.Module):
+    """Layers without features, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing to initialise
+            self.linear, self.into, self.out = nn.Linear(W, W), nn.Linear(W, 0), nn.Linear(0, W)
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + self.out(self.into(x)) + self.none.sum())
+
+
+class OverwritesQuietly(nn.Module):
+    """Writes into its input in a way that leaves no version behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(0.5)
+        return self.linear(x) + x
+
+
+class AveragesQuietly(nn.Module):
+    """Writes into its buffer in a way that leaves no version behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.register_buffer("mean", torch.ones(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.data.mul_(0.5).add_(y.detach().mean(0), alpha=0.5)
+        return torch.tanh(y - self.mean)
+
+
+class WritesWeights(nn.Module):
+    def __init__(self, quietly: bool) -> None:
+        super().__init__()
+        self.linear, self.quietly = nn.Linear(W, W), quietly
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.data if self.quietly else self.linear.weight.detach()
+        weight.clamp_(-0.2, 0.2)
+        return self.linear(x)
+
+
+class SparseInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(10, W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.embedding(x, self.table, sparse=True).flatten(1)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.lock = nn.Linear(W, W), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return self.linear(x)
+
+
+class Negates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch._neg_view(torch.tanh(x))
+
+
+def mirrored():
+    return [lambda: Pairs(back=False), Mirrors, Mirrors, lambda: Pairs(back=True)]
+
+
+def negated():
+    return [lambda: nn.Sequential(nn.Linear(W, W), Negates())] * 4
+
+
 def normed():
     parametrized = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
     return [lambda wrap=wrap: nn.Sequential(wrap(nn.Linear(W, W)), nn.Tanh()) for wrap in parametrized * 2]
@@ -435,6 +550,65 @@ def own_generator():
     return [lambda: nn.Linear(W, W), lambda: Draws("own"), nn.ReLU, nn.ReLU]
 
 
+def made_weights():
+    return four(Made)
+
+
+def empty():
+    return four(Empty)
+
+
+def overwrites_quietly():
+    return [nn.Identity, OverwritesQuietly, lambda: nn.Linear(W, W), nn.Identity]
+
+
+def averages_quietly():
+    return four(AveragesQuietly)
+
+
+def writes_weights():
+    return [lambda: nn.Linear(W, W), lambda: WritesWeights(quietly=False), nn.ReLU, nn.ReLU]
+
+
+def writes_weights_quietly():
+    return [lambda: nn.Linear(W, W), lambda: WritesWeights(quietly=True), nn.ReLU, nn.ReLU]
+
+
+def renormed():
+    return [Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU]
+
+
+def sparse_inside():
+    return [Rounds, SparseInside, nn.ReLU, nn.ReLU]
+
+
+def sparse_between():
+    return [lambda: nn.Linear(W, W), Sparse, nn.ReLU, nn.ReLU]
+
+
+def locked():
+    return four(Locked)
+
+
+def scripted():
+    def one():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather see it go
+            return torch.jit.script(nn.Linear(W, W))
+
+    return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]
+
+
+def beside_w():
+    """The gradient of `flat` is in the memory of what W waits for."""
+    return four(lambda: Shaped(linear=True))
+
+
+def beside_sent():
+    """The gradient of `flat` is in the memory of the input gradient, which goes to the stage before."""
+    return four(lambda: Shaped(linear=False))
+
+
 def with_history():
     """As the old torch.nn.utils.weight_norm."""
 
@@ -444,6 +618,19 @@ def with_history():
         return layer
 
     return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]
+
+
+class Shaped(nn.Module):
+    """Adds a flat parameter in the shape of a microbatch: autograd hands it a view of the gradient beside it."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W) if linear else nn.Unflatten(1, (2, W // 2))
+        self.flat = nn.Parameter(torch.randn(2 * W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.tanh(y + self.flat.view(y.shape)).flatten(1)
 
 
 class Carries(nn.Module):

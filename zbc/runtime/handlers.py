@@ -112,6 +112,7 @@ def backward(worker: Worker, op: Op) -> None:
         tape.backward(grad)
     else:
         _with_slot(slot, tape, grad)
+    stage.alone.look(worker.step)
     if key.stage:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)

@@ -216,12 +216,14 @@ def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
     memo |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
     try:
         return copy.deepcopy(module, memo)
-    except RuntimeError as error:
-        if not str(error).startswith("Only Tensors created explicitly"):
-            raise
-        text = f"model: {type(module).__name__} keeps a tensor with a history of autograd, and cannot be looked at"
-        hint = "compute it in forward: torch.nn.utils.parametrizations instead of the old weight_norm"
-        raise ZbcError("E509", text, hint=hint, details=[str(error).partition(".")[0]]) from error
+    except Exception as error:
+        text = f"model: {type(module).__name__} cannot be copied, and so not be looked at"
+        hint = "make what cannot be copied (locks, files, generators) in forward, or outside of the layer"
+        if str(error).startswith("Only Tensors created explicitly"):
+            text = f"model: {type(module).__name__} keeps a tensor with a history of autograd, and cannot be looked at"
+            hint = "compute it in forward: torch.nn.utils.parametrizations instead of the old weight_norm"
+        details = [f"{type(error).__name__}: {str(error).partition('.')[0]}"]
+        raise ZbcError("E509", text, hint=hint, details=details) from error
 
 
 def loss(name: str) -> Loss:

@@ -117,6 +117,8 @@ class Network:
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         start, number, tag, lost, sends = self._there.get(message) or self._way_out(message, peer)
         tensor = tensor.contiguous()
+        if tensor.is_neg() or tensor.is_conj():  # a view that says what its memory does not
+            tensor = tensor.resolve_neg().resolve_conj()
         try:
             work = start([view_as_real(tensor) if tensor.is_complex() else tensor], number, tag)
         except RuntimeError as error:

@@ -30,6 +30,8 @@ from zbc.runtime.carried import attributes, differing
 
 @dataclass(frozen=True)
 class Traits:
+    """What tries with made-up numbers found out of a layer's forward; see the head of this file."""
+
     random: bool = False
     overwrites: bool = False
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
@@ -47,27 +49,40 @@ class Traits:
         )
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices ops that draw random numbers, and from a generator of whose."""
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices ops that draw random numbers, and from a generator of whose; what memory they write to, which versions do
+    not tell of `.data`; and those whose gradients are not dense."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = self.elsewhere = False
+        self.draws = self.elsewhere = self.sparse = False
+        self._written: list[torch.UntypedStorage] = []  # kept, so that no other is taken for one of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.elsewhere |= (kwargs or {}).get("generator") is not None
-        if torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(func, args, kwargs or {}):
-            self.seen = True
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.elsewhere |= given.get("generator") is not None
+        # Attention draws for its dropout only, and says so if it has none.
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
+        self.sparse |= any(given.get(name) is True for name in ("sparse", "sparse_grad"))
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._written += [t.untyped_storage() for t in _tensors(given.get(argument.name))]
+        return func(*args, **kwargs)
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Whether some op wrote to the memory of a tensor."""
+        if tensor.layout is not torch.strided:
+            return False
+        place = tensor.untyped_storage()._cdata
+        return any(storage._cdata == place for storage in self._written)
 
 
-def _no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an op that draws for its dropout only, and has none (attention)."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return not given.get("dropout_p")
+def _tensors(value: Any) -> list[Tensor]:
+    """The dense tensors in an argument of an op."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if isinstance(item, Tensor) and item.layout is torch.strided]
 
 
 class _Differentiates(TorchFunctionMode):
@@ -87,24 +102,40 @@ class _Differentiates(TorchFunctionMode):
 def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], object]) -> tuple[object, Traits]:
     """Call `run(x)`, the forward of `module`, and say what it did.
 
-    Raises E509 if it draws random numbers that nobody seeds: outside of torch, or from a generator of its own.
+    Raises E509 if it draws random numbers that nobody seeds (outside of torch, or from a generator of its own), writes
+    to its parameters, or asks for gradients that are not dense.
     """
     buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
     version, states, carried = x._version, _states(), attributes(module)
-    with _Draws() as draws, _Differentiates() as differentiates:
+    with _Ops() as ops, _Differentiates() as differentiates:
         y = run(x)
-    found = next((what for what, state in _states().items() if states.get(what, state) != state), None)
-    if draws.elsewhere:
-        found = "a generator of its own"
-    if found is not None:
-        text = f"model: layer {name} draws from {found} in its forward"
-        hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
-        raise ZbcError("E509", text, hint=hint)
+    elsewhere = next((what for what, state in _states().items() if states.get(what, state) != state), None)
+    _refuse(name, module, ops, "a generator of its own" if ops.elsewhere else elsewhere)
     after = dict(module.named_buffers())
-    changed = [key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at]
+    changed = [
+        key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at or ops.wrote(old)
+    ]
     remembers = tuple(dict.fromkeys([*changed, *_statistics(module)]))
     carries = differing(carried, attributes(module))
-    return y, Traits(draws.seen, x._version != version, remembers, differentiates.seen, carries)
+    overwrites = x._version != version or ops.wrote(x)
+    return y, Traits(ops.draws, overwrites, remembers, differentiates.seen, carries)
+
+
+def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None:
+    """Raise E509 for what a forward did that no stage can do; `source`: of random numbers that nobody seeds."""
+    written = next((key for key, parameter in module.named_parameters() if ops.wrote(parameter)), None)
+    if source is not None:
+        text = f"draws from {source} in its forward"
+        hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
+    elif written is not None:
+        text = f"writes to its parameter {written} in its forward, which other microbatches and copies still need"
+        hint = "compute it from the parameter instead: torch.nn.utils.parametrize; drop max_norm of an embedding"
+    elif ops.sparse:
+        text = "has sparse gradients, which the gradient norm and sums over ranks do not know"
+        hint = "set sparse=False"
+    else:
+        return
+    raise ZbcError("E509", f"model: layer {name} {text}", hint=hint)
 
 
 def _states() -> dict[str, object]:
@@ -148,9 +179,12 @@ def _statistics(module: nn.Module) -> list[str]:
 
 
 def refuse_untrainable(name: str, layer: nn.Module) -> None:
-    """Raise E509 for parameters that have no size yet, and for gradients that are not dense."""
+    """Raise E509 for parameters that have no size yet, gradients that are not dense, and what cannot be looked into."""
     for path, module in layer.named_modules():
         where = f"{name}.{path}" if path else name
+        if isinstance(module, torch.jit.ScriptModule):
+            text = f"model: layer {where} is TorchScript, of which nobody sees what its forward does"
+            raise ZbcError("E509", text, hint="return the module that it was made from")
         if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
             text = f"model: layer {where} is lazy: its parameters have no size before its first forward"
             raise ZbcError("E509", text, hint="give the sizes to the constructor")

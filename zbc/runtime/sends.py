@@ -21,6 +21,8 @@ _Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # and wha
 
 
 class Sends(Protocol):
+    """Started sends until they are delivered."""
+
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
         """Keep a started send; `lost` makes the error of its failure."""
 

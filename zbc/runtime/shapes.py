@@ -228,6 +228,11 @@ def _looked_at(
         if not isinstance(y, Tensor):
             text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
             raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
+        if y.layout is not torch.strided or y.is_nested or y.is_quantized:
+            layout = str(y.layout).removeprefix("torch.")
+            kind = "nested" if y.is_nested else "quantized" if y.is_quantized else layout
+            text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
+            raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
     passes = reaches(y, x) if x.requires_grad else differentiable
     return TensorSpec.of(y), _Seen(traits, y.requires_grad, passes)
 

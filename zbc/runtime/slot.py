@@ -22,6 +22,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+_set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad calls it, too, in four times the time
+
 
 class Slot:
     """The weight-gradient work of one (stage, microbatch, pipe, slice) between its B and its W."""
@@ -48,9 +50,13 @@ class Slot:
         """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends."""
         work = self._work[::-1]
         self._work.clear()
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
             while work:
                 work.pop()()
+        finally:
+            _set_grad_enabled(before)
 
     def __len__(self) -> int:
         return len(self._work)

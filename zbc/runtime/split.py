@@ -74,11 +74,11 @@ class SplitLinear:
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
-        self._low: tuple[int, Tensor] | None = None  # the weight's version and its cast
+        self._low: tuple[int, Tensor, Tensor] | None = None  # the weight's version, its cast, the weight
 
     def __call__(self, x: Tensor) -> Tensor:
         module, slot = self.module, current_slot()
-        if slot is None:
+        if slot is None or not _own(module):
             return nn.Linear.forward(module, x)
         kind = x.device.type
         low = self._cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
@@ -96,9 +96,10 @@ class SplitLinear:
         if weight.dtype == dtype:
             return weight.detach()
         version = weight._version
-        if self._low is None or self._low[0] != version or self._low[1].dtype != dtype:
-            self._low = version, weight.detach().to(dtype)
-        return self._low[1]
+        low = self._low
+        if low is None or low[0] != version or low[2] is not weight or low[1].dtype != dtype:
+            self._low = low = version, weight.detach().to(dtype), weight
+        return low[1]
 
     def forget(self) -> None:
         """Drop the cast weight; called after each optimizer step, also for writes that leave no version behind."""
@@ -138,7 +139,7 @@ class SplitEmbedding:
 
     def __call__(self, index: Tensor) -> Tensor:
         module, slot = self.module, current_slot()
-        if slot is None or not module.weight.requires_grad:
+        if slot is None or not module.weight.requires_grad or not _own(module):
             return nn.Embedding.forward(module, index)
         padding = -1 if module.padding_idx is None else module.padding_idx
         return _apply(_Embedding, index, module.weight, padding, slot)
@@ -197,7 +198,7 @@ class SplitLeaf:
         parameters = tuple(self.module.parameters(recurse=False))
         slot = current_slot()
         needed = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        if slot is None or not needed:
+        if slot is None or not needed or not _own(self.module):
             return self.forward(x)  # type: ignore[no-any-return]
         return _apply(_Leaf, x, self.forward, slot, *parameters)
 
@@ -220,8 +221,8 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) 
     """Let every layer of `kinds` inside `root` defer its weight gradient; return what was installed.
 
     A module stays as it is, and its weight gradient is computed in B, if patching could change what it does: it has a
-    forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, sparse or
-    renormalised embeddings, or lies inside a compiled module.
+    forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, parameters
+    without elements, sparse or renormalised embeddings, or lies inside a compiled module.
     """
     compiled = {id(inner) for outer in root.modules() if _is(outer, "OptimizedModule") for inner in outer.modules()}
     installed: list[Patch] = []
@@ -280,9 +281,19 @@ def _plain(module: nn.Module) -> bool:
     return all(p is None or _plain_parameter(p) for p in own.values())
 
 
+def _own(module: nn.Module) -> bool:
+    """Whether the weights of a module are parameters now, and not what torch.func.functional_call put in their place:
+    the gradient of that goes on through the graph, and its values are other ones from call to call."""
+    for parameter in module._parameters.values():
+        if type(parameter) is not nn.Parameter and not (parameter is None or isinstance(parameter, nn.Parameter)):
+            return False
+    return True
+
+
 def _plain_parameter(parameter: nn.Parameter) -> bool:
     hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return type(parameter) is nn.Parameter and parameter.is_floating_point() and not hooks
+    fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.numel() > 0
+    return fit and not hooks
 
 
 def _is(value: object, name: str) -> bool:

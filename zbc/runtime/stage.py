@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.alone import Alone
 from zbc.runtime.model import LayerPlan
 from zbc.runtime.probe import Traits
 from zbc.runtime.remembered import Place, as_before, places, renew
@@ -23,6 +24,8 @@ from zbc.runtime.tape import Graph, Inputs, Tape, input_of
 
 @dataclass(frozen=True)
 class Layer:
+    """A layer of a stage, and what the runtime knows of its forward."""
+
     name: str
     module: nn.Module
     traits: Traits
@@ -65,6 +68,11 @@ class Stage:
         self.parameters = {
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
+
+    @functools.cached_property
+    def alone(self) -> Alone:
+        """Keeps the gradients apart from what the runtime still needs. First asked for when parameters are settled."""
+        return Alone(self.parameters.values())
 
     @functools.cached_property
     def casts_weights(self) -> bool:
@@ -216,6 +224,7 @@ def _initial(name: str, plans: Sequence[LayerPlan], seed: int, device: torch.dev
 
 
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:
+    """E505 for a tensor that is not what the plan says; `what` names it."""
     text = f"run: {what} is {TensorSpec.of(found)}, it must be {wanted}"
     return ZbcError("E505", text, hint="every microbatch has the same shapes; layers must not depend on the data")
 

@@ -99,6 +99,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def is_complete(folder: Path) -> bool:
+    """Whether the checkpoint in a folder was written to its end."""
     return (folder / COMPLETE).is_file()
 
 

@@ -61,6 +61,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._writer = SafetensorsWriter(self.worker.rank, self._alive)
+        if self.options.every:
+            entries(self.worker)  # what the files cannot hold is known before the first step
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
         """Whether the state behind step `step` (from 0) is to be written down.

@@ -60,6 +60,8 @@ def _weights(worker: Worker, stage: int) -> Iterator[Entry]:
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares = _shares(optimizer, usual)
     for held in optimizer.held():
+        if not held.tensor.numel():  # there is nothing to keep of it
+            continue
         tied = held.name == worker.tied
         holders = meeting(manifest, Op(Kind.TIE, 0)) if tied else usual
         if not held.shared:
@@ -119,7 +121,8 @@ def restore(worker: Worker, reader: SafetensorsReader) -> None:
 def check_fits(worker: Worker, reader: SafetensorsReader) -> None:
     """Raise E613 if the checkpoint is of another model, or of another kind of optimizer than this rank's."""
     theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
-    ours = set(worker.layout.parameters)
+    sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
+    ours = {name for name, size in sizes if size}  # what has no elements is in no file
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
     for optimizer in worker.optimizers.values():
@@ -149,7 +152,7 @@ def _restore_weights(optimizer: StageOptimizer, reader: SafetensorsReader) -> No
         wanted.setdefault(MODEL + one.name, []).append((one.tensor.data, one.start))
     states: dict[int, dict[str, Tensor]] = {}
     for place, one in enumerate(held):
-        for key in kept.get(one.name, ()) if one.tensor.requires_grad else ():
+        for key in kept.get(one.name, ()) if one.tensor.requires_grad and one.tensor.numel() else ():
             name = f"{OPTIM}{one.name}.{key}"
             about = reader.tensors[name]
             whole = about.shape == list(one.shape)
