@@ -28,7 +28,8 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def most(parameters: Iterable[int], ranks: int) -> int:
-    """Elements of the rank that gets most, of parameters of so many elements each."""
+def most(parameters: Iterable[int], ranks: int) -> tuple[int, int]:
+    """The most elements, and the most pieces, that a rank gets of parameters of so many elements each."""
     sizes = [stop - start for count in parameters for start, stop in cut(count)]
-    return max(sum(sizes[i] for i in share) for share in deal(sizes, ranks))
+    shares = deal(sizes, ranks)
+    return max(sum(sizes[i] for i in share) for share in shares), max(map(len, shares))

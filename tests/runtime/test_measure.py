@@ -74,6 +74,30 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
             assert getattr(predicted, name) == pytest.approx(max(getattr(one, name) for one in held), rel=0.02)
 
 
+@pytest.mark.parametrize(("zero1", "sync"), [(False, "before-step"), (True, "before-step"), (True, "post-validate")])
+@pytest.mark.parametrize("case", ["a large embedding", "masters"])
+def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
+    """Messages of ZeRO-1 have as much for each copy as for the one that is dealt most."""
+    changes = {"m": 2, "layers": 2, **SHARED[case], "pp": 1, "parallel": {"dp": 3}}
+    compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": zero1, "sync": sync}, **changes))
+    compiled.write(tmp_path / "plan")
+    scales = []
+    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+
+    def most(kind):
+        """Beside weights and the optimizer's own; least of the copies, since a sum is made on the last one's thread."""
+        held = [one.held for scale in scales for one in scale.readings if one.op.kind is kind]
+        return min(one.peak - one.weights - one.masters - one.optimizer for one in held)
+
+    (stage,), (rank,) = compiled.costs.bytes, peaks(compiled.program, compiled.costs)
+    assert stage.gradients + stage.summed == pytest.approx(most(Kind.REDUCE))
+    assert rank.buffers >= stage.summed
+    if zero1:
+        assert stage.gathered <= most(Kind.GATHER) * (1 + 1e-9)  # before other copies have taken their sums, those stay
+        if sync == "before-step":
+            assert stage.gathered == pytest.approx(most(Kind.GATHER))
+
+
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

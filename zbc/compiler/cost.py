@@ -227,7 +227,7 @@ def _with_optimizer(
         counts = [sum(table[i].params for i in part) for part in stages]
         step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
     if job.optimizer.zero1:
-        shares = [stage_bytes.share(job, placement, s, part, table) for s, part in enumerate(stages)]
+        shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     return replace(costs, step=step, tentative=tentative, hop=hop)
 
@@ -261,7 +261,10 @@ def _with_sums(
     reduce, gather = [], []
     for s, part in enumerate(stages):
         holders = placement.holders(s)
-        count = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
+        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
+        if job.optimizer.zero1:
+            shares = stage_bytes.dealt(job, placement, s, part, table)
+            count = shares.ranks * shares.row
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
         weight = 2 if job.model.parameters == "bfloat16" else 4
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)

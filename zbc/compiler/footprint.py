@@ -143,6 +143,7 @@ def _weight_grad(elements: float, width: int, *, first: bool) -> float:
 
 
 def embedding(z: Sizes) -> Footprint:
+    """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
     rows = z.stream * z.hidden * z.tokens
     places = 0 if z.rotary else z.stream * z.hidden * z.seq_len  # one row per position, for all sequences
     more = 0 if z.rotary else rows + places
@@ -166,6 +167,7 @@ def embedding(z: Sizes) -> Footprint:
 
 
 def block(z: Sizes) -> Footprint:
+    """Of a block: attention and MLP, or the experts that a token meets."""
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
     met = z.top_k or 1
     f = met * z.mlp  # of all MLPs that a token meets
@@ -200,6 +202,7 @@ def block(z: Sizes) -> Footprint:
 
 
 def head(z: Sizes) -> Footprint:
+    """Of the last norm, the projection to the vocabulary and the loss."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32

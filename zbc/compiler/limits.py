@@ -37,7 +37,7 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     if asked is not None and asked[1] == "x":
         needs = _least(placement, costs, split)
         if max(needs) > asked[0] * p + 1e-6:
-            _refuse(job, needs, f"{short(asked[0] * p)} activation units", f"{at_least(max(needs) / p, 6)}x", 1.0)
+            _refuse(job, needs, short(asked[0] * p), f"{at_least(max(needs) / p, 6)}x", 1.0)
         return _within((asked[0] * p,) * p, _room(job, placement, costs, split), costs)
     if costs.bytes is None:
         return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
@@ -129,7 +129,7 @@ def _refuse(job: Job, needs: list[float], given: str, enough: str, unit: float) 
     amount = size(needs[rank] * unit) if unit != 1.0 else f"{short(needs[rank])} activation units"
     raise ZbcError(
         "E303",
-        f"does not fit: one microbatch alone holds {amount} on rank {rank}, the limit is {given}",
+        f"does not fit: one microbatch holds {amount} on rank {rank}, the limit is {given}",
         where=job.where("schedule", "memory_limit"),
         hint=f'the smallest that works for this placement is memory_limit = "{enough}"',
     )

@@ -104,8 +104,10 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
             continue
         if op.kind in COMPUTE:
             own = costs.more_bytes(op, first=True) if index in firsts else more[op.kind, op.stage]
-        elif op.kind is Kind.REDUCE:  # gradients move into one message; later a gather takes less than they left
-            own = sizes[op.stage].gradients
+        elif op.kind is Kind.REDUCE:  # gradients move into one message
+            own = sizes[op.stage].summed
+        elif op.kind is Kind.GATHER:  # as a rule less than the gradients that are gone
+            own = max(0.0, sizes[op.stage].gathered - sizes[op.stage].gradients)
         elif op.kind is Kind.TIE:
             own = costs.tied
         elif op.kind is Kind.VALIDATE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from zbc.compiler import estimate
 from zbc.compiler.estimate import Layer
@@ -34,6 +35,8 @@ class StageBytes:
     share: float = 0.0  # act_b as it is without recompute, which activation units are shares of
     sent: float = 0.0  # of act_b, what is sent as well: a result that its own backward needs
     given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
+    summed: float = 0.0  # what REDUCE sends, into which the gradients move
+    gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
 
 def of_stages(
@@ -59,14 +62,16 @@ def _stage(
     constant = sum(z.casts + z.tables for z in sizes)
     params, _ = _counted(placement, s, part, table)
     weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
-    dealt = share(job, placement, s, part, table)
+    shares = dealt(job, placement, s, part, table)
+    each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
+    kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     again = job.memory.of(s) == "recompute"
     act_b = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return StageBytes(
         weights=weights + constant,
         gradients=gradients,
-        masters=dealt * masters,
-        optimizer=dealt * state,
+        masters=shares.most * masters,
+        optimizer=shares.most * state,
         act_b=act_b,
         act_w=sum(z.act_w for z in sizes),
         boundary=max(behind[s - 1], behind[s]),
@@ -78,6 +83,8 @@ def _stage(
         behind=behind[s],
         share=act_b,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
+        summed=each * shares.summed,
+        gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
     )
 
 
@@ -90,17 +97,28 @@ def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[
     return params, tied if placement.stages > 1 else 0
 
 
-def share(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Of the parameters of a stage, the share that the holder of it steps that is dealt most (dealing.py)."""
-    holders = job.parallel.dp * len(set(placement.holders(s)))
-    if not job.optimizer.zero1 or holders == 1:
-        return 1.0
+class Dealt(NamedTuple):
+    """How the copies of a stage share out its optimizer."""
+
+    ranks: int  # that hold it
+    most: float  # of its parameters, the share that one of them steps
+    summed: float  # elements of what REDUCE sends: with ZeRO-1 a row for each rank
+    row: float  # elements in a row: for each rank as many as for the one that gets most
+
+
+def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
+    """For the holder that is dealt most (dealing.py). A message says behind its elements which have gradients."""
+    ranks = job.parallel.dp * len(set(placement.holders(s)))
     params, whole = _counted(placement, s, part, table)
-    dealt = [count for i in part for count in table[i].parts]
-    while sum(dealt) > params - whole and table[-1].tied in dealt:
-        dealt.remove(table[-1].tied)
-    alone = most(dealt, holders) if sum(dealt) == params - whole else (params - whole) / holders
-    return (alone + whole) / params if params else 1 / holders
+    counts = [count for i in part for count in table[i].parts]
+    while sum(counts) > params - whole and table[-1].tied in counts:
+        counts.remove(table[-1].tied)
+    known = sum(counts) == params - whole
+    if not job.optimizer.zero1 or ranks == 1:
+        return Dealt(ranks, 1.0, params - whole + (len(counts) if known else 0), 0.0)
+    alone, pieces = most(counts, ranks) if known else ((params - whole) / ranks, 0)
+    share = (alone + whole) / params if params else 1 / ranks
+    return Dealt(ranks, share, ranks * (alone + pieces), alone)
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:

@@ -52,6 +52,7 @@ def product(rows: float, k: int, n: int, width: int, matrices: int = 1) -> Kerne
 
 
 def embedding(z: Sizes) -> Work:
+    """Of looking up the tokens of a microbatch, and their positions where these are learned."""
     params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     rows = z.stream * z.hidden * z.tokens
     look_up = Kernel(0, (2 if z.rotary else 5) * rows)
@@ -60,6 +61,7 @@ def embedding(z: Sizes) -> Work:
 
 
 def block(z: Sizes) -> Work:
+    """Of a block: attention and MLP, or the experts that a token meets."""
     # (inputs, outputs, rows per token, matrices) of every linear layer
     h, f, each = z.hidden, z.mlp, z.top_k or 1
     up = 2 * f if z.gated else f
@@ -134,6 +136,7 @@ def _cast(source: int, target: int) -> int:
 
 
 def head(z: Sizes) -> Work:
+    """Of the last norm, the projection to the vocabulary and the loss."""
     h, n, vocab = z.hidden, z.width, z.vocab
     logits = product(z.tokens, h, vocab, n)
     cast = _cast(n, 4)  # the loss is computed in float32

@@ -73,7 +73,7 @@ def _over_limit(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Zb
             yield ZbcError("E302", text, where=where, hint=f'this schedule needs memory_limit = "{at_least(needs)}x"')
     elif costs.bytes is None:
         text = "does not fit: a limit in bytes needs a model whose sizes are known before it is built"
-        yield ZbcError("E302", text, where=where, hint='give the limit as a multiple, "1.0x"')
+        yield ZbcError("E302", text, where=where, hint='give a multiple, "1.0x", or plan with --profile')
     else:
         rank = max(range(len(memory)), key=lambda r: memory[r].activations)
         if memory[rank].activations > amount:
