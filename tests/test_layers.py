@@ -97,7 +97,7 @@ RUNTIME = [
     ["zbc.runtime.seeding"],
     ["zbc.runtime.carried"],
     ["zbc.runtime.remembered", "zbc.runtime.probe"],
-    ["zbc.runtime.slot", "zbc.runtime.corpus", "zbc.runtime.rotary"],
+    ["zbc.runtime.slot", "zbc.runtime.alone", "zbc.runtime.corpus", "zbc.runtime.rotary"],
     ["zbc.runtime.gpt"],
     ["zbc.runtime.llama"],
     ["zbc.runtime.split", "zbc.runtime.validate", "zbc.runtime.hub", "zbc.runtime.network"],

@@ -9,7 +9,8 @@ import pytest
 
 from tests.jobs import job, toml_text
 from tests.profiles import layer, profile_of
-from zbc.compiler.compile import load_job
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.recorded.replan import with_profile
 from zbc.errors import ZbcError
 from zbc.profile import Measured, Profile, misfits, read
 
@@ -152,3 +153,15 @@ def test_a_profile_named_on_the_command_line_takes_the_place_of_costs_that_a_job
     path.write_text(toml_text(costs={**given, "spped": 1}))
     with pytest.raises(ZbcError, match="spped"):
         load_job(path, profile=measured)
+
+
+@pytest.mark.parametrize("given", [{"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "overlap": 0.25}, {"comm": 0.1}])
+def test_a_profile_takes_the_place_of_the_same_costs_in_a_plan_and_in_the_job_it_was_made_from(tmp_path, given):
+    path, measured = tmp_path / "job.toml", tmp_path / "profile.json"
+    path.write_text(toml_text(costs=given))
+    measured.write_text(profile_of(job()).dumps())
+    manifest = compile_job(load_job(path)).write(tmp_path / "plan")
+    found = [load_job(source, profile=measured).costs for source in (path, tmp_path / "plan")]
+    left = found[0].model_copy(update={"profile": None})  # where it lies
+    assert found[1] == found[0] and with_profile(manifest, read(measured, "here")).costs == left
+    assert (left.comm, left.overlap) == ((None, 0.25) if "f" in given else (0.1, 0.0))

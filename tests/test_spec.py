@@ -218,6 +218,19 @@ def test_overrides_win_and_are_named_as_the_place_of_their_problems(tmp_path):
     assert found == [("E103", "--set train.steps=many", "config: train.steps: expected a whole number, found 'many'")]
 
 
+def test_an_override_is_one_value(tmp_path):
+    found = problems(tmp_path, toml_text(), ["train.steps=5\ntrain.seed=6"])
+    assert [code for code, _, _ in found] == ["E103"]
+
+
+def test_who_asks_for_a_gpu_is_not_pointed_to_the_cpu(tmp_path):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text(hardware={"device": "gpu"}))
+    with pytest.raises(ZbcError) as caught:
+        spec.draft(path, []).finish()
+    assert (caught.value.code, caught.value.hint) == ("E103", 'did you mean "cuda"?')
+
+
 @pytest.mark.parametrize("override", ["x", "schedule=1", "=3", "a..b=1"])
 def test_a_malformed_override_is_refused(tmp_path, override):
     path = tmp_path / "zbc.toml"

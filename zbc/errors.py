@@ -9,9 +9,9 @@ The first digit of a code is its family, and the family decides the exit code of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 EXIT_BUG = 1
-EXIT_USAGE = 2
 RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
 _LINE = 90  # characters of a place and a hint that still share a line
@@ -78,6 +78,12 @@ class ZbcError(Exception):
 
 def _rebuild(code: str, message: str, where: str | None, hint: str | None, details: tuple[str, ...]) -> ZbcError:
     return ZbcError(code, message, where=where, hint=hint, details=details)
+
+
+def unwritten(path: Path, error: OSError) -> str:
+    """Why `path` cannot be written; of a file where a folder has to be, which one that is."""
+    above = next((place for place in path.parents if place.is_file()), None)
+    return error.strerror or str(error) if above is None else f"{above} is a file"
 
 
 class Problems(ZbcError):

@@ -107,12 +107,15 @@ class RankPlan:
 
 
 def rank_file(rank: int) -> str:
+    """The name of a rank's file in a plan directory."""
     return f"rank-{rank:04d}.json"
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
+    """The sha256 of a manifest as JSON with sorted keys."""
     return sha(json.dumps(manifest, sort_keys=True).encode())
 
 
 def sha(data: bytes) -> str:
+    """The sha256 of some bytes, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, unwritten
 from zbc.ir import Kind, Op, Program
 from zbc.manifest import FORMAT as FORMAT
 from zbc.manifest import MANIFEST as MANIFEST
@@ -166,9 +166,7 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
 
     Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
     """
-    if folder.exists() and not _replaceable(folder):
-        text = f"plan: {folder} exists and is not a plan directory"
-        raise ZbcError("E405", text, hint="choose another folder with -o")
+    refuse_in_the_way(folder)
     work = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -184,10 +182,18 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
     except OSError as error:
         if work is not None and (work / "old").exists() and not folder.exists():
             os.rename(work / "old", folder)
-        raise ZbcError("E407", f"plan: cannot write {folder}: {error.strerror}") from None
+        text = f"plan: cannot write {folder}: {unwritten(folder, error)}"
+        raise ZbcError("E407", text, hint="choose a folder that can be written with -o") from None
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def refuse_in_the_way(folder: Path) -> None:
+    """Raises E405 if something that is not a plan is where one is to be written."""
+    if folder.exists() and not _replaceable(folder):
+        text = f"plan: {folder} exists and is not a plan directory"
+        raise ZbcError("E405", text, hint="choose another folder with -o")
 
 
 def _replaceable(folder: Path) -> bool:

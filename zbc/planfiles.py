@@ -17,6 +17,7 @@ REPLAN = "make it again with `zbc plan JOB.toml`"
 
 
 def is_plan(folder: Path) -> bool:
+    """Whether a folder has the manifest of a plan; what is in it may be damaged."""
     return (folder / MANIFEST).is_file()
 
 

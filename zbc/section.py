@@ -19,4 +19,6 @@ FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:name
 
 
 class Section(BaseModel):
+    """A table of a job file. It is frozen; unknown keys and values of another type are problems."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

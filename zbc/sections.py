@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -114,6 +114,15 @@ class GivenCosts(Section):
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
     head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
     profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
+
+    @classmethod
+    def replaced(cls, given: Mapping[str, Any]) -> set[str]:
+        """Keys that a profile takes the place of: all numbers, where op times are among those that are `given`.
+
+        But for `overlap`, which no profile measures. A transfer that is given alone, say, goes with a profile.
+        """
+        timed = any(given.get(key) is not None for key in ("f", "b", "w"))
+        return cls.model_fields.keys() - {"overlap", "profile"} if timed else set()
 
 
 class Memory(Section):

@@ -72,16 +72,12 @@ def draft(
 
 
 def _without_given(document: toml.Document) -> toml.Document:
-    """Without the costs that a file gives in numbers: a profile named on the command line takes their place.
-
-    What the command line itself sets stays, and so does `overlap`, which no profile measures.
-    """
+    """Without the costs of a file that a profile takes the place of; what the command line itself sets stays."""
     costs = document.values.get("costs")
-    if not isinstance(costs, dict) or not any(key in costs for key in ("f", "b", "w")):
+    if not isinstance(costs, dict):
         return document
-    numbers = GivenCosts.model_fields.keys() - {"overlap", "profile"}
-    said = document.where
-    kept = {key: value for key, value in costs.items() if key not in numbers or said(("costs", key)).startswith("--")}
+    gone, said = GivenCosts.replaced(costs), document.where
+    kept = {key: value for key, value in costs.items() if key not in gone or said(("costs", key)).startswith("--")}
     return replace(document, values={**document.values, "costs": kept})
 
 
@@ -116,9 +112,10 @@ def _override(text: str, source: str) -> toml.Document:
         hint = "write --set schedule.microbatches=16"
         raise ZbcError("E109", f"config: cannot read --set {text!r}", hint=hint)
     try:
-        parsed = tomli.loads(f"x = {value}")["x"]
+        read = tomli.loads(f"x = {value}")
     except tomli.TOMLDecodeError:
-        parsed = value.strip()
+        read = {}
+    parsed = read["x"] if len(read) == 1 else value.strip()  # more than one: lines behind the value
     tree: Any = parsed
     for part in reversed(parts):
         tree = {part: tree}
@@ -128,9 +125,14 @@ def _override(text: str, source: str) -> toml.Document:
     return toml.Document(source, tree, dict(places), places)
 
 
+def chooser_of(schedule: str) -> str:
+    """The key of [schedule] that takes it: a CSV file, a plugin (`package.module:function`) or the name of a kind."""
+    return "file" if schedule.lower().endswith(".csv") else "plugin" if ":" in schedule else "kind"
+
+
 def _choose(document: toml.Document, schedule: str) -> toml.Document:
-    """The document with `schedule` (a name, or a CSV file) in place of the kind, file or plugin it names."""
-    chooser = "file" if schedule.lower().endswith(".csv") else "kind"
+    """The document with `schedule` (see `chooser_of`) in place of the kind, file or plugin it names."""
+    chooser = chooser_of(schedule)
     place: dict[toml.KeyPath, str] = {("schedule", chooser): f"--schedule {schedule}"}
     chosen = toml.merge(document, toml.Document(document.source, {"schedule": {chooser: schedule}}, place, {**place}))
     others = {"kind", "file", "plugin"} - {chooser}

@@ -37,6 +37,7 @@ def at_least(value: float, digits: int = 4) -> str:
 
 
 def percent(share: float) -> str:
+    """0.123 as 12.3%."""
     return f"{100 * share:.1f}%"
 
 

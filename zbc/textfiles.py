@@ -29,6 +29,7 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def unreadable(file: Path, error: OSError) -> ZbcError:
+    """E501 for a file of data that cannot be opened."""
     hint = f"a relative path starts at the current directory, {Path.cwd()}"
     return ZbcError("E501", f"data: cannot read {file}: {error.strerror}", hint=hint)
 

@@ -36,6 +36,7 @@ class Tokens:
 
 
 def sidecar(path: Path) -> Path:
+    """The JSON beside a token file that says what is in it."""
     return path.with_name(path.name + ".json")
 
 
@@ -83,5 +84,6 @@ def _parse(path: Path, text: bytes) -> Tokens:
 
 
 def write_sidecar(path: Path, tokens: Tokens) -> None:
+    """Write that JSON, which `describe` reads."""
     about: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(tokens)}
     sidecar(path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

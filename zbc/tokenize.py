@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, unwritten
 from zbc.textfiles import not_text, text_files, unreadable
 from zbc.tokenfile import Tokens, sidecar, write_sidecar
 
@@ -124,7 +124,7 @@ def tokenize(
         sidecar(part).unlink()
     except OSError as error:
         hint = "choose a place that can be written and has room; what is done is kept, start again to go on"
-        raise ZbcError("E608", f"cannot write {out}: {error.strerror}", hint=hint) from None
+        raise ZbcError("E608", f"cannot write {out}: {unwritten(out, error)}", hint=hint) from None
     return made
 
 

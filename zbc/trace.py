@@ -82,6 +82,7 @@ _RANKS = "rank-*.jsonl"
 
 
 def rank_file(rank: int) -> str:
+    """The name of a rank's file in a trace."""
     return f"rank-{rank:04d}.jsonl"
 
 

@@ -95,6 +95,7 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
+    """The first line of a rank's trace. Raises E431 where it is of another plan (an id), rank or number of ops."""
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         found = f"format {values.get('format')!r}, version {values.get('version')!r}"
         raise damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
@@ -108,6 +109,7 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 
 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
+    """The times of one recorded step, whose ops are those of the plan. Raises E431."""
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
     if values.keys() != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
@@ -128,11 +130,13 @@ _CAUSES = {cause.value: cause for cause in Cause}
 
 
 def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
+    """The waits of a step, which a line has as op, cause and ns one after the other."""
     for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
         yield Wait(op, _CAUSES[cause], ns)
 
 
 def memory_of(values: Any, ops: int, place: str) -> Memory:
+    """What the rank held, a row for each of `ops` ops. Raises E431."""
     fields = ("step", "categories", "bytes")
     if not isinstance(values, dict) or values.keys() != {*fields}:
         raise damaged(place, f"memory has {', '.join(fields)}")
@@ -149,6 +153,7 @@ def memory_of(values: Any, ops: int, place: str) -> Memory:
 
 
 def clock_of(values: Any, place: str) -> Clock:
+    """How far the rank's clock is from that of rank 0. Raises E431."""
     names = Clock._fields
     if not isinstance(values, dict) or values.keys() != {*names}:
         raise damaged(place, f"a clock has {', '.join(names)}")
@@ -173,4 +178,5 @@ def _column(values: Any, name: str, place: str) -> array[int]:
 
 
 def damaged(place: str, found: str) -> ZbcError:
+    """E431: what was `found` in the line at `place`."""
     return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=RECORD)

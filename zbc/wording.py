@@ -149,7 +149,9 @@ def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:
-    """The nearest of `known`, as a hint; capitals are no difference."""
+    """The nearest of `known`, as a hint; capitals are no difference, and "gpu" means "cuda"."""
     lower = {name.lower(): name for name in known}
+    if word.lower() in ("gpu", "nvidia") and "cuda" in lower:
+        return 'did you mean "cuda"?'
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     return f'did you mean "{lower[close[0]]}"?' if close else None

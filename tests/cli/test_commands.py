@@ -121,6 +121,18 @@ def test_a_cuda_job_is_run_under_torchrun(zbc, job):
     assert "torchrun --standalone --nproc-per-node 4 -m zbc run plan" in out
 
 
+def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
+    out = zbc("plan", job(), "-o", "a b").out
+    assert "zbc visualize 'a b'" in out
+    assert "zbc run 'a b' --local 4" in out
+    assert "zbc plan 'c d/zbc.toml'" in zbc("init", "c d").out
+    zbc("export", "zbc.toml", "--to", "torch-csv", "-o", "e f.csv")
+    out = zbc("import", "e f.csv", "-o", "g h.toml").out
+    assert "zbc plan 'g h.toml'" in out
+    assert "zbc visualize 'e f.csv'" in out
+    assert "first: zbc plan 'g h.toml'" in zbc("run", "g h.toml").err
+
+
 def test_set_and_schedule_win_over_the_file(zbc, job):
     zbc("plan", job(), "--schedule", "Schedule1F1B", "--set", "schedule.microbatches=5", "-q")
     manifest = Plan.read(Path("plan")).manifest
@@ -146,6 +158,29 @@ def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
     (folder / "zbc.toml").write_text(asked.replace('kind = "1f1b"', 'plugin = "asking:make"'))
     assert zbc("plan", "zbc.toml", "-q").code == 0
     assert "returned bool" in zbc("plan", "zbc.toml", "-q", "--set", "schedule.early=2").err
+
+
+def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
+    (folder / "my_order.py").write_text(PLUGIN)
+    zbc("export", job(kind="zb-h1"), "--to", "torch-csv", "-o", "order.csv")
+    zbc("plan", "zbc.toml", "--schedule", "my_order:make", "-q")
+    assert Plan.read(Path("plan")).manifest.schedule == "my_order:make"
+    made = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1,my_order:make,order.csv", "--json").json()
+    steps = {entry["schedule"]: entry["makespan_ms"] for entry in made["schedules"]}
+    assert set(steps) == {"1f1b", "zb-h1", "my_order:make", "order.csv"}
+    assert steps["my_order:make"] == Plan.read(Path("plan")).manifest.predicted["makespan_ms"]
+    everything = zbc("compare", "zbc.toml", "--schedules", "all,my_order:make", "--json").json()["schedules"]
+    assert {"zb-v", "my_order:make"} <= {entry["schedule"] for entry in everything}
+
+
+@pytest.mark.parametrize("entry", ['("F", 0, 0)', '"F"', "Op(Kind.F, 0.5)", 'Op("F", 0)'])
+def test_a_plugin_whose_order_holds_something_else_than_ops_is_refused_with_the_place(entry, zbc, folder):
+    broken = f"{PLUGIN}\n\nhonest = make\n\ndef make(request):\n    found = honest(request)\n"
+    broken += f"    return found.with_ranks((({entry},), *found.ranks[1:]), by='me')\n"
+    (folder / "broken.py").write_text(f"from zbc.ir import Kind, Op\n{broken}")
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "broken:make"'))
+    ran = zbc("plan", "zbc.toml", "-q")
+    assert ran.code == 3 and "error[E121]" in ran.err and "in the order of rank 0, step 0" in ran.err
 
 
 def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, folder):

@@ -253,6 +253,21 @@ def test_a_limit_named_in_a_hint_is_enough(zbc, job):
         assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
 
 
+def test_a_limit_in_bytes_of_a_model_that_nobody_has_weighed_is_refused_without_asking_other_schedules(zbc, job):
+    ran = zbc("plan", job(model={"family": "a.b:c"}, schedule={"memory_limit": "1 GiB"}))
+    fails(ran, 5, "E302", hint="--profile")
+    assert "would fit" not in ran.err
+
+
+def test_the_least_limit_of_a_searched_schedule_is_enough_though_a_walk_finds_no_order_for_what_fits(zbc, job):
+    """Of the few microbatches a walk looks at, and at this limit, only cuts that do not fit have an order."""
+    widths = {"hidden": 128, "seq_len": 128}
+    refused = zbc("plan", job(kind="zb-v", model=widths, schedule={"microbatch_size": 4, "memory_limit": "0.01x"}))
+    fails(refused, 5, "E303")
+    needed = re.search(r'memory_limit = "([^"]+)"', refused.err)[1]
+    assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -298,7 +313,9 @@ def test_what_cannot_be_written_is_said(zbc, job, folder):
     before = tree()
     fails(zbc("visualize", job(), "-o", "file/picture.txt"), 6, "E608", text="cannot write file/picture.txt")
     fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608", text="cannot write")
-    fails(zbc("init", "file/new"), 6, "E608", text="cannot write file/new/zbc.toml")
+    fails(zbc("init", "file/new"), 6, "E608", text="cannot write file/new/zbc.toml: file is a file")
+    fails(zbc("plan", "zbc.toml", "-o", "file/new"), 4, "E407", text="file is a file", hint="-o")
+    fails(zbc("export", "zbc.toml", "--to", "json", "-o", "."), 6, "E608", text="Is a directory")
     assert tree() == before | {"zbc.toml": (folder / "zbc.toml").read_bytes()}
 
 
@@ -413,6 +430,20 @@ def test_what_is_in_the_way_of_a_plan_is_left_alone(obstacle, zbc, job, folder):
     before = tree()
     fails(zbc("plan", "zbc.toml"), 4, "E405", hint="-o", text="not a plan directory")
     assert tree() == before
+
+
+def test_no_long_work_begins_for_an_output_that_cannot_be_written(zbc, job, folder, monkeypatch):
+    (folder / "file").write_text("in the way")
+
+    def began(*_, **__):
+        pytest.fail("began")
+
+    monkeypatch.setattr("zbc.compiler.compile.compile_job", began)
+    monkeypatch.setattr("zbc.runtime.profiling.session.measure", began)
+    monkeypatch.setattr("zbc.runtime.forking.fork_server", lambda: None)
+    fails(zbc("plan", job(), "-o", "file"), 4, "E405")
+    fails(zbc("profile", "zbc.toml", "-o", "file/profile.json"), 6, "E608")
+    fails(zbc("profile", "zbc.toml", "-o", "."), 6, "E608")
 
 
 def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):

@@ -326,10 +326,20 @@ def test_zero1_shares_out_the_optimizer_state_and_nothing_else():
     table = estimate.layers(job())
     cut = partition(job(parallel={"pp": 2}), Placement.linear(2), table)
     for one, part, layers in zip(whole.bytes, parts.bytes, cut, strict=True):
-        dealt = most((count for i in layers for count in table[i].parts), 4)
+        dealt, _ = most((count for i in layers for count in table[i].parts), 4)
         assert part.optimizer == pytest.approx(8 * dealt) == pytest.approx(one.optimizer / 4, rel=0.01)
         assert (part.weights, part.gradients) == (one.weights, one.gradients)
     assert parts.gather == parts.reduce and parts.reduce[0] < whole.reduce[0] and not any(whole.gather)
+
+
+def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_one_that_gets_most():
+    changes = {"model": {"vocab": 3000}, "layers": 2, "hardware": {"link_us": 0}, "parallel": {"pp": 1, "dp": 3}}
+    whole, parts = (bytes_of(Placement.linear(1), optimizer={"zero1": zero1}, **changes) for zero1 in (False, True))
+    counts = [count for one in estimate.layers(job(**changes)) for count in one.parts]
+    row, _ = most(counts, 3)
+    assert row == 3000 * 32 > 1.1 * sum(counts) / 3  # the embedding alone is more than a third
+    assert parts.reduce[0] / whole.reduce[0] == pytest.approx(3 * row / sum(counts) / 2)
+    assert parts.gather == parts.reduce
 
 
 def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():

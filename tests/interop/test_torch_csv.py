@@ -43,6 +43,8 @@ BROKEN = {
     "half a pair": (GOOD.replace("0B0", "(0F1)OVERLAP_F_B"), "E411", "row 1, column 3", "pairs look like"),
     "a header line": ("rank,ops\n" + GOOD, "E411", "row 1, column 1", "not an action: 'rank'"),
     "another separator": (GOOD.replace(",", ";"), "E411", "row 1, column 1", "write 0F0"),
+    "semicolons for commas": (GOOD.replace(",", "; "), "E411", "row 2, column 1", "write 1F0, with a comma between"),
+    "tabs for commas": (GOOD.replace(",", "\t"), "E411", "row 1, column 1", "with a comma between actions"),
     "an absurd number": (GOOD.replace("0F1", "0F99999999999"), "E411", "row 1, column 2", "end at"),
     "an empty line in the middle": (GOOD.replace("\n", "\n\n", 1), "E412", "row 2, column 1", "delete the row"),
     "an empty line at the end": (GOOD + "\n", "E412", "row 3, column 1", "delete the row"),

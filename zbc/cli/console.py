@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from zbc.closed_pipe import EXIT_PIPE, silence_stdout
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, unwritten
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -138,5 +138,24 @@ def write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        hint = "choose a place that can be written"
-        raise ZbcError("E608", f"cannot write {path}: {error.strerror}", hint=hint) from None
+        raise _unwritable(path, error) from None
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves no file behind."""
+    if path.is_fifo():  # whose reader would take this for all there is
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ZbcError:
+    text = f"cannot write {path}: {unwritten(path, error)}"
+    return ZbcError("E608", text, hint="choose a place that can be written")

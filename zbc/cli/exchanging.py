@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.cli.console import labelled, show, tell, write_text
+from zbc.cli.console import labelled, refuse_unwritable, show, tell, write_text
 from zbc.cli.options import PlanJobOrCsv, Quiet
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def export(
     """
     from zbc.api import open_plan
 
+    if output is not None:
+        refuse_unwritable(output)
     csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
     files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
     main, *others = files
@@ -99,7 +102,8 @@ def import_order(
     if not quiet:
         show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
         show(labelled("", "at F = B = W = 1 ms per rank and microbatch"))
-        show(f"wrote {output}", "", labelled("next", f"zbc plan {output}", f"zbc visualize {source}"))
+        order, job = shlex.quote(str(source)), shlex.quote(str(output))
+        show(f"wrote {output}", "", labelled("next", f"zbc plan {job}", f"zbc visualize {order}"))
 
 
 def _job_text(plan: Plan, source: Path, output: Path, base: Path | None) -> str:

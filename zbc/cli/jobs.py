@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from enum import StrEnum
 from importlib import resources
@@ -53,7 +54,8 @@ def init(
         text = job_text(from_hf)
     write_text(path, text)
     if not quiet:
-        show(f"wrote {path}", "", labelled("next", f"zbc plan {path}", f"zbc compare {path}"))
+        named = shlex.quote(str(path))
+        show(f"wrote {path}", "", labelled("next", f"zbc plan {named}", f"zbc compare {named}"))
 
 
 @config.command("show")

@@ -58,7 +58,7 @@ ScheduleName = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="Use this schedule, or this torch CSV file.",
+        help="Use this schedule, this torch CSV file or this plugin (package.module:function).",
         autocompletion=complete_schedule,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,9 +50,11 @@ def plan(
     """
     from zbc.cli import summary
     from zbc.compiler.compile import compile_job, load_job
+    from zbc.plan import refuse_in_the_way
     from zbc.viz.words import title
 
     loaded = load_job(job, settings or (), schedule, profile)
+    refuse_in_the_way(output)  # before a search that may take long
     compiled = compile_job(loaded, budget=budget)
     if dump_ir is not None:
         _dump(compiled, dump_ir)
@@ -65,16 +68,16 @@ def plan(
         show(*summary.of_plan(compiled, verbose=verbose))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
-        show(labelled("next", f"zbc visualize {output}", _run_command(loaded, output)))
+        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), _run_command(loaded, output)))
 
 
 def _run_command(job: Job, output: Path) -> str:
     if job.model.experts:
         return "this version plans and compares models with experts, it has no layers to run them"
-    ranks = job.parallel.pp * job.parallel.dp
+    ranks, named = job.parallel.pp * job.parallel.dp, shlex.quote(str(output))
     if job.hardware.device == "cuda":
-        return f"torchrun --standalone --nproc-per-node {ranks} -m zbc run {output}"
-    return f"zbc run {output} --local {ranks}"
+        return f"torchrun --standalone --nproc-per-node {ranks} -m zbc run {named}"
+    return f"zbc run {named} --local {ranks}"
 
 
 def _dump(compiled: Compiled, folder: Path) -> None:
@@ -140,7 +143,9 @@ def compare(
     job: JobFile,
     schedules: Annotated[
         str,
-        typer.Option(metavar="all|A,B,C", help="Which schedules.", autocompletion=complete_schedule),
+        typer.Option(
+            metavar="all|A,B,C", help="Which schedules, CSV files or plugins.", autocompletion=complete_schedule
+        ),
     ] = "all",
     sweep: Annotated[
         list[str] | None,
@@ -169,7 +174,8 @@ def compare(
 
     if json + csv + md > 1:
         raise typer.BadParameter("choose one of --json, --csv and --md")
-    names = list(SCHEDULES) if schedules == "all" else [name.strip() for name in schedules.split(",")]
+    named = [name.strip() for name in schedules.split(",")]
+    names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
     wanted = combinations(names, sweep or ())
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
     with progress("planning", len(wanted), quiet=quiet) as done:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.cli.console import indented, labelled, progress, show, show_json, table, write_text
+from zbc.cli.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
 from zbc.cli.options import AsJson, Quiet, Settings
 from zbc.cli.summary import not_to_be_trusted
 from zbc.text import aligned, percent, short, size
@@ -82,6 +82,7 @@ def profile(
     fork_server()  # loads torch while this process does
     from zbc.runtime.profiling.session import effort, measure
 
+    refuse_unwritable(output)
     how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         found = measure(loaded, how, done)

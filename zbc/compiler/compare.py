@@ -7,7 +7,7 @@ A swept key of the schedule, the ranks or the memory is a choice, and rows that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.errors import Problems, ZbcError
-from zbc.spec import Job
+from zbc.spec import Job, chooser_of
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
 WORLD = ("hardware.", "costs.", "model.")
@@ -63,9 +63,16 @@ Planner = Callable[[str, tuple[Setting, ...]], Row]  # by schedule and settings
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
     kept = {AUTO, *LIMITS}  # what is no other name of a schedule, or says more than that
-    names = list(dict.fromkeys(n.lower() if n.lower() in kept else find(n).name for n in schedules))
+    names = list(dict.fromkeys(_named(n, kept) for n in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
+
+
+def _named(schedule: str, kept: Collection[str]) -> str:
+    """The name of a row: a schedule's own, or an order from a file or a plugin as it was given."""
+    if chooser_of(schedule) != "kind":
+        return schedule
+    return schedule.lower() if schedule.lower() in kept else find(schedule).name
 
 
 def _axis(sweep: str) -> list[Setting]:
@@ -172,7 +179,8 @@ class Asked:
         try:
             return load_job(self.path, overrides, schedule, self.profile)
         except ZbcError as error:
-            if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings):
+            fixed = chooser_of(schedule) == "kind"
+            if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings) or not fixed:
                 raise
         chunks = f"schedule.chunks={find(schedule).default_chunks}"
         return load_job(self.path, [*overrides, chunks], schedule, self.profile)

@@ -18,7 +18,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.order import order
 from zbc.compiler.passes import lower, passes
-from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, Schedule, find
+from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.simulate import Timeline, simulate, step_ms
 from zbc.compiler.single import Ordered, settled
@@ -110,7 +110,7 @@ def load_job(
     gives in numbers, and of those that a plan was made with.
     """
     again = plans.is_plan(path)
-    document = recall.document_of(path, keep_costs=profile is None) if again else None
+    document = recall.document_of(path) if again else None
     draft = spec.draft(path, overrides, schedule, profile, document=document)
     if again and profile is None:
         draft.profile = draft.profile or recall.job_of(plans.read_manifest(path)).profile
@@ -165,7 +165,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     try:
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
-        if suggest:
+        if suggest and not _unknown(job, compiled):
             raise _with_alternatives(error, compiled) from None
         raise
     return replace(compiled, ramp=tuple(_starts(compiled, budget)))
@@ -221,6 +221,12 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     barrier, ahead = either_way(program, timeline, found.costs)
     summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
     return Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
+
+
+def _unknown(job: Job, compiled: Compiled) -> bool:
+    """Whether bytes are limited that nobody knows: of no schedule, so that none would fit."""
+    limit = spec.parse_limit(job.schedule.memory_limit or "")
+    return compiled.costs.bytes is None and limit is not None and limit[1] == "bytes"
 
 
 class _Alternative(NamedTuple):
@@ -284,9 +290,3 @@ def _boundary(job: Job) -> plans.Boundary | None:
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
     return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype=model.parameters)
-
-
-def schedule_of(job: Job) -> Schedule | None:
-    """The registered schedule of a job; None for a plugin and for "auto"."""
-    kind = job.schedule.kind
-    return None if kind is None or kind.lower() == AUTO else find(kind)

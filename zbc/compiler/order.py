@@ -17,7 +17,7 @@ from zbc.compiler.tailor import best_cut
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
-from zbc.ir import Program
+from zbc.ir import Kind, Op, Program
 from zbc.spec import Job
 
 
@@ -69,10 +69,13 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     program = userobject.call(_asking(make, job), {}, name, "schedule.plugin", code="E121", where=where)
     if not isinstance(program, Program):
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
-        raise ZbcError("E121", text, where=where)
-    if program.placement.ranks != job.parallel.pp or program.microbatches != job.schedule.microbatches:
-        text = f"schedule: plugin {name} made a program for other ranks or microbatches than it was asked for"
-        raise ZbcError("E121", text, where=where)
+        raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
+    _refuse_what_is_no_op(program, name, where)
+    found, asked_for = (program.placement.ranks, program.microbatches), (job.parallel.pp, job.schedule.microbatches)
+    if found != asked_for:
+        text = f"schedule: plugin {name} made a program of {found[0]} ranks and {found[1]} microbatches"
+        hint = f"it was asked for {asked_for[0]} and {asked_for[1]}: request.p and request.m"
+        raise ZbcError("E121", text, where=where, hint=hint)
     made, asked = program.placement.stages // program.placement.ranks, job.schedule.chunks
     if asked is not None and made != asked:
         text = f"schedule: plugin {name} made a program with {made} stages per rank, schedule.chunks is {asked}"
@@ -81,6 +84,15 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     stages, costs = cut(job, program.placement, table)
     program = replace(program, history=(name,))
     return Ordered(name, program, stages, costs, bounds_of(job, program.placement, costs))
+
+
+def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
+    """Raises E121 where a plugin put something else into the order of a rank, or not a number into an op."""
+    for rank, step, op in program:
+        if not (isinstance(op, Op) and isinstance(op.kind, Kind) and all(type(part) is int for part in op[1:])):
+            text = f"schedule: plugin {name} has {op!r} in the order of rank {rank}, step {step}"
+            hint = "an entry is zbc.ir.Op(Kind.F, stage, microbatch), with whole numbers"
+            raise ZbcError("E121", text, where=where, hint=hint)
 
 
 def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]:

@@ -46,8 +46,8 @@ def job_of(manifest: Manifest) -> Job:
     return Job(toml.Document(MANIFEST, values), **sections, profile=profile)
 
 
-def document_of(folder: Path, *, keep_costs: bool) -> toml.Document:
-    """The job that a plan directory was made from, as a job file would have it; the overlap is no cost.
+def document_of(folder: Path) -> toml.Document:
+    """The job that a plan directory was made from, as a job file without a profile would have it.
 
     Raises E401 to E406 (the manifest).
     """
@@ -56,8 +56,6 @@ def document_of(folder: Path, *, keep_costs: bool) -> toml.Document:
     pretrained = values.pop("pretrained", None)
     values.pop("profile", None)
     values["model"] = {**values["model"], "pretrained": pretrained}
-    if not keep_costs:
-        values["costs"] = {"overlap": values["costs"].get("overlap", 0.0)}
     said = {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
     return toml.Document(str(folder / MANIFEST), {"zbc": 1, **said})
 

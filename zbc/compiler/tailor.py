@@ -75,32 +75,33 @@ class Tailor:
         case = self.case
         given = estimate.given_activations(case.job, list(case.table))
         kept = [layer.size.act_b for layer in case.table] if given is None else [act_b for act_b, _ in given]
-        several = [[[count * size for size in kept] for count in flight] for flight in self._flights()]
+        several = [([[count * size for size in kept] for count in flight], exact) for flight, exact in self._flights()]
         if case.job.hardware.memory_gib is not None:
             state = [STATE * layer.params for layer in case.table]
-            several += [[list(map(add, row, state)) for row in memory] for memory in several]
+            several += [([list(map(add, row, state)) for row in memory], exact) for memory, exact in several]
         times = case.times(frozenset())
-        for place, memory in enumerate(several):
+        for memory, exact in several:
             if any(map(any, memory)):
-                # As with 1F1B is a guess, for which the last layer does not count.
-                guess = case.schedule.searched and place % 2 == 1
-                yield Cut(tuple(even(memory, case.placement, exact=not guess)))
+                yield Cut(tuple(even(memory, case.placement, exact=exact)))  # for a guess the last layer does not count
                 yield Cut(tuple(even(_mixed(times, memory), case.placement, exact=False)))
                 if case.two_pipes and case.schedule.searched:  # one microbatch alone is in one of them
                     yield Cut(tuple(even(memory, Placement(case.placement.pipes[:1]))))
 
-    def _flights(self) -> list[list[int]]:
-        """Microbatches a stage holds at most: in the order if it is known beforehand, else one, and as with 1F1B."""
+    def _flights(self) -> list[tuple[list[int], bool]]:
+        """Microbatches each stage holds at most, and whether that is exact or a guess.
+
+        In the order if it is known beforehand; else one, which no order goes below, and as with 1F1B, which is a guess.
+        """
         case = self.case
         stages, m = case.placement.stages, case.job.schedule.microbatches
         if case.schedule.searched:
-            return [[1] * stages, [min(stages - s, m) for s in range(stages)]]
+            return [([1] * stages, True), ([min(stages - s, m) for s in range(stages)], False)]
         flight = [1] * stages
         for rank in case.order.held:
             for one in rank:
                 for stage, kept, left in one:
                     flight[stage] = max(flight[stage], kept, left)
-        return [flight]
+        return [(flight, True)]
 
     def least_step(self, job: Job) -> float:
         """ms that no order of any cut can beat: the work of a rank that has its share of the whole."""
@@ -194,7 +195,9 @@ class Tailor:
         for _, walk, share in [(0, int(USUAL * RATE), 1.0)] if budget is None else levels:
             found = Walk(self.case.ground(oracle))
             found.run([start, *self.known], walk)
-            yield found.best.cut if found.best is not None else start, share if budget is not None else 0.5
+            # Of few microbatches no order may have been found for what fits, so that what does not is all that is left.
+            fits = found.best is not None and not found.best.over
+            yield found.best.cut if found.best is not None and fits else start, share if budget is not None else 0.5
 
     def _oracle(self, start: Cut, engine: Engine) -> Oracle:
         if len(self.case.placement.pipes) > 1:

@@ -155,6 +155,8 @@ def _advice(cell: str, too_large: bool) -> str:
         return 'this is torch\'s lowered form; dump it with format="compute_only"'
     if loose is not None:
         return f"write {int(loose[1])}{loose[2].upper()}{int(loose[3])}"
+    if begin is not None and re.match(r" *[;|\t] *\d+[FIWB]\d", cell[begin.end() :]):
+        return f"write {begin[0]}, with a comma between actions"
     if begin is not None:
         return f"write {begin[0]}"
     return "actions are stage, letter and microbatch, as 1F0; letters are F, I, W and B"

@@ -42,11 +42,10 @@ LOOKS = {
 RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), "#000000")  # kinds that came later than this table
 IDLE = "#ffffff"
-SECOND_STAGE = "every second stage of a rank"
-SECOND_PIPE = "second pipe"
 
 
 def look(kind: Kind) -> Look:
+    """How ops of a kind are drawn."""
     return LOOKS.get(kind, UNKNOWN)
 
 
@@ -60,6 +59,7 @@ def odd_stages(placement: Placement, rank: int) -> set[tuple[int, int]]:
 
 
 def letter(op: Op, *, odd: bool = False) -> str:
+    """The letter of an op: another one in the second pipe, a small one on the second stage of a rank (`odd`)."""
     found = look(op.kind)
     text = found.other if op.pipe else found.letter
     return text.lower() if odd else text

@@ -108,6 +108,7 @@ class Drawn:
 
 
 def once(timeline: Timeline) -> Strip:
+    """One step."""
     return Strip((timeline,))
 
 

@@ -67,7 +67,9 @@ def replan(
 def with_profile(manifest: Manifest, profile: Profile) -> Job:
     """The job of a plan, its costs those of a profile."""
     job = recall.job_of(manifest)
-    return replace(job, costs=GivenCosts.model_validate({"overlap": job.costs.overlap}), profile=profile)
+    given = job.costs.model_dump()
+    kept = {key: value for key, value in given.items() if key not in GivenCosts.replaced(given)}
+    return replace(job, costs=GivenCosts.model_validate(kept), profile=profile)
 
 
 def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:

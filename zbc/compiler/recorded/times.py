@@ -83,6 +83,7 @@ def _barrier(found: Times, step: Step) -> None:
 
 
 def median_ms(samples: Sequence[int]) -> float:
+    """The median of some ns, in ms. Raises StatisticsError if there are none."""
     return statistics.median(samples) / _MS
 
 
