@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from tests.processes.leftovers import alive, forked, ports
-from tests.processes.plans import processes
+from tests.processes.plans import processes, threads
 from zbc.runtime.forking import fork_server
 from zbc.runtime.network import bind_loopback
 
@@ -35,6 +35,13 @@ def limit(request):
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def one_thread_per_kernel():
+    """As the ranks of the pool have it."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture

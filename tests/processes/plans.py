@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.jobs import toml_value
 from zbc.compiler.compile import Compiled, compile_job, load_job
@@ -22,6 +25,17 @@ TABLES: dict[str, dict[str, Any]] = {
     "data": {"kind": "synthetic"},
     "log": {"every": 1},
 }
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for each kernel of this process; ranks have one, and sums depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:

@@ -18,14 +18,7 @@ from zbc.plan import Plan
 from zbc.runtime.threads import run_threads
 
 TWO = {"pp": 2, "dp": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread_per_kernel():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
 
 def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step", node=()):

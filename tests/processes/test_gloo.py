@@ -10,20 +10,14 @@ import torch
 
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
 from tests.runtime.small_plans import make_plan, make_program, reference
-from tests.runtime.test_gradients import slack
+from tests.runtime.test_gradients import VECTORS, slack
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
 from zbc.plan import assemble
 from zbc.runtime.network import directions, gatherings
 
-
-@pytest.fixture(autouse=True)
-def one_thread_per_kernel():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
 
 def same(found, expected, tolerance=0.0):
@@ -48,6 +42,15 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule
 def test_recompute_changes_no_bit(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), keep=without_step, activations="recompute")
     expected, found = reference(plan), pool.run(train, plan, 1)
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "negated"])
+def test_views_that_are_conjugated_or_negated_in_name_only_arrive_as_what_they_say(pool, kind):
+    family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    plan = make_plan(make_program("1f1b", 4, 4), model=family, **VECTORS, keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [expected.losses] * 4
     same(unpack([grads for _, _, grads, _ in found]), expected.grads)
 
 

@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
-import torch
 
 from tests.processes.leftovers import alive
 from tests.processes.plans import (
     metrics,
     processes,
     run_here,
+    threads,
     troubled,
     write_plan,
     write_program,
@@ -33,14 +32,6 @@ from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.forking import fork_server
 
 QUICK = {"watchdog_s": 2.0, "steps": 10**6}
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
 
 
 def fails(*args, **options):
@@ -99,6 +90,15 @@ def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
 # ---- asked to stop -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hangup():
+    """SIGHUP as it is without nohup, under which this suite may run: there it is ignored, and zbc leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(
     ("number", "sync"),
     [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],

@@ -10,9 +10,8 @@ import socket
 from contextlib import contextmanager, suppress
 
 import pytest
-import torch
 
-from tests.processes.plans import metrics, write_plan
+from tests.processes.plans import metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
 from zbc.plan import Plan
@@ -81,10 +80,8 @@ def trains(plan, out, places, commands):
     assert [process.returncode for process in processes] == [0, 0], said
     hosts = [name.rpartition(":")[0] for name in json.loads((out / "run.json").read_text())["processes"]]
     assert len(hosts) == Plan.read(plan).manifest.world
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = reference(Plan.read(plan), 3).losses
-    torch.set_num_threads(before)
+    with threads(1):
+        expected = reference(Plan.read(plan), 3).losses
     assert [row["loss"] for row in metrics(out)] == pytest.approx(expected, abs=1e-6)
 
 

@@ -11,14 +11,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 
 TWO = ["chimera", "bitpipe", "dualpipe", "chimera-zb", "bitpipe-zb"]  # on four ranks: test_gloo.py
 SMALL = {**GPT, "hidden": 16}
-
-
-@pytest.fixture(autouse=True)
-def one_thread_per_kernel():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
 
 @pytest.mark.parametrize("name", TWO)

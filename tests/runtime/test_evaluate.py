@@ -207,3 +207,5 @@ def test_too_little_data_for_one_evaluation_is_refused(text):
     with pytest.raises(ZbcError) as caught:
         run_threads(plan, 1)
     assert caught.value.code == "E504"
+    assert "samples are kept for evaluation, which takes 32" in caught.value.message
+    assert "data.validation" in caught.value.hint

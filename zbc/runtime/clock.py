@@ -9,6 +9,8 @@ import torch
 
 
 class Clock(Protocol):
+    """How long a rank computes."""
+
     def start(self) -> float:
         """Compute begins; its inputs are there. What this returns is for `stop`."""
 
@@ -64,4 +66,5 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
+    """The clock of a device: events on CUDA, whose ops go on when a call returns, else the host's."""
     return CudaClock(device) if device.type == "cuda" else WallClock()

@@ -41,6 +41,7 @@ def compile_layer(layer: nn.Module, patches: Iterable[Patch]) -> Callable[[Tenso
 
 
 def is_compiled(layer: nn.Module) -> bool:
+    """Whether a layer is what torch.compile made of one."""
     return isinstance(layer, torch._dynamo.OptimizedModule)
 
 

@@ -193,14 +193,6 @@ class Batches:
             epoch, place = epoch + 1, 0
         return found
 
-    def _start(self, step: int) -> int:
-        """How many samples the steps before took; asked for once per microbatch of the same step."""
-        course, known, start = self._begun
-        if known != step or course is not self.course:
-            start = self.course.position(step)
-            self._begun = self.course, step, start
-        return start
-
     def _order(self, epoch: int) -> Permutation:
         order = self._orders.get(epoch)
         if order is None:

@@ -36,6 +36,9 @@ def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Sa
     per_step, size, kept = manifest.microbatches * manifest.copies, manifest.microbatch_size, samples()
     batches, count = None, 0
     if kept is not None:
+        if len(kept) < per_step * size:
+            text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
+            raise ZbcError("E504", text, hint="set data.validation higher, or validation_path to a larger file")
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         batches = Batches(kept, seed=seed_of(train.seed, "evaluation"), microbatches=per_step, size=size)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)

@@ -22,6 +22,8 @@ STD = 0.02
 
 
 class Embed(nn.Module):
+    """(B, T) int64 -> (B, T, H)."""
+
     def __init__(self, vocab: int, hidden: int, seq_len: int, *, learned: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
@@ -38,6 +40,8 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
+    """(B, T, H) -> (B, T, H)."""
+
     def __init__(
         self, hidden: int, heads: int, *, ffn: int, layers: int, eps: float, tanh: bool, rotary: Rotary | None
     ) -> None:
@@ -67,6 +71,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
+    """(B, T, H) -> (B, T, V)."""
+
     def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm

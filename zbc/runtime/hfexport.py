@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zbc import hfconfig
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, unwritten
 from zbc.runtime.hfnames import HEAD, parts
 from zbc.runtime.pretrained import INDEX, SINGLE, safetensors
 from zbc.spec import Model
@@ -87,5 +87,5 @@ def _sync(path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ZbcError:
-    text = f"run: cannot write {path}: {error.strerror}"
+    text = f"run: cannot write {path}: {unwritten(path, error)}"
     return ZbcError("E525", text, hint="choose a place that can be written and has room")

@@ -65,22 +65,12 @@ def run(
     transfers that never end.
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if started and local is not None:
-        text = "run: --local inside of torchrun, which starts the ranks already"
-        raise ZbcError("E604", text, hint="leave out --local, or torchrun")
-    if max_restarts and local is None:
-        text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
-        named = shlex.quote(str(folder))
-        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
+    _check_start(folder, local, max_restarts, started=started)
     try:
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
-        check_runnable(Model.model_validate(manifest.planning["model"]))
-        sinks.check(manifest.training["log"])
-        if save_hf is not None:
-            _check_target(save_hf, manifest)
-        _check_trace(trace, manifest, steps)
+        _check_plan(manifest, steps, save_hf, trace)
         place = _place() if started else None
         if place is not None:
             from zbc.runtime.torchrun import check_devices
@@ -109,6 +99,26 @@ def run(
         _start(folder, manifest, place, options, live.around(emit) if terminal else emit, live.show)
     finally:
         live.clear()
+
+
+def _check_start(folder: Path, local: int | None, max_restarts: int, *, started: bool) -> None:
+    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones."""
+    if started and local is not None:
+        text = "run: --local inside of torchrun, which starts the ranks already"
+        raise ZbcError("E604", text, hint="leave out --local, or torchrun")
+    if max_restarts and local is None:
+        text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
+        named = shlex.quote(str(folder))
+        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
+
+
+def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:
+    """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
+    check_runnable(Model.model_validate(manifest.planning["model"]))
+    sinks.check(manifest.training["log"])
+    if save_hf is not None:
+        _check_target(save_hf, manifest)
+    _check_trace(trace, manifest, steps)
 
 
 def _start(

@@ -19,6 +19,8 @@ from zbc.runtime.rotary import Rotary
 
 
 class Block(nn.Module):
+    """(B, T, H) -> (B, T, H)."""
+
     def __init__(
         self,
         hidden: int,

@@ -25,7 +25,7 @@ import torch
 
 import zbc
 from zbc.course import Course
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, unwritten
 from zbc.flops import training_flops
 from zbc.plan import Manifest
 from zbc.runtime import sinks
@@ -84,8 +84,8 @@ class RunLog:
             self._sinks = sinks.open_sinks(self._log, self.folder, about, first)
             self._file: TextIO = (self.folder / METRICS).open("x" if go_on is None else "a", encoding="utf-8")
         except OSError as error:
-            place = error.filename or out or self._log["dir"]
-            text = f"run: cannot write the run directory {place}: {error.strerror}"
+            place = Path(error.filename or out or self._log["dir"])
+            text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
             raise ZbcError("E606", text, hint="choose another one with --out DIR") from None
 
     def __enter__(self) -> RunLog:

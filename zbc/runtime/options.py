@@ -8,6 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunOptions:
+    """What the command line, or a caller of Python, says of a run; None leaves it to the plan."""
+
     steps: int | None = None  # instead of the plan's
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder

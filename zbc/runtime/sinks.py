@@ -15,6 +15,8 @@ _WANDB = "wandb_run"  # in run.json: what W&B calls the run
 
 
 class Sink(Protocol):
+    """A place where the numbers of steps go."""
+
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         """The numbers of a step (from 1); lists have one value per rank."""
 

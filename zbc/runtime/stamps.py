@@ -12,6 +12,8 @@ _TRIES = 5
 
 
 class Stamps(Protocol):
+    """Moments of one step, taken as it runs."""
+
     def open(self) -> None:
         """A step begins; stamps of the one before are void."""
 
@@ -77,4 +79,5 @@ class CudaStamps:
 
 
 def stamps_for(device: torch.device) -> Stamps:
+    """Those of a device: events on CUDA, else the host's time."""
     return CudaStamps(device) if device.type == "cuda" else HostStamps()

@@ -25,6 +25,8 @@ _engine = getattr(graph, "_engine_run_backward", None)
 
 
 class Tape(Protocol):
+    """What F left of one microbatch."""
+
     def backward(self, grad: Tensor | None) -> None:
         """Add the gradients of the stage's input and of the weights, those that do not wait in the slot.
 

@@ -212,5 +212,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
+    """Begin anew what `peak_bytes` counts; on a CPU nothing does."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
