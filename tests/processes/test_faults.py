@@ -199,6 +199,15 @@ def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out
     assert max(disk.complete(out / "checkpoints")) == last - 1
 
 
+def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_path, out):
+    changes = troubled("nan", good=8)
+    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
+    plan = write_plan(tmp_path, **changes, train={"steps": 9, "nonfinite": "stop"})
+    error = fails(plan, 4, out)
+    assert (error.code, error.exit_code) == ("E704", 7)
+    assert [row["skipped"] for row in metrics(out)] == [False, False, True]
+
+
 def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out):
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(bytes(range(256)) * 64)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import torch
 from torch import Tensor, nn
+
+from zbc.runtime.metrics import RunLog
+from zbc.runtime.progress import StepResult
 
 
 class Trouble(nn.Module):
@@ -35,6 +39,18 @@ class Trouble(nn.Module):
 
 def layers(how: str = "", good: int = 0) -> list[nn.Module]:
     return [nn.Linear(8, 8), nn.Linear(8, 8), Trouble(how, good), nn.Linear(8, 8)]
+
+
+def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
+    """The same, in a run whose rank 0 takes a second to write down a step that was skipped."""
+    record = RunLog.record
+
+    def late(self: RunLog, result: StepResult) -> str | None:
+        time.sleep(float(result.skipped))
+        return record(self, result)
+
+    RunLog.record = late  # type: ignore[method-assign]
+    return layers(how, good)
 
 
 class Vectors:

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -158,7 +159,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         if checkpoints is not None:
             checkpoints.last = first
         watchdog.watch(worker.progress)
-        stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints)
+        stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
         if tracer is not None:
             tracer.end()
     if options.save_hf is not None:
@@ -207,6 +208,7 @@ def _train(
     log: RunLog | None,
     tracer: Tracers | None,
     checkpoints: Checkpoints | None,
+    limit: timedelta,
 ) -> str | None:
     if log is not None:
         seat.emit(log.headline())
@@ -222,6 +224,9 @@ def _train(
         except ZbcError:
             if checkpoints is not None:
                 checkpoints.wait()  # all ranks end here, so what is being written may become whole
+            progress = worker.progress
+            progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
+            board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
             raise
 
     for step in steps:
