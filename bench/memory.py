@@ -2,17 +2,21 @@
 
     python bench/memory.py [--model NAME ...]
 
-Measured with zbc/runtime/measure.py in steps 2 and 3: in the first the optimizer makes its state. A category counts as
-wrong by the share of its own measured bytes; tensors on their way depend on when the neighbour takes them, so `buffers`
-differs a little from run to run, the more the busier the machine is. `all` is the sum of the categories beside the sum
-of the measured ones.
+Measured with zbc/runtime/measure.py in two steps of which each op takes so many times as long as in the step before
+them (pace.py): to look at tensors slows small ops down more than large ones, and ranks would meet at other moments. A
+category counts as wrong by the share of its own measured bytes. How long a tensor is on its way depends on when the
+neighbour takes it: `buffers` is predicted with op times as that step before had them, as a plan with a profile of its
+ranks would be, and `planned` is the same with the times of the plan, which are estimated here. Both differ a little
+from run to run, the more the busier the machine is. `all` is the sum of the categories beside that of the measured
+ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +24,17 @@ import torch
 from record import Record
 
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory, peaks
+from zbc.ir import Kind
 from zbc.plan import Plan
+from zbc.runtime.execute import Step, StepResult, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.measure import CATEGORIES, Held, Scale
+from zbc.runtime.pace import Pace, pace_of, usual
 from zbc.runtime.state import Worker
 from zbc.runtime.threads import run_threads
+from zbc.runtime.tracing import Recorder
 
 JOB = """\
 zbc = 1
@@ -78,17 +87,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "long": {"seq_len": 256, "heads": 2, "size": 1},
     "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": ROTARY},
 }
+STEPS, TIMED = 7, 3  # in the first steps the optimizer makes its state, and what is made once
 RECORDED = ("base", "wide", "vocabulary")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v")
 
 
 class Row(NamedTuple):
-    predicted: RankMemory
+    predicted: RankMemory  # with op times as they were
+    planned: RankMemory  # with those of the plan
     measured: Held
 
-    def error(self, name: str) -> float:
+    def error(self, name: str, predicted: RankMemory | None = None) -> float:
         """How far the prediction is from what was measured, as a share of that."""
-        found, told = getattr(self.measured, name), getattr(self.predicted, name)
+        found, told = getattr(self.measured, name), getattr(predicted or self.predicted, name)
         return (told - found) / found if found else 0.0 if told == 0 else float("inf")
 
     @property
@@ -105,14 +116,46 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
         compiled = compile_job(load_job(path))
         compiled.write(Path(name) / "plan")
         plan = Plan.read(Path(name) / "plan")
-    scales: list[Scale] = []
+    watches: dict[int, Watched] = {}
 
-    def weigh(worker: Worker) -> None:
-        scales.append(Scale(worker))
+    def watched(worker: Worker) -> Step:
+        watches[worker.rank] = one = Watched(worker)
+        return one
 
-    run_threads(plan, 3, setup=weigh, hub=Hub(plan.manifest.world, prompt=True))
-    for scale, memory in zip(scales, peaks(compiled.program, compiled.costs), strict=True):
-        yield Row(memory, scale.held)
+    run_threads(plan, STEPS, step=watched, hub=Hub(plan.manifest.world, prompt=True))
+    found = [watches[rank] for rank in range(plan.manifest.world)]
+    timed = with_times(compiled.costs, [one.usual for one in found])
+    both = zip(peaks(compiled.program, timed), peaks(compiled.program, compiled.costs), strict=True)
+    for one, (predicted, planned) in zip(found, both, strict=True):
+        yield Row(predicted, planned, one.scale.held)
+
+
+class Watched:
+    """Runs the steps of a rank: the first as they are, then one that is timed, then some that are weighed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.usual: Pace = {}
+        self.scale: Scale
+
+    def __call__(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
+        if step != TIMED:
+            return run_step(worker, step, stop=stop)
+        result, timing = Recorder(worker).step(step, stop)
+        self.usual = usual(worker, timing)
+        self.scale = Scale(worker, pace_of(worker, timing, result))
+        return result
+
+
+def with_times(costs: Costs, ranks: Sequence[Pace]) -> Costs:
+    """These costs with ops as long as they took on the ranks."""
+    seconds = {what: took for rank in ranks for what, took in rank.items()}
+
+    def ms(kind: Kind) -> tuple[float, ...]:
+        return tuple(1e3 * seconds.get((kind, stage), 0.0) for stage in range(costs.stages))
+
+    whole = ms(Kind.BW) if any(kind is Kind.BW for kind, _ in seconds) else ()
+    return replace(costs, f=ms(Kind.F), b=ms(Kind.B), w=ms(Kind.W), bw=whole)
 
 
 def main() -> None:
@@ -123,7 +166,7 @@ def main() -> None:
     record = Record("memory")
     record("# (predicted - measured) / measured of the worst rank, in %; measured MiB of all ranks together")
     names = " ".join(f"{name:>11}" for name in CATEGORIES)
-    record(f"{'model':10} {'schedule':8} {'activations':11} {names} {'all':>7} {'MiB':>8}")
+    record(f"{'model':10} {'schedule':8} {'activations':11} {names} {'planned':>8} {'all':>7} {'MiB':>8}")
     worst = dict.fromkeys(CATEGORIES, 0.0)
     for model in options.model or RECORDED:
         for kind in SCHEDULES:
@@ -145,10 +188,13 @@ def report(record: Record, labels: tuple[str, str, str], found: list[Row], worst
         error = max((row.error(name) for row in found), key=abs)
         worst[name] = max(worst[name], error, key=abs)
         cells.append(f"{100 * error:+11.1f}")
+    planned = max((row.error("buffers", row.planned) for row in found), key=abs)
     whole = max((row.whole for row in found), key=abs)
     total = sum(getattr(row.measured, name) for row in found for name in CATEGORIES) / 2**20
     model, kind, activations = labels
-    record(f"{model:10} {kind:8} {activations:11} {' '.join(cells)} {100 * whole:+7.1f} {total:8.2f}")
+    record(
+        f"{model:10} {kind:8} {activations:11} {' '.join(cells)} {100 * planned:+8.1f} {100 * whole:+7.1f} {total:8.2f}"
+    )
 
 
 if __name__ == "__main__":

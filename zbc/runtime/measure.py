@@ -4,7 +4,8 @@
 step does not count, since there the optimizer makes its state. Every tensor that an op makes is seen by a
 dispatch mode and counted by its storage, once however many views there are, until the storage is freed: tensors that
 autograd saved are as visible as any others. What a kernel allocates and frees inside itself is not seen. Ops run about
-three times slower meanwhile.
+three times slower meanwhile, those of small kernels more; with a pace (pace.py) all by the same factor, so that what
+waits for a neighbour waits as in other steps.
 
     weights      parameters, buffers of modules, and copies of weights in the autocast type
     gradients    what lies in `.grad`
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbc.ir import COMPUTE, TRANSFER, Kind, Message, Op
 from zbc.runtime.clock import Clock
+from zbc.runtime.pace import Pace, left
 from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.state import Worker
 
@@ -157,6 +159,7 @@ class Scale:
     """Weighs a worker: `held` is the most of any step but the first, `readings` are the ops of the last one."""
 
     worker: Worker
+    pace: Pace | None = None
     held: Held = field(default_factory=Held)
     readings: list[Reading] = field(default_factory=list)
 
@@ -205,10 +208,11 @@ class Scale:
             self._clock.began = time.perf_counter_ns()
             with ledger:
                 handler(worker, op)
-            left = self._left()
+            time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
+            gone = self._left()
             extra = self._extra(before, last)
             self._mark(op, last)
-            self._note(op, left, extra)
+            self._note(op, gone, extra)
 
         return run
 

@@ -26,6 +26,7 @@ from zbc.runtime.board import Board
 from zbc.runtime.clock import Clock
 from zbc.runtime.execute import StepResult, run_step
 from zbc.runtime.measure import CATEGORIES, Scale
+from zbc.runtime.pace import pace_of
 from zbc.runtime.scribe import Scribe
 from zbc.runtime.stamps import Stamps, stamps_for
 from zbc.runtime.state import Entry, Worker
@@ -43,7 +44,7 @@ class Tracer:
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
     and behind the last. What ops hold is looked at in the step behind the last recorded one, or in the one before the
     first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a leg
-    only turns to its plan, so neither counts.
+    only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
     """
 
     worker: Worker
@@ -54,6 +55,7 @@ class Tracer:
     leg: int = -1
     _opened: bool = False
     _closed: bool = False
+    _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the one that is looked at
 
     def __post_init__(self) -> None:
         self._recorder, self._scribe = Recorder(self.worker), Scribe()
@@ -61,17 +63,23 @@ class Tracer:
         begin = self.worker.course.legs[self.leg].first
         before = first - 1 if first - 1 > begin else None
         self._weighed = self._last + 1 if self._last + 1 < self.total else before
+        self._begin = begin
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
         if self.steps and step == self._weighed:
             return self._weigh(worker, step, stop)
-        if step not in self.steps:
+        timed = self.steps and self._weighed is not None and self._begin < step == self._weighed - 1
+        if step not in self.steps and not timed:
             return run_step(worker, step, stop=stop)
-        if not self._opened:
+        if step in self.steps and not self._opened:
             self._opened = True
             self._clock()
         result, stamped = self._recorder.record(step, stop)
+        if timed:
+            self._timed = stamped, result
+        if step not in self.steps:
+            return result
         self._scribe.add(lambda: self.writer.step(stamped.timing()))
         if step == self._last:
             self.close()
@@ -95,7 +103,8 @@ class Tracer:
         self._scribe.add(lambda: self.writer.clock(compared))
 
     def _weigh(self, worker: Worker, step: int, stop: bool) -> StepResult | None:
-        with Scale(worker) as scale:
+        pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
+        with Scale(worker, pace) as scale:
             result = run_step(worker, step, stop=stop)
         rows = [[getattr(reading.held, name) for name in (*CATEGORIES, "peak")] for reading in scale.readings]
         memory = Memory(step + 1, (*CATEGORIES, "peak"), rows)
