@@ -173,7 +173,7 @@ def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
     tokenize.tokenize([str(lines)], tmp_path / "fine.bin", Bytes())
     lines.write_text('{"text": "fine"}\n{"text": "broken \\ud83d here"}\n')
     error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "l.bin", Bytes())
-    assert error.code == "E503" and "'\\ud83d', behind 'broken '" in error.message
+    assert error.code == "E503" and "'\\ud83d', behind 'broken '" in error.message and error.where == f"{lines}:2"
     error.render().encode()
 
 
@@ -193,12 +193,22 @@ def test_what_is_there_is_not_overwritten_and_bad_text_is_named(texts, tmp_path)
     out.unlink()
     (texts / "e.txt").write_bytes(b"abc\xffdef")
     error = error_of(tokenize.tokenize, [str(texts)], out, Bytes())
-    assert error.code == "E503" and "e.txt" in error.message and "byte 3 is 0xff" in error.message
+    assert error.code == "E503" and error.where == f"{texts / 'e.txt'}:1" and "byte 3 is 0xff" in error.message
     for line in ('{"txt": 1}', "[1]", "x", '{"text": "a\\u0000b"}'):
         (tmp_path / "lines.jsonl").write_text(line + "\n")
         error = error_of(tokenize.tokenize, [str(tmp_path / "lines.jsonl")], tmp_path / "l.bin", Bytes())
         assert error.code == "E503", line
     assert error_of(tokenize.tokenize, [str(tmp_path / "gone.txt")], out, Bytes()).code == "E501"
+
+
+@pytest.mark.parametrize("piece", [20, 2**22])
+@pytest.mark.parametrize("bad", [b'{"txt": 1}', b'{"text": "\xff"}', b'{"text": "\\ud83d"}'])
+def test_a_bad_line_is_named_by_its_number_in_the_file_also_behind_the_first_piece(tmp_path, monkeypatch, bad, piece):
+    monkeypatch.setattr(tokenize, "PIECE", piece)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(b'{"text": "fine"}\n\n' * 7 + bad + b'\n{"text": "fine"}\n')
+    error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "out.bin", Bytes())
+    assert (error.code, error.where) == ("E503", f"{lines}:15")
 
 
 def test_the_command_says_what_it_made_and_what_to_write_next(texts, tmp_path, capsys):

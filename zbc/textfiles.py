@@ -7,6 +7,8 @@ from pathlib import Path
 
 from zbc.errors import ZbcError
 
+_AT_ONCE = 2**22  # bytes
+
 
 def text_files(path: str | Sequence[str]) -> Iterator[Path]:
     """A file, all files below a folder in sorted order, or a list of both. Raises E501 for an empty folder."""
@@ -40,7 +42,20 @@ def not_text(file: Path, raw: bytes, start: int = 0) -> ZbcError | None:
     if bad is None:
         return None
     text = f"data: {file} is not UTF-8 text: byte {start + bad} is 0x{raw[bad]:02x}"
-    return ZbcError("E503", text, hint='convert it (iconv -t UTF-8), or use data.kind = "package.module:factory"')
+    hint = 'convert it (iconv -t UTF-8), or use data.kind = "package.module:factory"'
+    return ZbcError("E503", text, where=line_at(file, start + bad), hint=hint)
+
+
+def line_at(file: Path, byte: int) -> str:
+    """`FILE:LINE` of a byte of a file, the line counted from 1; the file alone where it cannot be read any more."""
+    line, left = 1, byte
+    try:
+        with file.open("rb") as source:
+            while left > 0 and (raw := source.read(min(left, _AT_ONCE))):
+                line, left = line + raw.count(b"\n"), left - len(raw)
+    except OSError:
+        return str(file)
+    return f"{file}:{line}"
 
 
 def first_bad_byte(raw: bytes) -> int | None:

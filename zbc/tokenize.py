@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from zbc.errors import ZbcError, unwritten
-from zbc.textfiles import not_text, text_files, unreadable
+from zbc.textfiles import line_at, not_text, text_files, unreadable
 from zbc.tokenfile import Tokens, sidecar, write_sidecar
 
 PIECE = 2**22  # bytes of text at a time
@@ -205,9 +205,9 @@ def _pieces(file: Path, start: int) -> Iterator[Piece]:
             problem = not_text(file, raw, start)
             if problem is not None:
                 raise problem
+            texts = list(_documents(file, raw, start)) if lines else [raw.decode()]
             start += len(raw)
             last = start >= size or not raw
-            texts = [_text_of(file, line) for line in raw.split(b"\n") if line.strip()] if lines else [raw.decode()]
             yield Piece(len(raw), texts, lines, last)
 
 
@@ -226,20 +226,29 @@ def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
     return raw
 
 
-def _text_of(file: Path, line: bytes) -> str:
+def _documents(file: Path, raw: bytes, start: int) -> Iterator[str]:
+    """The texts of whole lines, which begin at byte `start` of `file`."""
+    for line in raw.split(b"\n"):
+        if line.strip():
+            yield _text_of(file, line, start)
+        start += len(line) + 1
+
+
+def _text_of(file: Path, line: bytes, start: int) -> str:
+    """The text of a line that begins at byte `start`. Raises E503 with its number."""
     try:
         text = json.loads(line)["text"]
     except (ValueError, RecursionError, KeyError, TypeError):
         text = None
     if not isinstance(text, str) or "\0" in text:
         shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
-        raise ZbcError("E503", shown, hint="one JSON object a line; other text belongs into files with other names")
+        hint = "one JSON object a line; other text belongs into files with other names"
+        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
     if (half := _SURROGATE.search(text)) is not None:
         near = text[max(0, half.start() - 20) : half.end()]
         shown = f"data: {file} has a line with half of a character, {half[0]!a}, behind {near[:-1]!a}: {line[:60]!r}"
-        raise ZbcError(
-            "E503", shown, hint=r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
-        )
+        hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
+        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
     return text
 
 

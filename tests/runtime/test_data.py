@@ -10,7 +10,7 @@ import torch
 from zbc import spec
 from zbc.errors import ZbcError
 from zbc.runtime import corpus
-from zbc.runtime.data import Batches, Noise, Windows, build_samples, input_spec
+from zbc.runtime.data import Batches, Noise, Windows, build_samples, input_spec, place
 
 HERE = "tests.runtime.user_models"
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
@@ -59,6 +59,26 @@ def test_too_little_data_for_one_step_is_refused():
     error = error_of(batches, 5, 3, 2)
     assert error.code == "E504" and "5 samples, one step needs 6 (3 microbatches of 2)" in error.message
     batches(6, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "kept", "where"),
+    [
+        ({"path": "a.txt"}, False, "data.path = a.txt, in samples of 4 tokens"),
+        ({"path": list("abcd")}, False, "data.path = a, b, c, ..., in samples of 4 tokens"),
+        ({}, False, "data.kind = text, in samples of 4 tokens"),
+        ({"kind": "my.data:make"}, False, "data.kind = my.data:make"),
+        (
+            {"path": "a", "validation": 0.5},
+            True,
+            "data.path = a, in samples of 4 tokens, of which data.validation = 0.5 keeps",
+        ),
+        ({"path": "a", "validation_path": "b"}, True, "data.validation_path = b, in samples of 4 tokens"),
+        ({"path": "a", "validation_path": "b"}, False, "data.path = a, in samples of 4 tokens"),
+    ],
+)
+def test_the_place_of_data_is_what_the_job_calls_them(data, kept, where):
+    assert place(spec.Data.model_validate(data), MODEL, kept=kept) == where
 
 
 def test_text_is_bytes_of_files_and_folders_in_sorted_order(tmp_path, monkeypatch):

@@ -208,4 +208,11 @@ def test_too_little_data_for_one_evaluation_is_refused(text):
         run_threads(plan, 1)
     assert caught.value.code == "E504"
     assert "samples are kept for evaluation, which takes 32" in caught.value.message
-    assert "data.validation" in caught.value.hint
+    assert "data.validation" in caught.value.hint and caught.value.where.startswith("data.path = ")
+    assert caught.value.where.endswith("of which data.validation = 0.3 keeps")
+
+
+def test_too_little_data_for_one_step_is_refused_with_the_file(text):
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan_for("1f1b", 2, text, m=256), 1)
+    assert caught.value.code == "E504" and caught.value.where.startswith("data.path = ")

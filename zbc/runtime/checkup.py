@@ -20,7 +20,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.plan import Plan, RankPlan, assemble
 from zbc.runtime import model
-from zbc.runtime.data import Batches, build_samples
+from zbc.runtime.data import Batches, build_samples, place
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
@@ -127,7 +127,14 @@ def plain_gradients(plan: Plan, device: torch.device = CPU) -> tuple[float, dict
     parameters = _named(modules)
     lower_precision(parameters.values(), lowered)
     samples = build_samples(settings.data, settings.model, seed)
-    batches = Batches(samples, seed=seed, microbatches=count, size=manifest.microbatch_size, lowered=lowered)
+    batches = Batches(
+        samples,
+        seed=seed,
+        microbatches=count,
+        size=manifest.microbatch_size,
+        lowered=lowered,
+        where=place(settings.data, settings.model),
+    )
     total, low = 0.0, settings.model.dtype == "bfloat16"
     for mb in range(count):
         x, target = batches.inputs(0, mb).to(device), batches.targets(0, mb).to(device)

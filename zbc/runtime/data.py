@@ -130,6 +130,7 @@ class Batches:
     """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
 
     `course` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
+    Raises E504, at `where`, if the samples do not make one step.
     """
 
     def __init__(
@@ -141,11 +142,14 @@ class Batches:
         size: int,
         course: Course | None = None,
         lowered: torch.dtype | None = None,
+        where: str | None = None,
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
-            text = f"data: {self._count} samples, one step needs {needed} ({microbatches} microbatches of {size})"
-            raise ZbcError("E504", text, hint="give more data, shorter sequences, or fewer or smaller microbatches")
+            parts = f"{microbatches} microbatch{'es' * (microbatches > 1)} of {size}"
+            text = f"data: {self._count} samples, one step needs {needed} ({parts})"
+            hint = "give more data, shorter sequences, or fewer or smaller microbatches"
+            raise ZbcError("E504", text, where=where, hint=hint)
         self.course = course or Course.even(needed)
         self._lowered = lowered
         self._samples, self._seed, self._size = samples, seed, size
@@ -215,6 +219,23 @@ def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples |
         return None
     samples = _all_samples(data, model, seed)
     return Part(samples, len(samples) - _kept(data, samples), len(samples))
+
+
+def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
+    """What the samples of a training are made of, or of those `kept` for evaluation, in the words of the job."""
+    key, path = ("path", data.path)
+    if kept and data.validation_path is not None:
+        key, path = ("validation_path", data.validation_path)
+    named = f"data.kind = {data.kind}" if path is None else f"data.{key} = {_listed(path)}"
+    if data.kind in KINDS:
+        named += f", in samples of {model.seq_len} tokens"
+    if data.validation:
+        named += f", {'of which' if kept else 'less what'} data.validation = {data.validation:g} keeps"
+    return named
+
+
+def _listed(path: str | list[str]) -> str:
+    return path if isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
 
 
 def _kept(data: spec.Data, samples: Samples) -> int:

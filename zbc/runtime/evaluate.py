@@ -25,10 +25,12 @@ from zbc.runtime.seeding import seed_of
 from zbc.runtime.state import Evaluation, Worker, take
 
 
-def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Samples | None]) -> Evaluation | None:
+def build_evaluation(
+    worker: Worker, train: spec.Train, samples: Callable[[], Samples | None], where: str | None = None
+) -> Evaluation | None:
     """What the job asks for, None if nothing; `samples` gives the data kept for it, None where they are not read.
 
-    Raises E504 if they do not make one batch of as many samples as a step has.
+    Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
     """
     if not train.eval_every:
         return None
@@ -38,7 +40,8 @@ def build_evaluation(worker: Worker, train: spec.Train, samples: Callable[[], Sa
     if kept is not None:
         if len(kept) < per_step * size:
             text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
-            raise ZbcError("E504", text, hint="set data.validation higher, or validation_path to a larger file")
+            hint = "set data.validation higher, or validation_path to a larger file"
+            raise ZbcError("E504", text, where=where, hint=hint)
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         batches = Batches(kept, seed=seed_of(train.seed, "evaluation"), microbatches=per_step, size=size)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)

@@ -18,7 +18,7 @@ from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.carried import refuse_carried
-from zbc.runtime.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec
+from zbc.runtime.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.runtime.evaluate import build_evaluation
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -119,7 +119,8 @@ def build_worker(
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
     worker.sums |= _sums(worker)
-    worker.evaluation = build_evaluation(worker, settings.train, functools.partial(_validation, settings, bool(ends)))
+    kept, where = functools.partial(_validation, settings, bool(ends)), place(settings.data, settings.model, kept=True)
+    worker.evaluation = build_evaluation(worker, settings.train, kept, where=where)
     for act in worker.acts:
         act.ahead = _ahead(worker, act)
     return worker
@@ -212,6 +213,7 @@ def _batches(
         size=manifest.microbatch_size,
         course=course,
         lowered=LOWERED[settings.model.parameters],
+        where=place(settings.data, settings.model),
     )
     if settings.data.kind not in KINDS:
         return batches
