@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -284,9 +284,7 @@ def read(run: Path, phase: str | None = None) -> Trace:
     if phase is None:
         phase = recorded[-1] if recorded else ""
     if phase not in recorded:
-        names = ", ".join(name or "the last one" for name in recorded) or "none"
-        text = f"trace: {run} has no trace of the phase {phase or 'behind the ramp'}"
-        raise ZbcError("E430", text, hint=f"recorded phases: {names}")
+        raise _unrecorded(run, phase, recorded)
     folder = run / FOLDER / phase
     plan = plans.Plan.read(run / FOLDER / PLAN / phase)
     world = plan.manifest.world
@@ -302,6 +300,18 @@ def read(run: Path, phase: str | None = None) -> Trace:
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
     return trace
+
+
+def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
+    """Why there is nothing of this phase: the run had no ramp, or other phases of it were recorded."""
+    known = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
+    if not known:
+        return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")
+    what = f"the phase {phase}" if phase else "the steps behind the ramp"
+    text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(known)}" * (phase not in ["", *known]))
+    names = [name for name in recorded if name]
+    hint = f"recorded phases: {', '.join(names) or 'none'}"
+    return ZbcError("E430", text, hint=hint + "; and the steps behind the ramp, without --phase" * ("" in recorded))
 
 
 def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:

@@ -77,7 +77,18 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     latest = zbc("report", "run")
     assert "the steps of m4 of a ramp, 4 microbatches each" in latest.out and "also recorded: --phase m2" in latest.out
     missing = zbc("report", "run", "--phase", "m3")
-    assert (missing.code, missing.out) == (4, "") and "recorded phases: m2, m4" in missing.err
+    assert (missing.code, missing.out) == (4, "") and "recorded phases: m2, m4\n" in missing.err
+    assert "no trace of the phase m3, its ramp has m2, m4" in missing.err
+    record(plan, folder, world, (8, 9), "")
+    missing = zbc("report", "run", "--phase", "m3")
+    assert "recorded phases: m2, m4; and the steps behind the ramp, without --phase" in missing.err
+
+
+def test_a_phase_of_a_run_without_a_ramp_is_refused_with_the_way_out(zbc, run):
+    for command in (("report", "run", "--phase", "m4"), ("profile", "--from-trace", "run", "--phase", "m4")):
+        found = zbc(*command)
+        assert (found.code, found.out) == (4, "")
+        assert "run had no ramp, and so no phase m4\n   = leave out --phase" in found.err
 
 
 @pytest.fixture
