@@ -8,6 +8,7 @@ The first digit of a code is its family, and the family decides the exit code of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def _rebuild(code: str, message: str, where: str | None, hint: str | None, detai
 
 def unwritten(path: Path, error: OSError) -> str:
     """Why `path` cannot be written; of a file where a folder has to be, which one that is."""
-    above = next((place for place in path.parents if place.is_file()), None)
+    above = next((place for place in path.parents if os.path.isfile(place)), None)  # where a name may be too long
     return error.strerror or str(error) if above is None else f"{above} is a file"
 
 

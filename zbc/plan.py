@@ -18,13 +18,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zbc.errors import ZbcError, unwritten
+from zbc.folders import folders_for
 from zbc.ir import Kind, Op, Program
 from zbc.manifest import FORMAT as FORMAT
 from zbc.manifest import MANIFEST as MANIFEST
@@ -167,31 +169,50 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
     Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
     """
     refuse_in_the_way(folder)
-    work = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        fresh = work / "new"
-        fresh.mkdir()
-        for name, text in {**files, MANIFEST: manifest.dumps()}.items():
-            (fresh / name).parent.mkdir(exist_ok=True)
-            (fresh / name).write_text(text, encoding="utf-8")
-        if folder.exists():
-            os.rename(folder, work / "old")
-        os.rename(fresh, folder)
+        with folders_for(folder), _beside(folder) as work:
+            fresh = work / "new"
+            fresh.mkdir()
+            for name, text in {**files, MANIFEST: manifest.dumps()}.items():
+                (fresh / name).parent.mkdir(exist_ok=True)
+                (fresh / name).write_text(text, encoding="utf-8")
+            if folder.exists():
+                os.rename(folder, work / "old")
+            os.rename(fresh, folder)
     except OSError as error:
-        if work is not None and (work / "old").exists() and not folder.exists():
-            os.rename(work / "old", folder)
-        text = f"plan: cannot write {folder}: {unwritten(folder, error)}"
-        raise ZbcError("E407", text, hint="choose a folder that can be written with -o") from None
+        raise _unwritable(folder, error) from None
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A folder to work in, which is gone afterwards; what stood at `folder` and is now `old` in it comes back."""
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield work
     finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
+        if (work / "old").exists() and not folder.exists():
+            os.rename(work / "old", folder)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raises E405 or E407 where no plan can be written, before there is one. Leaves nothing behind."""
+    try:
+        refuse_in_the_way(folder)
+        with folders_for(folder, keep=False), _beside(folder) as work:
+            (work / "new").mkdir()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ZbcError:
+    text = f"plan: cannot write {folder}: {unwritten(folder, error)}"
+    return ZbcError("E407", text, hint="choose a folder that can be written with -o")
 
 
 def refuse_in_the_way(folder: Path) -> None:
     """Raises E405 if something that is not a plan is where one is to be written."""
-    if folder.exists() and not _replaceable(folder):
+    if os.path.exists(folder) and not _replaceable(folder):
         text = f"plan: {folder} exists and is not a plan directory"
         raise ZbcError("E405", text, hint="choose another folder with -o")
 

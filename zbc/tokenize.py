@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from zbc.errors import ZbcError, unwritten
+from zbc.folders import folders_for
 from zbc.textfiles import line_at, not_text, text_files, unreadable
 from zbc.tokenfile import Tokens, sidecar, write_sidecar
 
@@ -108,8 +109,7 @@ def tokenize(
     dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
     part = out.with_name(out.name + ".part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as target:
+        with folders_for(out), part.open("ab") as target:
             _alone(target, out)
             journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
             done(sum(_size(file) for file in files[: journal.file]) + journal.byte)

@@ -15,6 +15,7 @@ from tests.jobs import toml_text
 from zbc.compiler.schedules import SCHEDULES
 
 LINES, COLUMNS = 24, 100
+LONG = 300 * "x"  # no file system takes such a name
 GOOD = toml_text()
 
 
@@ -442,8 +443,47 @@ def test_no_long_work_begins_for_an_output_that_cannot_be_written(zbc, job, fold
     monkeypatch.setattr("zbc.runtime.profiling.session.measure", began)
     monkeypatch.setattr("zbc.runtime.forking.fork_server", lambda: None)
     fails(zbc("plan", job(), "-o", "file"), 4, "E405")
+    fails(zbc("plan", "zbc.toml", "-o", "file/plan"), 4, "E407")
+    fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608")
     fails(zbc("profile", "zbc.toml", "-o", "file/profile.json"), 6, "E608")
     fails(zbc("profile", "zbc.toml", "-o", "."), 6, "E608")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "fault"),
+    [
+        (("plan", "zbc.toml", "-o", f"new/a/{LONG}"), 4, "E407"),
+        (("plan", "zbc.toml", "-o", "new/a/plan", "--dump-ir", f"new/b/{LONG}"), 6, "E608"),
+        (("plan", "zbc.toml", "-o", f"new/a/{LONG}", "--dump-ir", "new/b"), 4, "E407"),
+        (("plan", "zbc.toml", "-o", "new/a/plan", "--set", "hardware.memory_gib=1e-6"), 5, "E301"),
+        (("profile", "zbc.toml", "-o", f"new/a/{LONG}"), 6, "E608"),
+        (("profile", "zbc.toml", "-o", "new/../new/p.json", "--set", "data.path=nothing.txt"), 6, "E501"),
+        (("export", "zbc.toml", "--to", "json", "-o", f"new/a/{LONG}"), 6, "E608"),
+        (("export", "gone", "--to", "json", "-o", "new/a/order.json"), 4, "E401"),
+        (("visualize", "zbc.toml", "--as", "svg", "-o", f"new/{LONG}"), 6, "E608"),
+        (("init", f"new/{LONG}"), 6, "E608"),
+        (("data", "tokenize", "zbc.toml", "-o", f"new/{LONG}"), 6, "E608"),
+    ],
+)
+def test_a_command_that_fails_leaves_no_new_folder_behind(zbc, job, arguments, code, fault):
+    job()
+    before = tree()
+    ran = zbc(*arguments)
+    assert (ran.code, ran.out) == (code, "") and f"error[{fault}]" in ran.err and "Traceback" not in ran.err
+    assert tree() == before and not Path("new").exists()
+
+
+def test_what_is_written_halfway_is_taken_back(zbc, job, monkeypatch):
+    job()
+    real = Path.write_text
+
+    def full(path, text, **how):
+        real(path, text[:10], **how)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    fails(zbc("export", "zbc.toml", "--to", "json", "-o", "new/order.json"), 6, "E608", text="No space left")
+    assert not Path("new").exists()
 
 
 def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):

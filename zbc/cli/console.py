@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from zbc.closed_pipe import EXIT_PIPE, silence_stdout
 from zbc.errors import ZbcError, unwritten
+from zbc.folders import folders_for
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -133,25 +134,31 @@ def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file the user asked for. Raises E608 where that is not possible."""
+    """Write a file the user asked for. Raises E608 where that is not possible, leaving no new file or folder behind."""
+    there = os.path.lexists(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with folders_for(path):
+            try:
+                path.write_text(text, encoding="utf-8")
+            except BaseException:
+                if not there:
+                    path.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise _unwritable(path, error) from None
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves no file behind."""
+    """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves nothing behind."""
     if path.is_fifo():  # whose reader would take this for all there is
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        with path.open("ab"):
-            pass
-        if not there:
-            path.unlink()
+        with folders_for(path, keep=False):
+            there = path.exists()
+            with path.open("ab"):
+                pass
+            if not there:
+                path.unlink()
     except OSError as error:
         raise _unwritable(path, error) from None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.cli.console import labelled, progress, show, show_json, write_text
+from zbc.cli.console import refuse_unwritable as refuse_unwritable_file
 from zbc.cli.options import (
     AsJson,
     Budget,
@@ -50,11 +51,13 @@ def plan(
     """
     from zbc.cli import summary
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.plan import refuse_in_the_way
+    from zbc.plan import refuse_unwritable
     from zbc.viz.words import title
 
     loaded = load_job(job, settings or (), schedule, profile)
-    refuse_in_the_way(output)  # before a search that may take long
+    refuse_unwritable(output)  # before a search that may take long
+    if dump_ir is not None:
+        refuse_unwritable_file(dump_ir / "00.txt")
     compiled = compile_job(loaded, budget=budget)
     if dump_ir is not None:
         _dump(compiled, dump_ir)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zbc import hfconfig
 from zbc.errors import ZbcError, unwritten
+from zbc.folders import folders_for
 from zbc.runtime.hfnames import HEAD, parts
 from zbc.runtime.pretrained import INDEX, SINGLE, safetensors
 from zbc.spec import Model
@@ -29,7 +30,8 @@ def check_target(folder: Path, model: Model) -> None:
             text = f"run: {folder} holds a model already ({name})"
             raise ZbcError("E525", text, hint="choose another folder for --save-hf, or remove this one")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with folders_for(folder):
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from None
 
