@@ -87,6 +87,7 @@ RUNTIME = [
     ["zbc.plan", "zbc.forward", "zbc.course", "zbc.runtime.options"],
     ["zbc.traceline"],
     ["zbc.trace"],
+    ["zbc.runtime.frames"],
     ["zbc.runtime.sinks", "zbc.runtime.live", "zbc.runtime.interface", "zbc.runtime.board", "zbc.runtime.rounds"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.stamps", "zbc.runtime.board", "zbc.runtime.scribe"],

@@ -12,6 +12,7 @@ from typing import Any
 from zbc.errors import ZbcError
 
 _AREAS = {"E502": "run", "E121": "schedule"}
+FAILURES = (Exception, SystemExit)  # what code of users fails with: sys.exit() in it does not end zbc without a word
 
 
 def load(name: str, what: str, *, code: str = "E502", where: str | None = None) -> Callable[..., Any]:
@@ -25,7 +26,7 @@ def load(name: str, what: str, *, code: str = "E502", where: str | None = None) 
         sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except FAILURES as error:
         place = here if code == "E502" else "the current directory"  # a run may be started anywhere
         hint = f"{what} is looked up on Python's import path and in {place}"
         text = f"{_AREAS[code]}: cannot import {what} = {name}"
@@ -50,7 +51,7 @@ def call(
         return function(**arguments)
     except ZbcError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         failed = f"failed for ({shown})" if shown else "failed"
         hint = "the error is in that function, or in the arguments the job gives it"

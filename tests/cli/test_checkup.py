@@ -48,6 +48,14 @@ def test_the_same_as_json(zbc, job):
     assert len(found["parameters"]) == 8 * 12 + 5 and {p["error"] for p in found["parameters"]} == {0.0}
 
 
+@pytest.mark.parametrize(("loss", "found"), [("leaving:loss", "SystemExit: loss"), ("zoo:no_loss", "ValueError")])
+def test_a_loss_that_fails_is_no_bug_of_zbc(zbc, job, loss, found):
+    changes = zoo("averages", kind="zb-h1")
+    ran = zbc("doctor", "--model", job(**{**changes, "model": {**changes["model"], "loss": f"tests.runtime.{loss}"}}))
+    assert (ran.code, ran.out) == (7, "") and f"error[E703] model: it fails in training: {found}" in ran.err
+    assert "F s1 m0" in ran.err and "Traceback" not in ran.err and "bug in zbc" not in ran.err
+
+
 def test_a_layer_that_does_something_else_is_found_with_every_parameter_it_spoils(zbc, job):
     ran = zbc("doctor", "--model", job(**zoo("sneaky", kind="zb-h1")))
     assert ran.code == 6 and ran.out == ""

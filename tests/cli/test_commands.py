@@ -197,6 +197,8 @@ def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, fo
         ("def make(request):\n    return {}[request.p]\n", "KeyError: 4"),
         ("def make(:\n", "SyntaxError"),
         ("make = 3\n", "is int, not something to call"),
+        ("import sys\ndef make(request):\n    sys.exit()\n", "SystemExit"),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
     ],
 )
 def test_what_goes_wrong_in_a_plugin_is_no_bug_of_zbc(zbc, folder, code, text):

@@ -662,3 +662,7 @@ def carries_count() -> list[nn.Module]:
 
 def carries_nothing() -> list[nn.Module]:
     return [nn.Linear(W, W), Carries("nothing"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def no_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise ValueError("no loss today")

@@ -8,8 +8,8 @@ the same layers, unpatched and uncut, with the same data and random numbers, and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.plan import Plan, RankPlan, assemble
-from zbc.runtime import model
+from zbc.runtime import frames, model
 from zbc.runtime.data import Batches, build_samples, place
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans
+from zbc.userobject import FAILURES
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
@@ -85,16 +86,31 @@ def check_up(plan: Plan) -> Checkup:
     single = _single(plan)
     manifest, settings = single.manifest, Settings.of(single.manifest)
     worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
-    result = run_step(worker, 0)
+    with _shown():
+        result = run_step(worker, 0)
     if result is None:
         raise ZbcError("E703", "run: a step with a barrier has no result")
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
-    loss, plain = plain_gradients(single)
+    with _shown():
+        loss, plain = plain_gradients(single)
     largest = max((g.abs().max().item() for g in plain.values() if g is not None and g.numel()), default=0.0)
     least = _ROUNDING * largest
     least *= settings.model.compile  # uncompiled there is no such rounding
     found = tuple(Compared(name, _error(mine.get(name), grad, least)) for name, grad in plain.items())
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """What a layer, the loss or the data of the job fail with is E703, with the place in their code."""
+    try:
+        yield
+    except ZbcError:
+        raise
+    except FAILURES as error:
+        first, *more = f"{type(error).__name__}: {error}".splitlines()
+        details = [*more, *getattr(error, "__notes__", []), *frames.of_error(error)]
+        raise ZbcError("E703", f"model: it fails in training: {first}", details=details) from error
 
 
 def _single(plan: Plan) -> Plan:

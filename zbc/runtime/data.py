@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -93,7 +94,7 @@ class Pairs:
         self._dataset, self._name = dataset, name
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
     def inputs(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self.pair(i)[0] for i in indices])
@@ -263,7 +264,8 @@ def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
 def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> TensorSpec:
     """The model input of one microbatch; a factory's dataset is asked for its first sample."""
     if data.kind not in KINDS and samples is not None:
-        first = samples.inputs([0])
+        name = f"{data.kind}, asked for its first sample,"
+        first = userobject.call(partial(samples.inputs, [0]), {}, name, "data.kind")
         return TensorSpec((size, *first.shape[1:]), first.dtype)
     return TensorSpec((size, _token_length(data, model)), torch.int64)
 

@@ -11,6 +11,7 @@ from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
 from zbc.runtime.validate import Verdict, reset_peak
+from zbc.userobject import FAILURES
 
 __all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
 
@@ -52,7 +53,7 @@ def run_step(
         open_step(worker, ahead)
     try:
         loop(worker)
-    except Exception as error:
+    except FAILURES as error:
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")
         raise

@@ -67,7 +67,7 @@ class LayerPlan:
         try:
             with torch.device("meta"):
                 module = self.make()
-        except Exception:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
+        except userobject.FAILURES:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
             with seeded(0):
                 module = self._call()
         refuse_untrainable(self.name, module)
@@ -173,11 +173,11 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 def _as_list(made: Any, family: str) -> list[Any]:
     hint = "return a list of modules, or of functions without arguments that return modules"
-    try:
-        found = list(made)
-    except TypeError:
+    if not hasattr(made, "__iter__"):
         text = f"model: {family} returned {type(made).__name__}, not a list of layers"
-        raise ZbcError("E502", text, hint=hint) from None
+        raise ZbcError("E502", text, hint=hint)
+    given: Callable[[], Any] = functools.partial(list, made)  # which may run more of the factory
+    found: list[Any] = userobject.call(given, {}, family, "model.family")
     for index, item in enumerate(found):
         if not callable(item):
             text = f"model: layer {index} of {family} is {type(item).__name__}, not a module or a builder"
@@ -216,7 +216,7 @@ def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
     memo |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:
+    except userobject.FAILURES as error:
         text = f"model: {type(module).__name__} cannot be copied, and so not be looked at"
         hint = "make what cannot be copied (locks, files, generators) in forward, or outside of the layer"
         if str(error).startswith("Only Tensors created explicitly"):

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
+from zbc.runtime import frames
 from zbc.runtime.carried import depends, may_run_again
 from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
@@ -31,6 +32,7 @@ from zbc.runtime.probe import Traits, observe, reaches
 from zbc.runtime.seeding import seeded
 from zbc.runtime.slot import Slot, using
 from zbc.runtime.split import split_backward
+from zbc.userobject import FAILURES
 
 
 class TensorSpec(NamedTuple):
@@ -171,7 +173,7 @@ def _output(
         y, seen = _run(plan, module, takes, flow, torch.device("meta") if autocast is None else autocast)
     except ZbcError:
         raise
-    except Exception:
+    except FAILURES:
         try:
             with seeded(0):
                 built = _with_values(plan, lowered)
@@ -181,9 +183,9 @@ def _output(
                     seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
         except ZbcError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             text = f"run: layer {plan.name} cannot take a tensor {takes}"
-            details = [f"{type(error).__name__}: {error}"]
+            details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
             hint = "each layer takes the one tensor that the layer before returns"
             raise ZbcError("E505", text, hint=hint, details=details) from error
     return y, seen
@@ -247,7 +249,7 @@ def _splits(module: nn.Module, forward: Callable[[], object]) -> bool:
         try:
             with using(Slot()), torch.enable_grad():
                 forward()
-        except Exception:
+        except FAILURES:
             return False
         return True
 

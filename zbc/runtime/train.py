@@ -37,6 +37,7 @@ from zbc.runtime.state import Worker
 from zbc.runtime.tracing import Tracers, open_tracers
 from zbc.runtime.watchdog import Watchdog, in_time
 from zbc.runtime.worker import Settings, build_worker
+from zbc.userobject import FAILURES
 
 if TYPE_CHECKING:
     from zbc.runtime.checkpoint.saving import Checkpoints
@@ -109,7 +110,7 @@ def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
         )
         watchdog.start()
         return _run(folder, manifest, seat, watchdog, options)
-    except Exception as error:
+    except FAILURES as error:
         _give_up(error, seat, watchdog)
     finally:
         if watchdog is not None:
@@ -293,7 +294,7 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
 # ---- when it fails -------------------------------------------------------------------------------------------
 
 
-def _give_up(error: Exception, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
+def _give_up(error: BaseException, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
     """End the process: the first rank that fails reports why, all others follow in silence."""
     if watchdog is not None:
         watchdog.stand_down()
@@ -310,7 +311,7 @@ def _give_up(error: Exception, seat: Seat, watchdog: Watchdog | None) -> NoRetur
     seat.report(failure)
 
 
-def explain(error: Exception, rank: int) -> Failure:
+def explain(error: BaseException, rank: int) -> Failure:
     """The error as a user sees it; an op's exception names rank, op and step, and shows the user's own frames."""
     notes = list(getattr(error, "__notes__", []))
     if isinstance(error, ZbcError):

@@ -39,6 +39,7 @@ from zbc.runtime.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, St
 from zbc.runtime.profiling.weigh import Weighed, weigh
 from zbc.runtime.train import RankFailed
 from zbc.spec import Job
+from zbc.userobject import FAILURES
 
 _MOVES = 40  # tensors of each size
 _LARGEST = 2**28  # bytes of a tensor that is sent
@@ -285,7 +286,7 @@ def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
     return heard
 
 
-def _explain(error: Exception) -> ZbcError | RankFailed:
+def _explain(error: BaseException) -> ZbcError | RankFailed:
     """The error as a user sees it: layers and data are the user's, as they are in training."""
     if not frames.of_users(error):
         return RankFailed(traceback.format_exc())
@@ -299,7 +300,7 @@ def _run(target: Callable[..., Any], rank: int, arguments: tuple[Any, ...], pipe
         result: Any = target(rank, *arguments, pipe)
     except ZbcError as error:
         result = error
-    except Exception as error:
+    except FAILURES as error:
         result = _explain(error)
     try:
         pipe.send(result)

@@ -1,0 +1,51 @@
+"""sys.exit() in code of users is a failure of that code with its place, as any other exception is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.small_plans import make_plan, make_program
+from zbc.errors import ZbcError
+from zbc.runtime.threads import run_threads
+from zbc.runtime.train import explain
+
+HERE = "tests.runtime.leaving"
+PLACES = {
+    "factory": "E502",
+    "generator": "E502",
+    "constructor": "E502",
+    "copy": "E509",
+    "forward": "E505",
+    "dataset": "E502",
+    "length": "E502",
+    "sample": "E502",
+}
+
+
+def plan(where="", loss="mse"):
+    of_data = where in ("dataset", "length", "sample")
+    model = {"family": f"{HERE}:layers", "layers": 2, "loss": loss, "args": {} if of_data else {"where": where}}
+    data = {"kind": f"{HERE}:Vectors", "args": {"where": where} if of_data else {}}
+    return make_plan(make_program("1f1b", 2, 2), model=model, data=data)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_leaving_before_training_is_an_error_with_its_place(where):
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan(where), 1)
+    error = caught.value
+    assert error.code == PLACES[where] and f"SystemExit: {where}" in error.details
+    assert where == "copy" or "leaving.py" in error.render()
+
+
+def test_leaving_in_an_op_names_it_and_the_line():
+    with pytest.raises(SystemExit) as caught:
+        run_threads(plan(loss=f"{HERE}:loss"), 1)
+    error = explain(caught.value, 1)
+    assert (error.code, error.message) == ("E703", "run: rank 1 failed: SystemExit: loss")
+    assert error.details[0].startswith("while rank 1 ran op ") and error.details[0].endswith(" of step 1: F s1 m0")
+    assert 'sys.exit("loss")' in error.render()
+
+
+def test_code_that_does_not_leave_trains():
+    run_threads(plan(), 1)
