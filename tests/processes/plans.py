@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,17 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def processes(out: Path) -> list[int]:
     """The process id of every rank of a run."""
     return [int(name.rpartition(":")[2]) for name in json.loads((out / "run.json").read_text())["processes"]]
+
+
+def free_port() -> int:
+    """A port that is free, and that no connection of another process gets by chance before it is used."""
+    low = 32768  # from here on the system hands them out, unless it says otherwise
+    with suppress(OSError, ValueError):
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, low // 2), low) if low > 2048 else 0
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
+            return int(server.getsockname()[1])
 
 
 def run_here(

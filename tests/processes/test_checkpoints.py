@@ -12,13 +12,14 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
 from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint import owner
-from zbc.runtime.checkpoint.resume import Start, choose
+from zbc.runtime.checkpoint.resume import Start, begun, choose
 from zbc.runtime.options import RunOptions
 
 
@@ -88,7 +89,7 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_be
             (folder / "step-00000004").write_text("in the way")  # root may write anywhere, but not over this
 
     with pytest.raises(ZbcError) as caught:
-        run_here(plan, 2, out, each=block)
+        run_paced(plan, 2, out, each=block)
     assert caught.value.code == "E611"
     assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in caught.value.details
     disk.read_index(folder / "step-00000002")
@@ -149,7 +150,7 @@ def test_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_pat
     assert start(place, "auto", out=tmp_path / "new") == Start(None, tmp_path / "new")
 
 
-def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
+def test_a_refoundgoes_on_with_its_own_run(place, tmp_path):
     run = tmp_path / "runs/plan-1"
     own = {"restarted": True, "launch": "launch 1"}
     assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
@@ -158,7 +159,7 @@ def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
     assert start(place, restarted=True, launch="launch 3") == Start()
 
 
-def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_path):
+def test_a_refoundbefore_the_first_checkpoint_begins_its_run_again(place, tmp_path):
     run = tmp_path / "runs/plan-3"
     (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))
     own = {"restarted": True, "launch": "launch 3"}
@@ -167,7 +168,7 @@ def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_p
     assert start(place, str(given), **own) == Start(given, run)
 
 
-def test_a_restart_of_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
+def test_a_refoundof_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
     own = {"restarted": True, "launch": "launch 4"}
     run = tmp_path / "runs/plan-2"
     assert start(place, **own) == Start()
@@ -251,7 +252,7 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
             assert (folder / owner.NAME).read_text().split() == ["the", "next"]
 
 
-def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
+def test_a_refoundwaits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
     """A file server keeps the locks of a machine that is gone for a while."""
     monkeypatch.setattr(owner, "_PATIENCE_S", 0.0)
     asked = iter([False, False, True])
@@ -262,6 +263,33 @@ def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, mo
     for launch in ("launch 2", ""):
         with pytest.raises(ZbcError), owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "another", launch):
             pytest.fail("two runs")
+
+
+def test_what_the_run_before_wrote_as_it_ended_is_where_the_next_begins(place, tmp_path, monkeypatch):
+    """It is asked to end, takes a moment for a last checkpoint, and the same command is given again meanwhile."""
+    run = tmp_path / "runs/plan-2"
+
+    def locked(file):
+        newer = disk.folder_of(run / "checkpoints", 40)
+        if newer.exists():
+            return True
+        checkpoint(run / "checkpoints", 40)
+        return False
+
+    monkeypatch.setattr(owner, "_locked", locked)
+    manifest, board = read_manifest(place), Board(dist.HashStore(), 0, 1)
+    with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
+        assert found == Start(run / "checkpoints/step-00000040", run)
+
+
+def test_a_run_that_has_chosen_its_place_does_not_go_on_with_another_one_that_is_newer_since(
+    place, tmp_path, monkeypatch
+):
+    other = tmp_path / "runs/plan-3/checkpoints"
+    monkeypatch.setattr(owner, "_locked", lambda file: bool(checkpoint(other, 50)))
+    manifest, board, run = read_manifest(place), Board(dist.HashStore(), 0, 1), tmp_path / "runs/plan-2"
+    with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
+        assert found == Start(run / "checkpoints/step-00000020", run) and disk.newest(other) is not None
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):

@@ -24,6 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes.leftovers import forked, ports
+from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from zbc.errors import ZbcError
 from zbc.runtime.board import Board
@@ -31,9 +32,9 @@ from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.checkpoint.tryout import try_out
 
 
-def fails(*args, **options):
+def fails(*args, run=run_here, **options):
     with pytest.raises(ZbcError) as raised:
-        run_here(*args, **options)
+        run(*args, **options)
     return raised.value.with_traceback(None)
 
 
@@ -103,14 +104,14 @@ def test_the_check_for_leftovers_sees_a_run_while_it_lasts(tmp_path, out):
     before, listening = forked(), ports()
     seen = []
     each = at_step(1, lambda: seen.append((len(forked() - before), len(ports() - listening))))
-    run_here(saving(tmp_path, checkpoint={"every": 0}), 2, out, each=each)
+    run_paced(saving(tmp_path, checkpoint={"every": 0}), 2, out, each=each)
     assert seen == [(2, 1)]
 
 
 def test_a_stopped_rank_is_replaced_when_the_run_may_restart(tmp_path, out):
     plan = saving(tmp_path, train={"watchdog_s": 2.0})
     stop = at_step(5, lambda: os.kill(processes(out)[1], signal.SIGSTOP))
-    lines = run_here(plan, 2, out, each=stop, max_restarts=1)
+    lines = run_paced(plan, 2, out, each=stop, max_restarts=1)
     assert any(line.startswith("restart 1 of 1, since no progress for 2 s at step ") for line in lines), lines
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
@@ -123,7 +124,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
         if line.startswith("wrote"):
             fill(processes(out))
 
-    error = fails(plan, 2, out, each=each, max_restarts=3)
+    error = fails(plan, 2, out, run=run_paced, each=each, max_restarts=3)
     assert (error.code, error.exit_code) == ("E611", 6)
     assert error.message.startswith(f"run: cannot write {folder / 'step-00000004'}")
     assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in error.details
@@ -205,6 +206,18 @@ def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_pat
     plan = write_plan(tmp_path, **changes, train={"steps": 9, "nonfinite": "stop"})
     error = fails(plan, 4, out)
     assert (error.code, error.exit_code) == ("E704", 7)
+    assert [row["skipped"] for row in metrics(out)] == [False, False, True]
+
+
+def test_so_it_is_where_the_checkpoint_beside_it_fails(tmp_path, out):
+    changes = troubled("nan", good=8)
+    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000002").write_text("in the way")
+    tables = {"train": {"steps": 9, "nonfinite": "stop"}, "checkpoint": {"every": 2, "dir": str(folder)}}
+    error = fails(write_plan(tmp_path, **changes, **tables), 4, out)
+    assert (error.code, error.exit_code) == ("E611", 6)
     assert [row["skipped"] for row in metrics(out)] == [False, False, True]
 
 

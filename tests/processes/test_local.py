@@ -11,6 +11,7 @@ import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from tests.processes.leftovers import alive
 from tests.processes.plans import (
@@ -28,6 +29,7 @@ from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.plan import Plan
 from zbc.runtime import local
+from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
 from zbc.runtime.forking import fork_server
 
@@ -173,22 +175,94 @@ def test_a_killed_rank_ends_the_run_and_is_named_with_where_it_was(tmp_path, out
     assert error.details[0].startswith(("it was last heard in step ", "it was last heard outside of a step: "))
 
 
-class Ended:
-    """A process that has ended."""
+class Process:
+    """The process of a rank as multiprocessing shows it; `exitcode` is None as long as it runs."""
 
-    exitcode = 7
+    def __init__(self, exitcode):
+        self.exitcode = exitcode
+        self.sentinel, self._write = os.pipe()  # which can be read from when it has ended
+        if exitcode is not None:
+            os.write(self._write, b"x")
 
     def join(self):
         return None
 
+    def kill(self):
+        return None
 
-def test_what_a_rank_said_before_it_ended_is_heard_in_full():
-    mine, theirs = multiprocessing.Pipe()
-    theirs.send(("line", "step 1"))
-    theirs.send(("failed", ZbcError("E505", "run: its own words")))
-    theirs.close()
-    lines = []
-    parent = local.Parent(lines.append, board=None, children={0: local.Child(Ended(), mine)})
+    def close(self):
+        os.close(self.sentinel)
+        os.close(self._write)
+
+
+@pytest.fixture
+def ranks():
+    """`ranks((exit code or None, what it said), ...)` is a parent of such ranks, and the lines that it shows."""
+    opened = []
+
+    def make(*ranks, board=None):
+        lines, children = [], {}
+        for number, (code, said) in enumerate(ranks):
+            mine, theirs = multiprocessing.Pipe()
+            for one in said:
+                theirs.send(one)
+            children[number] = local.Child(Process(code), mine)
+            opened.extend([theirs, mine, children[number].process])
+            if code is not None:
+                theirs.close()
+        return local.Parent(lines.append, board=board, children=children), lines
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def supervised(parent):
+    """What supervising these ranks ends in."""
+    read, write = os.pipe()
+    try:
+        with pytest.raises(ZbcError) as raised, local._ended(parent):
+            local._supervise(parent, read)
+    finally:
+        os.close(read)
+        os.close(write)
+    return raised.value.with_traceback(None)
+
+
+def test_the_lines_of_a_run_that_fails_are_shown_however_late_they_are_read(ranks):
+    """In time for none of them: the failure of one rank is heard as soon as the first line of another."""
+    failure = ZbcError("E704", "run: step 3 has gradients that are not finite")
+    parent, lines = ranks((None, [("line", f"step {n}") for n in (1, 2, 3)]), (None, [("failed", failure)]))
+    assert supervised(parent).code == "E704" and lines == ["step 1", "step 2", "step 3"]
+
+
+def test_a_rank_that_died_is_the_cause_however_late_that_is_seen(ranks):
+    """By then another one has told that it lost it."""
+    lost = ("failed", ZbcError("E702", "run: rank 0 lost rank 1 at RECV_B s0 m0 <r1"))
+    parent, _ = ranks((None, [lost]), (-9, []))
+    assert supervised(parent).message == "run: rank 1 was killed by SIGKILL"
+
+
+def test_ranks_that_left_in_silence_are_not_the_cause(ranks):
+    """They left because rank 0 reports why, which it could not: nobody read its lines."""
+    failure = ("failed", ZbcError("E703", "run: rank 0 failed: ValueError: out of luck"))
+    board = Board(dist.HashStore(), 0, 2)
+    assert board.claim()
+    parent, lines = ranks((None, [("line", "step 1"), ("line", "step 2"), failure]), (7, []), board=board)
+    assert supervised(parent).code == "E703" and lines == ["step 1", "step 2"]
+
+
+def test_a_store_that_does_not_answer_says_nothing_of_a_rank():
+    class Gone(Board):
+        def beats(self):
+            raise RuntimeError("gone")
+
+    assert local._last_seen(local.Parent(print, board=Gone(dist.HashStore(), 0, 2)), 1) == []
+    assert local._last_seen(local.Parent(print, board=Board(dist.HashStore(), 0, 2)), 1) == ["it had not started yet"]
+
+
+def test_what_a_rank_said_before_it_ended_is_heard_in_full(ranks):
+    parent, lines = ranks((7, [("line", "step 1"), ("failed", ZbcError("E505", "run: its own words"))]))
     with pytest.raises(ZbcError, match="its own words"):
         local._bury(parent, 0)
     assert lines == ["step 1"]

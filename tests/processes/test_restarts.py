@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from tests.processes.paced import run_on_a_slow_disk, run_paced
 from tests.processes.plans import metrics, processes, run_here, write_plan, write_troubled_plan
 from zbc.errors import ZbcError
 from zbc.runtime import launch, local
@@ -55,7 +56,7 @@ def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, ou
         if step in victims:
             os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
 
-    lines = run_here(plan_of(tmp_path), 2, out, each=kill, max_restarts=3)
+    lines = run_paced(plan_of(tmp_path), 2, out, each=kill, max_restarts=3)
     assert result(out) == expected
     assert [line.partition(", since ")[0] for line in restarts(lines)] == [f"restart {i} of 3" for i in (1, 2)]
     assert restarts(lines)[0].endswith("since rank 1 was killed by SIGKILL")
@@ -78,7 +79,7 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
 
     thread = threading.Thread(target=watch)
     thread.start()
-    lines = run_here(plan_of(tmp_path), 2, out, max_restarts=4)
+    lines = run_on_a_slow_disk(plan_of(tmp_path), 2, out, max_restarts=4)
     over.set()
     thread.join()
     assert killed and len(restarts(lines)) <= len(killed)
@@ -91,7 +92,7 @@ def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
             (tmp_path / "once").touch()
             os.kill(processes(out)[1], signal.SIGKILL)
 
-    run_here(plan_of(tmp_path, checkpoint={}), 2, out, each=kill, max_restarts=1)
+    run_paced(plan_of(tmp_path, checkpoint={}), 2, out, each=kill, max_restarts=1)
     assert [(row["step"], row["loss"]) for row in metrics(out)] == expected[0]
 
 

@@ -9,15 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.processes.leftovers import alive
-from tests.processes.plans import metrics, processes, write_plan
+from tests.processes.plans import free_port, metrics, processes, write_plan
 from zbc import trace
 from zbc.errors import ZbcError
-from zbc.runtime import launch, torchrun
-from zbc.runtime.board import connector
+from zbc.runtime import launch, torchrun, train
+from zbc.runtime.board import Board, connector
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -122,10 +126,41 @@ def test_torchruns_own_summary_has_the_message(tmp_path):
     torchrun._tell_torchrun(ZbcError("E702", "run: rank 0 lost rank 1"), str(tmp_path / "not" / "there"))
 
 
-def free_port():
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def test_the_rank_that_hosts_the_store_stays_until_all_others_have_said_their_last_word():
+    store, left = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.Event()
+    connect = connector("127.0.0.1", store.port, "zbc")
+
+    def place(rank):
+        return torchrun.Place(rank, 3, rank, 3, True, "127.0.0.1", store.port, rank == 0, "zbc", None)
+
+    def host():
+        torchrun.part(place(0), connect, 60.0)
+        left.set()
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    torchrun.part(place(1), connect, 60.0)
+    assert not left.wait(0.3)
+    torchrun.part(place(2), connect, 60.0)
+    thread.join(60)
+    assert left.is_set()
+    with socket.create_server(("127.0.0.1", 0)) as gone:  # nor does one wait for a store that does not answer
+        torchrun.part(place(1), connector("127.0.0.1", gone.getsockname()[1], "zbc"), 60.0)
+
+
+@pytest.mark.parametrize(("reported", "code"), [(6, 6), (None, 7)])
+def test_a_rank_that_failed_because_another_did_ends_with_the_exit_code_of_that_one(reported, code):
+    store = dist.HashStore()
+    assert Board(store, 1, 2).claim()
+
+    def leave(code):
+        raise SystemExit(code)
+
+    seat = train.Seat(0, 2, torch.device("cpu"), lambda: store, print, pytest.fail, leave)
+    watchdog = SimpleNamespace(stand_down=lambda: None, await_report=lambda: reported)
+    with pytest.raises(SystemExit) as left:
+        train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), seat, watchdog)
+    assert left.value.code == code
 
 
 # ---- refused before it starts, in this process ---------------------------------------------------------------

@@ -14,9 +14,18 @@ from zbc.errors import ZbcError
 from zbc.plan import Plan
 from zbc.runtime.measure import CATEGORIES
 
+SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
+    "model": {
+        "family": "tests.runtime.ticking:sleepers",
+        "loss": "mse",
+        "args": {"ms": [[8.0, 8.0, 8.0]] * 4, "width": 8},
+    },
+    "data": {"kind": "tests.runtime.ticking:Vectors", "args": {"width": 8}},
+}
+
 
 def test_a_run_records_the_steps_it_is_asked_to(tmp_path):
-    plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
+    plan, out = write_plan(tmp_path, parallel={"pp": 2}, **SLEEPERS), tmp_path / "run"
     run_here(plan, 2, out, steps=5, trace=frozenset({1, 3}))
     found = trace.read(out)
     assert found.steps == (2, 4) and found.plan == Plan.read(plan) and found.uncertainty_ns == 0
@@ -51,8 +60,9 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
 
 
 def test_what_a_killed_run_recorded_can_be_read(tmp_path):
+    """A hundred steps in, those that are not yet written down are the last few."""
     plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
-    kill = at_step(4, lambda: os.kill(processes(out)[1], signal.SIGKILL))
+    kill = at_step(100, lambda: os.kill(processes(out)[1], signal.SIGKILL))
     with pytest.raises(ZbcError, match="was killed by SIGKILL"):
         run_here(plan, 2, out, kill, steps=10**6, trace=frozenset(range(1, 10**5)))
     found = trace.read(out)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.processes.plans import metrics, threads, write_plan
+from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
 from zbc.plan import Plan
@@ -53,11 +53,6 @@ def documented(start, ranks=1):
     return [line.replace("--nproc-per-node 4", f"--nproc-per-node {ranks}") for line in written(start)]
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 @contextmanager
 def running(*processes):
     try:
@@ -91,7 +86,7 @@ def test_two_machines_with_fixed_numbers(places, tmp_path):
     plan = write_plan(tmp_path, parallel={"pp": 2, "dp": 2, "node": [1, 2]}, hardware=hardware)
     commands = documented("torchrun --nnodes 2 --node-rank", ranks=2)
     assert len(commands) == 2
-    port = free_port()
+    port = str(free_port())
     filled = [command.replace("node1", places[0].address).replace("29500", port) for command in commands]
     trains(plan, tmp_path / "run", places, filled)
 
@@ -124,7 +119,7 @@ def test_the_slurm_script_starts_one_torchrun_per_node_with_its_number(tmp_path)
 def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan):
     """Without agents, as any launcher starts ranks; the second one listens where only itself can come."""
     one = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    one |= {"MASTER_ADDR": two[0].address, "MASTER_PORT": free_port()}
+    one |= {"MASTER_ADDR": two[0].address, "MASTER_PORT": str(free_port())}
     command = ["python", "-m", "zbc", "run", "plan"]
     processes = [
         two[0].start(command, plan.parent, RANK="0", **one),

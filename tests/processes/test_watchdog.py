@@ -132,6 +132,7 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
         tell = ends.hung
         dog._hung = lambda error, tell=tell: (Board(store, 0, 3).report(7), tell(error))
         dog.phase("starting", waiting=True)
+        dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
         dog.start()
     while any(len(dog._listener.heard) < 3 for dog, _ in dogs):
         pass
@@ -150,7 +151,8 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
 
 def test_a_rank_leaves_when_another_has_reported_a_failure():
     store = dist.HashStore()
-    dog, ends = make(0, 2, limit=1.0, store=store)
+    dog, ends = make(0, 2, limit=60.0, store=store)
+    dog.tick = dog._listener._tick = 0.1
     dog.start()
     dog.watch(in_op("F s0 m0", since=0.0))
     other = Board(store, 1, 2)
@@ -170,7 +172,7 @@ def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
     other = Board(store, 1, 2)
     other.claim()
     other.report(6)
-    dog.await_report()  # the watchdog has heard of it
+    assert dog.await_report() == 6  # the watchdog has heard of it
     beats = Board(store, 1, 2).beats()[0].count
     while Board(store, 1, 2).beats()[0].count < beats + 3:
         pass

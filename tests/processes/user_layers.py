@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.checkpoint.storage import SafetensorsWriter
 from zbc.runtime.metrics import RunLog
 from zbc.runtime.progress import StepResult
 
@@ -45,14 +47,19 @@ def layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
 
 def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
-    """The same, in a run whose rank 0 takes a second to write down a step that was skipped."""
-    record = RunLog.record
+    """The same, in a run whose rank 0 takes a second to write down a step that was skipped, and disks half of one."""
+    record, save = RunLog.record, SafetensorsWriter.reset
 
     def late(self: RunLog, result: StepResult) -> str | None:
         time.sleep(float(result.skipped))
         return record(self, result)
 
+    def slowly(self: SafetensorsWriter, checkpoint_id: Any = None) -> None:
+        time.sleep(0.5)
+        save(self, checkpoint_id)
+
     RunLog.record = late  # type: ignore[method-assign]
+    SafetensorsWriter.reset = slowly  # type: ignore[method-assign]
     return layers(how, good)
 
 

@@ -110,6 +110,11 @@ class Board:
         self._store.wait(keys, limit)
         return [text.decode() for text in self._store.multi_get(keys)]
 
+    def be_there(self, name: str) -> None:
+        """Come to where others `meet` without waiting for them; the store knows of it when this returns."""
+        self._store.set(f"{name}/{self.rank}", "")
+        self._store.get(f"{name}/{self.rank}")
+
     def leave(self, name: str, text: str) -> None:
         """Leave something long for one rank to collect once all have met; it replaces what was left before."""
         pieces = range(0, len(text), _PIECE)

@@ -15,7 +15,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _HOST, _PREFIX = "127.0.0.1", "zbc"
+_ASK_S = 2.0  # for the store, which this process hosts, to answer
+_LAST_WORD_S = 20.0  # for a rank that is about to say why the run ends
 
 
 @dataclass(frozen=True)
@@ -183,15 +185,37 @@ def _start(order: Order) -> Child:
 
 @contextmanager
 def _ended(parent: Parent) -> Iterator[None]:
-    """No rank outlives this block. Killing is enough: what a rank writes is complete after every line."""
+    """No rank outlives this block. Killing is enough: what a rank writes is complete after every line.
+
+    Where the run has failed, what ranks had said by then is still shown.
+    """
     try:
         yield
+    except (ZbcError, RankFailed):
+        _kill(parent)
+        _show_rest(parent)
+        raise
     finally:
+        _kill(parent)
         for child in parent.children.values():
-            child.process.kill()
-        for child in parent.children.values():
-            child.process.join()
             child.pipe.close()
+
+
+def _kill(parent: Parent) -> None:
+    for child in parent.children.values():
+        child.process.kill()
+    for child in parent.children.values():
+        child.process.join()
+
+
+def _show_rest(parent: Parent) -> None:
+    """Show the lines of ranks that are no more; another failure than the first is none of the run's."""
+    for child in parent.children.values():
+        with suppress(EOFError, OSError):  # the last message may be cut off
+            while not child.pipe.closed and child.pipe.poll():
+                kind, content = child.pipe.recv()
+                if kind == "line":
+                    parent.emit(content)
 
 
 def _supervise(parent: Parent, wake: int) -> None:
@@ -225,9 +249,18 @@ def _listen(parent: Parent, child: Child) -> None:
     elif kind == "live":
         parent.live(content)
     elif kind == "failed":
+        _bury_lost(parent, content)
         raise content
     else:
         child.done, parent.stopped = True, content is not None
+
+
+def _bury_lost(parent: Parent, failure: Failure) -> None:
+    """Raise for a rank that has died, if that is what another one tells of: it only knows that a connection is gone."""
+    if isinstance(failure, ZbcError) and failure.code == "E702":
+        for rank, child in parent.children.items():
+            if not child.done and child.process.exitcode not in (None, 0, RUN_FAILED):
+                _bury(parent, rank)
 
 
 def _bury(parent: Parent, rank: int) -> None:
@@ -239,6 +272,8 @@ def _bury(parent: Parent, rank: int) -> None:
         return
     child.process.join()
     code = child.process.exitcode
+    if code == RUN_FAILED:
+        _hear_reporter(parent, rank)
     if code is not None and code < 0:
         how, hint = f"was killed by {signal.Signals(-code).name}", None
         if code == -signal.SIGKILL:
@@ -248,9 +283,19 @@ def _bury(parent: Parent, rank: int) -> None:
     raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint=hint, details=_last_seen(parent, rank))
 
 
+def _hear_reporter(parent: Parent, rank: int) -> None:
+    """Where `rank` ended in silence because another reports why, hear that one, which may have had to wait for us."""
+    reporter = None if parent.board is None else in_time(parent.board.failed, _ASK_S)
+    child = None if reporter is None or reporter == rank else parent.children.get(reporter)
+    while child is not None and not child.pipe.closed and child.pipe.poll(_LAST_WORD_S):
+        _listen(parent, child)
+
+
 def _last_seen(parent: Parent, rank: int) -> list[str]:
-    beats = None if parent.board is None else in_time(parent.board.beats, 2.0)
-    beat = (beats or {}).get(rank)
+    beats = None if parent.board is None else in_time(parent.board.beats, _ASK_S)
+    if beats is None:
+        return []
+    beat = beats.get(rank)
     if beat is None:
         return ["it had not started yet"]
     if not beat.total:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +29,10 @@ from zbc.runtime.signals import Signals
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
 
-_LINGER_S = 3.0  # for the others' last word with the store, where its host is a rank itself
+_LINGER_S = 10.0  # for the others' last word with the store, where its host is a rank itself and the run has failed
+_LAST_S = 30.0  # the same where it has not, and all of them come to their end
+_SAY_S = 2.0  # for this rank's own
+_LEFT = "left"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def run_place(
         launch = launch_of(store, options.launch, number, restarted=options.restarted)
         options = replace(options, restarted=options.restarted or number > 1, launch=launch)
         stopped = _run(folder, manifest, place, options, connect, emit, live)
-    _linger(place)
+        part(place, connect, _LAST_S)
     del hosted
     if stopped is not None:
         raise KeyboardInterrupt
@@ -107,7 +111,7 @@ def _run(
     def leave(code: int) -> NoReturn:
         if code == RUN_FAILED and place.recorder_file is not None and device.type == "cuda":
             in_time(functools.partial(write_flight_record, Path(place.recorder_file)), 5.0)
-        _linger(place)
+        part(place, connect, _LINGER_S)
         end(code)
 
     def report(failure: Failure) -> NoReturn:
@@ -143,9 +147,18 @@ def _doorstep(place: Place) -> Doorstep | None:
     return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
 
 
-def _linger(place: Place) -> None:
-    if place.hosts_store and place.ranks > 1:
-        time.sleep(_LINGER_S)
+def part(place: Place, connect: Connect, patience: float) -> None:
+    """This rank's last word with the store; the rank that hosts it stays until all have said theirs, or for a while."""
+
+    def say() -> None:
+        board = Board(connect(), place.rank, place.ranks)
+        if place.hosts_store:
+            board.meet(_LEFT, timedelta(seconds=patience))
+        else:
+            board.be_there(_LEFT)
+
+    if place.ranks > 1:
+        in_time(say, patience if place.hosts_store else _SAY_S)
 
 
 def _device(manifest: Manifest, place: Place) -> torch.device:

@@ -23,7 +23,6 @@ from zbc.plan import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import frames, hfexport
 from zbc.runtime.board import Board, Connect, prefixed
 from zbc.runtime.checkpoint import resume
-from zbc.runtime.checkpoint.owner import owned
 from zbc.runtime.checkpoint.tryout import try_out
 from zbc.runtime.evaluate import due, evaluate
 from zbc.runtime.execute import StepResult, finish, run_step
@@ -142,27 +141,25 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
     seat.stop.training = True
-    start = resume.agree(board, options, manifest, folder)
-    first = _load(worker, board, seat, start, watchdog)
-    resumed = None if start.checkpoint is None else str(start.checkpoint)
-    settings = RunSettings(folder, steps, seat.device.type, processes, worker.course, options.launch, first, resumed)
-    place = resume.known_folder(manifest, start.run or options.out)
-    with (
-        owned(board, place, f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}", options.launch),
-        RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log,
-    ):
-        tracer = None
-        if options.trace:
-            watchdog.phase("opening its trace", waiting=True)
-            run = None if log is None else log.folder
-            tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
-        checkpoints = _checkpoints(worker, board, seat, log, limit)
-        if checkpoints is not None:
-            checkpoints.last = first
-        watchdog.watch(worker.progress)
-        stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
-        if tracer is not None:
-            tracer.end()
+    who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
+    with resume.begun(board, options, manifest, folder, who) as start:
+        first = _load(worker, board, seat, start, watchdog)
+        resumed = None if start.checkpoint is None else str(start.checkpoint)
+        course, launch = worker.course, options.launch
+        settings = RunSettings(folder, steps, seat.device.type, processes, course, launch, first, resumed)
+        with RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
+            tracer = None
+            if options.trace:
+                watchdog.phase("opening its trace", waiting=True)
+                run = None if log is None else log.folder
+                tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
+            checkpoints = _checkpoints(worker, board, seat, log, limit)
+            if checkpoints is not None:
+                checkpoints.last = first
+            watchdog.watch(worker.progress)
+            stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
+            if tracer is not None:
+                tracer.end()
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, seat, options.save_hf, limit)
@@ -223,11 +220,13 @@ def _train(
         try:
             skips.look(result)
         except ZbcError:
-            if checkpoints is not None:
-                checkpoints.wait()  # all ranks end here, so what is being written may become whole
-            progress = worker.progress
-            progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
-            board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
+            try:
+                if checkpoints is not None:
+                    checkpoints.wait()  # all ranks end here, so what is being written may become whole
+            finally:
+                progress = worker.progress
+                progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
+                board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
             raise
 
     for step in steps:
@@ -301,9 +300,8 @@ def _give_up(error: BaseException, seat: Seat, watchdog: Watchdog | None) -> NoR
     failure = explain(error, seat.rank)
     claimed = in_time(lambda: seat.board().claim(), 5.0)
     if claimed is False:
-        if watchdog is not None:
-            watchdog.await_report()
-        seat.leave(failure.exit_code)
+        reported = None if watchdog is None else watchdog.await_report()
+        seat.leave(failure.exit_code if reported is None else reported)
     if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
         gone = watchdog.await_silence()
         rows, _ = watchdog.rows()

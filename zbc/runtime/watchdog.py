@@ -140,11 +140,15 @@ class Watchdog:
         """All ranks have met for the last time: the store may go from here on."""
         self._nearly_done = True
 
-    def await_report(self) -> None:
-        """For a rank that failed because another did: stay until that one has told, so that it sees who is gone."""
+    def await_report(self) -> int | None:
+        """For a rank that failed because another did: stay until that one has told, so that it sees who is gone.
+
+        Returns the exit code of all; None if that one has not told in time.
+        """
         deadline = time.monotonic() + _GRACE_S
         while self._listener.reported is None and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
+        return self._listener.reported
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from zbc.errors import ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board
 from zbc.runtime.checkpoint import folder as disk
+from zbc.runtime.checkpoint.owner import owned
 from zbc.runtime.checkpoint.together import together
 from zbc.runtime.options import RunOptions
 from zbc.runtime.rounds import same_launch
@@ -30,8 +33,25 @@ class Start:
     run: Path | None = None
 
 
-def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path) -> Start:
-    """What rank 0 chooses, on every rank. Raises as `choose`."""
+@contextmanager
+def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who: str) -> Iterator[Start]:
+    """Where this run begins, on every rank; inside of the block other runs are kept out of its folder of checkpoints.
+
+    Chosen again once the folder is this run's: who had it until then may have written one more as it ended. `who` is
+    told to those that are refused. Raises as `choose`, and E614 where another run writes now.
+    """
+
+    def place(start: Start) -> Path | None:
+        return known_folder(manifest, start.run or options.out)
+
+    start = agree(board, options, manifest, plan, "where to begin")
+    with owned(board, place(start), who, options.launch):
+        again = agree(board, options, manifest, plan, "where to begin, once nobody else writes")
+        yield again if place(again) == place(start) else start
+
+
+def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path, name: str) -> Start:
+    """What rank 0 chooses, on every rank, which meet under a name. Raises as `choose`."""
 
     def choice() -> dict[str, Any]:
         if board.rank != 0:
@@ -39,7 +59,7 @@ def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path) -> 
         start = choose(options, manifest, plan)
         return {"checkpoint": _text(start.checkpoint), "run": _text(start.run)}
 
-    told = together(board, "where to begin", choice)[0]
+    told = together(board, name, choice)[0]
     return Start(*(None if told[key] is None else Path(told[key]) for key in ("checkpoint", "run")))
 
 
