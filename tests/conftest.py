@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
+
+settings.register_profile("zbc", settings.default, deadline=None)  # a busy machine may stop a test for a moment
+settings.load_profile("zbc")
 
 
 def pytest_addoption(parser):

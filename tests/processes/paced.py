@@ -5,6 +5,7 @@ The main functions of a rank's process that stand here change what is decisive i
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ from unittest import mock
 from tests.processes.plans import run_here
 from zbc.runtime import local
 from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.metrics import RunLog
 
 _TICK_S = 0.002
 _usual = local._rank
@@ -23,17 +23,13 @@ _usual = local._rank
 def run_paced(
     folder: Path, ranks: int, out: Path, each: Callable[[str], None] = lambda line: None, **options: Any
 ) -> list[str]:
-    """`run_here`, but no step is written down before `each` has seen the line of the one before.
-
-    So `each` comes in time for what follows a step by one, and for a checkpoint before the last one for the next.
-    """
+    """`run_here`, but rank 0 goes on behind a line only when `each` has seen it."""
     gates = _gates(out)
     gates.mkdir(exist_ok=True)
 
     def seen(line: str) -> None:
         each(line)
-        if line.startswith("step "):
-            (gates / line.split()[1].partition("/")[0]).touch()
+        (gates / _name(line)).touch()
 
     with mock.patch.object(local, "_rank", rank_that_waits):
         return run_here(folder, ranks, out, seen, **options)
@@ -41,14 +37,14 @@ def run_paced(
 
 def rank_that_waits(order: local.Order, pipe: Any) -> None:
     """Of `run_paced`."""
-    record, gates = RunLog.record, _gates(order.options.out)
+    tell, gates = local.Line.tell, _gates(order.options.out)
 
-    def late(self: RunLog, result: Any) -> str | None:
-        while result.step > self._settings.first and not (gates / str(result.step)).exists():
+    def patiently(self: local.Line, kind: str, content: Any) -> None:
+        tell(self, kind, content)
+        while kind == "line" and not (gates / _name(content)).exists():
             time.sleep(_TICK_S)
-        return record(self, result)
 
-    with mock.patch.object(RunLog, "record", late):
+    with mock.patch.object(local.Line, "tell", patiently):
         _usual(order, pipe)
 
 
@@ -71,6 +67,10 @@ def rank_with_a_slow_disk(order: local.Order, pipe: Any) -> None:
 
 
 def _gates(out: Path | None) -> Path:
-    """Where the test leaves a file for every step whose line it has seen."""
+    """Where the test leaves a file for every line that it has seen."""
     assert out is not None
     return out.with_name("gates")
+
+
+def _name(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()

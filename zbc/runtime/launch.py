@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zbc.runtime.torchrun import Place
 
 _TORCH = (2, 11)
-_MOMENT_S = 3.0  # for the rank that shows an error which all ranks have
+_MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
 
 
 def to_stdout(line: str) -> None:
