@@ -88,6 +88,7 @@ def results(workers):
 def by_one_process(plan, workers):
     """Mean loss of the trained weights over the kept samples, by unpatched layers."""
     settings, m = Settings.of(plan.manifest), plan.manifest.microbatches * plan.manifest.copies
+    low = settings.model.parameters == "bfloat16"
     found = parameters(workers)
     layers = []
     for layer in model.layers(settings.model, 7):
@@ -95,14 +96,15 @@ def by_one_process(plan, workers):
         with torch.no_grad():
             for local, parameter in module.named_parameters():
                 parameter.copy_(found[f"{layer.name}.{local}"])
-        layers.append(module.eval())
+        layers.append(module.bfloat16().eval() if low else module.eval())
     samples = build_validation(settings.data, settings.model, 7)
     batches = Batches(samples, seed=seed_of(7, "evaluation"), microbatches=m, size=plan.manifest.microbatch_size)
     losses = []
     for number in range(len(samples) // plan.manifest.microbatch_size):  # all that is whole, the last batch smaller
         step, mb = divmod(number, m)
         x = batches.inputs(step, mb)
-        with torch.no_grad():
+        x = x.bfloat16() if low and x.is_floating_point() else x
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
             for module in layers:
                 x = module(x)
             losses.append(model.loss(settings.model.loss)(x, batches.targets(step, mb)).item())
@@ -148,6 +150,16 @@ RESIDUAL = {
     "data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3},
 }
 AVERAGED = {**RESIDUAL, "family": "tests.runtime.zoo:batchnorm", "args": {}}
+
+
+@pytest.mark.parametrize("family", ["tests.runtime.user_models:residual", "tests.runtime.zoo:inline"])
+def test_inputs_in_floating_point_have_the_type_of_the_weights_as_in_training(text, family):
+    """The norm that the first begins with refuses another type; the second would take it, and give another loss."""
+    section = {**RESIDUAL, "family": family, "args": {}, "dtype": "bfloat16", "parameters": "bfloat16"}
+    plan = plan_for("zb-h1", 2, text, section=section, optimizer={"lr": 1e-2})
+    workers = run_threads(plan, 3)
+    loss, samples = by_one_process(plan, workers)
+    assert results(workers)[-1] == (2, pytest.approx(loss, rel=1e-12), samples)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,16 @@ from zbc.runtime.state import Evaluation, Worker, take
 
 
 def build_evaluation(
-    worker: Worker, train: spec.Train, samples: Callable[[], Samples | None], where: str | None = None
+    worker: Worker,
+    train: spec.Train,
+    samples: Callable[[], Samples | None],
+    *,
+    lowered: torch.dtype | None = None,
+    where: str | None = None,
 ) -> Evaluation | None:
     """What the job asks for, None if nothing; `samples` gives the data kept for it, None where they are not read.
 
+    Inputs in floating point come as `lowered`, if that is given, as in training.
     Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
     """
     if not train.eval_every:
@@ -43,7 +49,8 @@ def build_evaluation(
             hint = "set data.validation higher, or validation_path to a larger file"
             raise ZbcError("E504", text, where=where, hint=hint)
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
-        batches = Batches(kept, seed=seed_of(train.seed, "evaluation"), microbatches=per_step, size=size)
+        seed = seed_of(train.seed, "evaluation")
+        batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     ops = forward_only(worker.placement, manifest.microbatches).ranks[worker.plan.rank]
     worker.prepare(ops)

@@ -120,7 +120,7 @@ def build_worker(
         _compile(stages, parts, settings.model.dtype, tell)
     worker.sums |= _sums(worker)
     kept, where = functools.partial(_validation, settings, bool(ends)), place(settings.data, settings.model, kept=True)
-    worker.evaluation = build_evaluation(worker, settings.train, kept, where=where)
+    worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
     for act in worker.acts:
         act.ahead = _ahead(worker, act)
     return worker
