@@ -55,13 +55,16 @@ class ZbcError(Exception):
 
     def render(self) -> str:
         """The message as the console shows it, without colour."""
+        return self._text(self.hint)
+
+    def _text(self, hint: str | None) -> str:
         lines = [f"error[{self.code}] {self.message}"]
-        beside = bool(self.hint and self.where) and len(f"{self.where}{self.hint}") <= _LINE
+        beside = bool(hint and self.where) and len(f"{self.where}{hint}") <= _LINE
         if self.where is not None:
-            lines.append(f"  --> {self.where}" + (f"   {self.hint}" if beside else ""))
+            lines.append(f"  --> {self.where}" + (f"   {hint}" if beside else ""))
         lines += [f"   {line}" for line in self.details]
-        if self.hint and not beside:
-            lines.append(f"   = {self.hint}")
+        if hint and not beside:
+            lines.append(f"   = {hint}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, object]:
@@ -103,7 +106,12 @@ class Problems(ZbcError):
         return self._errors
 
     def render(self) -> str:
-        return "\n".join(error.render() for error in self._errors)
+        """As of each alone, but a hint that one has in common with the next is shown there."""
+        nexts = [*(error.hint for error in self._errors[1:]), None]
+        return "\n".join(
+            error._text(error.hint if error.hint != other else None)
+            for error, other in zip(self._errors, nexts, strict=True)
+        )
 
 
 def raise_all(errors: Iterable[ZbcError]) -> None:

@@ -60,8 +60,8 @@ def draft(
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
     result = Draft(document, {}, [])
     _check_version(result)
-    for name in document.values.keys() - SECTIONS.keys() - {"zbc"}:
-        known = [*SECTIONS, "zbc", "extends"]
+    known = [*SECTIONS, "zbc", "extends"]
+    for name in (name for name in document.values if name not in known):
         result.problems.append(unknown((name,), document, known))
     for name, section in SECTIONS.items():
         _read_section(result, name, section)

@@ -156,6 +156,13 @@ def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
     fits_one_screen(ran.err)
 
 
+def test_a_hint_that_several_problems_share_is_shown_once(zbc, folder):
+    (folder / "zbc.toml").write_text(f"one = 1\ntwo = 2\n{GOOD}")
+    ran = zbc("plan", "zbc.toml", "--json")
+    assert [error["hint"].split(",")[0] for error in json.loads(ran.out)["errors"]] == 2 * ["known: model"]
+    assert ran.err.count("known: model") == 1 and "unknown key two\n  --> zbc.toml:2:1\n   = known: model" in ran.err
+
+
 def test_errors_are_a_json_document_beside_the_text(zbc, folder):
     (folder / "zbc.toml").write_text(edit(layers="8", kind="zvb"))
     ran = zbc("plan", "zbc.toml", "--json")

@@ -105,6 +105,13 @@ def test_torch_takes_these_broken_files(name):
     _validate_schedule(actions(text), ranks, stages, 1 if name == "one rank's stages the wrong way round" else 2)
 
 
+def test_a_file_in_the_lowered_form_is_refused_once():
+    first, other = problems("0F0,0SEND_F0,xx\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert first.where == "x.csv: row 1, column 2" and "compute_only" in first.hint
+    assert first.details == ("and 2 more actions that compute_only does not have",)
+    assert other.where == "x.csv: row 1, column 3" and "'xx'" in other.message
+
+
 def test_all_problems_of_a_file_are_told_at_once():
     found = problems("0F0,0X0,0B0\n1F0garbage,1B0\n\n")
     assert [(error.code, error.where) for error in found] == [

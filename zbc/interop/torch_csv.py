@@ -53,6 +53,8 @@ class _Draft:
     source: str
     ranks: list[list[Op]] = field(default_factory=list)
     columns: list[list[int]] = field(default_factory=list)
+    lowered: int = 0  # cells of torch's lowered form
+    found: ZbcError | None = None  # the first of them
 
     def place(self, row: int, column: int) -> str:
         return place(self.source, row, column)
@@ -133,11 +135,26 @@ def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]
         if not part:
             continue
         match = _CELL.fullmatch(part)
+        if _LOWERED.fullmatch(part):
+            yield from _lowered(draft, row, column, part)
+            return
         if match is None or max(int(match[1]), int(match[3])) > _MOST:
             yield _bad(draft, row, column, part, _advice(part, match is not None))
             return
         draft.ranks[row].append(Op(_KINDS[match[2]], int(match[1]), int(match[3])))
         draft.columns[row].append(column)
+
+
+def _lowered(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]:
+    """The first cell of torch's lowered form; of the others, which are many, it says how many there are."""
+    draft.lowered += 1
+    if draft.found is None:
+        hint = 'this is torch\'s lowered form; dump it with format="compute_only" (zbc export: --dialect compute_only)'
+        draft.found = _bad(draft, row, column, cell, hint)
+        yield draft.found
+    else:
+        more = draft.lowered - 1
+        draft.found.details = (f"and {more} more action{'s' * (more > 1)} that compute_only does not have",)
 
 
 def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError:
@@ -151,8 +168,6 @@ def _advice(cell: str, too_large: bool) -> str:
     begin = _CELL.match(cell)
     if too_large:
         return f"numbers of stages and microbatches end at {_MOST}"
-    if _LOWERED.fullmatch(cell):
-        return 'this is torch\'s lowered form; dump it with format="compute_only"'
     if loose is not None:
         return f"write {int(loose[1])}{loose[2].upper()}{int(loose[3])}"
     if begin is not None and re.match(r" *[;|\t] *\d+[FIWB]\d", cell[begin.end() :]):
