@@ -18,7 +18,7 @@ SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]
 EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
 EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "normed", "beside_w", "beside_sent"]
-EXACT += ["made_weights", "empty", "overwrites_quietly"]
+EXACT += ["made_weights", "empty", "overwrites_quietly", "listens_to_each", "listens_to_sums"]
 
 
 def plan(kind, schedule="zb-h1", p=2, m=4, **options):
@@ -182,6 +182,25 @@ def test_running_statistics_are_refused_where_they_have_no_order():
     up = "F s0 m1 up, SEND_F s0 m1 up, RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, RECV_B s0 m1 up, BW s0 m1 up"
     copies = [f"{side}, REDUCE s0, REDUCE s1, VALIDATE" for side in (down, up)]
     assert "several ranks hold a copy" in refusal("averages", copies, Placement.bidirectional((0, 1)), 2)
+
+
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+@pytest.mark.parametrize(("kind", "copies"), [("listens_to_each", 1), ("listens_to_each", 2), ("listens_to_sums", 1)])
+def test_hooks_on_gradients_do_what_they_do_in_one_process(kind, copies, sync):
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    program = make_program("zb-h1", 2, 4, sync=sync, copies=copies)
+    training = make_plan(program, model=model, optimizer={"sync": sync}, **VECTORS)
+    check_training(training, tolerance=0.0 if copies == 1 else 1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 2), ("zb-h1", 2), ("chimera", 1)])
+def test_hooks_on_accumulated_gradients_are_refused_where_each_copy_has_its_own(schedule, copies):
+    model = {"family": "tests.runtime.zoo:listens_to_sums", "layers": 4, "loss": "mse"}
+    made = make_plan(make_program(schedule, 2, 4, copies=copies), model=model, **VECTORS)
+    for rank in (0, 1):
+        with pytest.raises(ZbcError) as caught:
+            make_worker(made, rank)
+        assert caught.value.code == "E509" and "accumulated gradient of b.weight" in caught.value.message
 
 
 @pytest.mark.parametrize(("kind", "name"), [("carries_last", "seen"), ("carries_count", "count")])

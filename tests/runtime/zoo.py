@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
+from functools import partial
 
 import numpy
 import torch
@@ -85,6 +86,25 @@ class Hooked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x)))
+
+
+def damp(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.75).clamp_(max=0.1)
+
+
+class Listens(nn.Module):
+    """Hooks on gradients that change them, in ways that the order and the number of calls matter to."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+        if which == "each":
+            self.a.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 3)
+        else:
+            self.b.weight.register_post_accumulate_grad_hook(damp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
 
 
 class Overwrites(nn.Module):
@@ -221,6 +241,14 @@ def tied():
 
 def hooked():
     return four(Hooked)
+
+
+def listens_to_each():
+    return four(partial(Listens, "each"))
+
+
+def listens_to_sums():
+    return four(partial(Listens, "sums"))
 
 
 def overwrites():

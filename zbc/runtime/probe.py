@@ -210,3 +210,16 @@ def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: s
     if order != sorted(set(order)):
         text = f"{what}, and the plan does not run the forwards of stage {stage} in the order of the microbatches"
         raise ZbcError("E509", text, hint=hint)
+
+
+def refuse_listening(manifest: Manifest, stage: int, layer: str, module: nn.Module) -> None:
+    """Raise E509 if a hook sees accumulated gradients of a layer, and they are those of one copy of its stage only."""
+    if manifest.copies * len(set(manifest.placement[stage])) == 1:
+        return
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            text = (
+                f"model: layer {layer} has a hook on the accumulated gradient of {name}, and several ranks hold a copy"
+            )
+            hint = "use register_hook, which sees the gradient of each microbatch, or a plan that has the stage once"
+            raise ZbcError("E509", f"{text} of stage {stage}: each would see its own share", hint=hint)

@@ -24,7 +24,7 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
 from zbc.runtime.prefetch import Prefetched, Want
-from zbc.runtime.probe import refuse_unordered
+from zbc.runtime.probe import refuse_listening, refuse_unordered
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
@@ -259,6 +259,8 @@ def _build_stages(
             needed=shapes.needed[s],
             compiles=settings.model.compile,
         )
+        for layer in stages[s].layers:
+            refuse_listening(manifest, s, layer.name, layer.module)
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
 
