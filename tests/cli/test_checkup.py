@@ -53,6 +53,7 @@ def test_a_loss_that_fails_is_no_bug_of_zbc(zbc, job, loss, found):
     changes = zoo("averages", kind="zb-h1")
     ran = zbc("doctor", "--model", job(**{**changes, "model": {**changes["model"], "loss": f"tests.runtime.{loss}"}}))
     assert (ran.code, ran.out) == (7, "") and f"error[E703] model: it fails in training: {found}" in ran.err
+    assert "in model.loss, for an output float32 [2, 8] and a target float32 [2, 8]\n" in ran.err
     assert "F s1 m0" in ran.err and "Traceback" not in ran.err and "bug in zbc" not in ran.err
 
 

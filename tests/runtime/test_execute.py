@@ -290,7 +290,8 @@ def test_an_exception_keeps_its_type_and_names_rank_step_and_op():
     plan = make_plan(make_program("1f1b", 2, 2), model=user("fails_later", good=3), **VECTORS)
     error = fails(plan, steps=3)
     assert type(error) is ArithmeticError and str(error) == "out of luck"
-    (note,) = error.__notes__
+    layer, note = error.__notes__
+    assert layer == "in layer layers.1, for float32 [2, 8]"
     op = Op(Kind.F, 0, 1)
     index = plan.program.ranks[0].index(op)
     assert note == f"while rank 0 ran op {index} of {len(plan.program.ranks[0])} of step 2: F s0 m1"

@@ -47,5 +47,15 @@ def test_leaving_in_an_op_names_it_and_the_line():
     assert 'sys.exit("loss")' in error.render()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_torch_refuses_is_told_with_the_layer_and_what_it_was_given(activations):
+    args = {"kind": "tests.runtime.user_models:Vectors", "args": {"width": 8}}
+    family = {"family": "tests.runtime.zoo:late_to_refuse", "layers": 4, "loss": "mse"}
+    with pytest.raises(RuntimeError) as caught:
+        run_threads(make_plan(make_program("1f1b", 2, 2), model=family, data=args, activations=activations), 1)
+    details = explain(caught.value, 1).details
+    assert details[0].endswith(" of step 1: F s1 m0") and details[1] == "in layer layers.3, for float32 [2, 8]"
+
+
 def test_code_that_does_not_leave_trains():
     run_threads(plan(), 1)

@@ -694,3 +694,14 @@ def carries_nothing() -> list[nn.Module]:
 
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("no loss today")
+
+
+class LateToRefuse(nn.Linear):
+    """Has torch refuse numbers, not shapes: it shows in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.is_meta or not x.any() else x @ x
+
+
+def late_to_refuse():
+    return [*(partial(nn.Linear, W, W) for _ in range(3)), partial(LateToRefuse, W, W)]

@@ -109,7 +109,7 @@ def _shown() -> Iterator[None]:
         raise
     except FAILURES as error:
         first, *more = f"{type(error).__name__}: {error}".splitlines()
-        details = [*more, *getattr(error, "__notes__", []), *frames.of_error(error)]
+        details = [*more, *reversed(getattr(error, "__notes__", [])), *frames.of_error(error)]
         raise ZbcError("E703", f"model: it fails in training: {first}", details=details) from error
 
 

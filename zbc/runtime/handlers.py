@@ -13,12 +13,14 @@ from zbc.ir import Key, Kind, Op
 from zbc.runtime import ahead
 from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import set_rate
+from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
 from zbc.runtime.state import Worker, name_of, take
 from zbc.runtime.tape import Tape
 from zbc.runtime.validate import peak_bytes
+from zbc.userobject import FAILURES
 
 __all__ = ["HANDLERS", "Worker"]
 
@@ -85,7 +87,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
     """The loss of a microbatch. Raises E505 if it is not one number."""
-    loss = function(output, target)
+    try:
+        loss = function(output, target)
+    except FAILURES as error:
+        error.add_note(f"in model.loss, for an output {TensorSpec.of(output)} and a target {TensorSpec.of(target)}")
+        raise
     if loss.dim() != 0:
         text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"
         raise ZbcError("E505", text, hint="return the mean over the microbatch")

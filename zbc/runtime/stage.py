@@ -20,6 +20,7 @@ from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.tape import Graph, Inputs, Tape, input_of
+from zbc.userobject import FAILURES
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,17 @@ class Stage:
             swap_slot(before)
 
     def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
-        for call, layer in self._calls:
-            if layer is None:
-                x = call(x)
-                continue
-            if layer.buffers:
-                renew(layer.buffers)
-            x = self._run(layer, x, step, mb)
+        try:
+            for call, layer in self._calls:
+                if layer is None:
+                    x = call(x)
+                    continue
+                if layer.buffers:
+                    renew(layer.buffers)
+                x = self._run(layer, x, step, mb)
+        except FAILURES as error:
+            _name(error, next(one for one in self.layers if one.call is call), x)
+            raise
         return finish(x)
 
     @functools.cached_property
@@ -148,7 +153,11 @@ class Stage:
 
         def run(index: int, x: Tensor) -> Tensor:
             with self.autocast:
-                y = self._run(layers[index], x, step, mb)
+                try:
+                    y = self._run(layers[index], x, step, mb)
+                except FAILURES as error:
+                    _name(error, layers[index], x)
+                    raise
                 return finish(y) if index == last else y
 
         def again(index: int) -> AbstractContextManager[None]:
@@ -194,6 +203,12 @@ class Stage:
         if autocast and y.shape == gives.shape and y.dtype.is_floating_point and gives.dtype.is_floating_point:
             return y.to(gives.dtype)
         raise mismatch(f"output of stage {self.index}", y, gives)
+
+
+def _name(error: BaseException, layer: Layer, x: Tensor) -> None:
+    """Say which layer raised, and for what; an error of zbc's own says so itself."""
+    if not isinstance(error, ZbcError):
+        error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")
 
 
 def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:

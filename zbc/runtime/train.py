@@ -311,7 +311,7 @@ def _give_up(error: BaseException, seat: Seat, watchdog: Watchdog | None) -> NoR
 
 def explain(error: BaseException, rank: int) -> Failure:
     """The error as a user sees it; an op's exception names rank, op and step, and shows the user's own frames."""
-    notes = list(getattr(error, "__notes__", []))
+    notes = [*reversed(getattr(error, "__notes__", []))]  # the op, then where in it
     if isinstance(error, ZbcError):
         return _with_details(error, notes)
     if not any(note.startswith("while rank") for note in notes):
