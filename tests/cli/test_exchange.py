@@ -164,3 +164,10 @@ def test_a_refused_export_writes_nothing(zbc, job):
 def test_a_csv_is_drawn(zbc, csv):
     assert "0 |F0F1" in zbc("visualize", csv(GOOD), "--by", "slot").out
     assert "error[E201]" in zbc("visualize", csv(STUCK, "stuck.csv")).err
+
+
+def test_a_file_by_another_name_is_not_read_as_an_order(zbc, folder):
+    (folder / "picture.svg").write_text("<svg>\n<title>1f1b, 4 ranks</title>\n")
+    ran = zbc("import", "picture.svg")
+    assert (ran.code, ran.out) == (2, "") and "does not end in .csv" in ran.err.replace("\n", " ")
+    assert "E411" not in ran.err and not (folder / "zbc.toml").exists()

@@ -92,10 +92,10 @@ def import_order(
     from zbc.errors import ZbcError
     from zbc.viz.words import title, verdict
 
-    plan = Plan.read_csv(source)
-    plan.check()
     if source.suffix != ".csv":
         raise typer.BadParameter(f"{source} does not end in .csv, by which jobs know an order", param_hint="FILE.csv")
+    plan = Plan.read_csv(source)
+    plan.check()
     if output.exists():
         raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
     write_text(output, _job_text(plan, source, output, base))
