@@ -252,6 +252,14 @@ def test_ranks_that_left_in_silence_are_not_the_cause(ranks):
     assert supervised(parent).code == "E703" and lines == ["step 1", "step 2"]
 
 
+@pytest.mark.parametrize(("asked", "ends_in"), [("SIGTERM", KeyboardInterrupt), (None, ZbcError)])
+def test_a_rank_that_the_terminals_signal_met_before_it_had_begun_is_no_failure(ranks, asked, ends_in):
+    parent, _ = ranks((-signal.SIGTERM, []), board=Board(dist.HashStore(), -1, 1))
+    parent.asked = asked
+    with pytest.raises(ends_in):
+        local._bury(parent, 0)
+
+
 def test_a_store_that_does_not_answer_says_nothing_of_a_rank():
     class Gone(Board):
         def beats(self):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _HOST, _PREFIX = "127.0.0.1", "zbc"
+_NOT_STARTED = "it had not started yet"
 _ASK_S = 2.0  # for the store, which this process hosts, to answer
 _LAST_WORD_S = 20.0  # for a rank that is about to say why the run ends
 
@@ -264,7 +265,10 @@ def _bury_lost(parent: Parent, failure: Failure) -> None:
 
 
 def _bury(parent: Parent, rank: int) -> None:
-    """A rank's process has ended: hear what it said last, and raise if it was not done."""
+    """A rank's process has ended: hear what it said last, and raise if it was not done.
+
+    A terminal sends its signals to ranks as well. One that was not yet there to ignore it is no failure of the run.
+    """
     child = parent.children[rank]
     while not child.pipe.closed and child.pipe.poll():
         _listen(parent, child)
@@ -280,7 +284,10 @@ def _bury(parent: Parent, rank: int) -> None:
             hint = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
     else:
         how, hint = f"ended with exit code {code}", None
-    raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint=hint, details=_last_seen(parent, rank))
+    seen = _last_seen(parent, rank)
+    if parent.asked is not None and seen == [_NOT_STARTED]:
+        raise KeyboardInterrupt
+    raise ZbcError("E702", f"run: {parent.name(rank)} {how}", hint=hint, details=seen)
 
 
 def _hear_reporter(parent: Parent, rank: int) -> None:
@@ -297,7 +304,7 @@ def _last_seen(parent: Parent, rank: int) -> list[str]:
         return []
     beat = beats.get(rank)
     if beat is None:
-        return ["it had not started yet"]
+        return [_NOT_STARTED]
     if not beat.total:
         return [f"it was last heard outside of a step: {beat.op}"]
     return [f"it was last heard in step {beat.step + 1}, op {beat.index} of {beat.total}: {beat.op}"]
