@@ -7,8 +7,7 @@ them (pace.py): to look at tensors slows small ops down more than large ones, an
 category counts as wrong by the share of its own measured bytes. How long a tensor is on its way depends on when the
 neighbour takes it: `buffers` is predicted with op times as that step before had them, as a plan with a profile of its
 ranks would be, and `planned` is the same with the times of the plan, which are estimated here. Both differ a little
-from run to run, the more the busier the machine is. `all` is the sum of the categories beside that of the measured
-ones.
+from run to run, the more the busier the machine is. `all` is the most of everything at any moment.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class Row(NamedTuple):
 
     @property
     def whole(self) -> float:
-        found = sum(getattr(self.measured, name) for name in CATEGORIES)
-        return (self.predicted.bytes - found) / found
+        """The same for the most of everything at any moment."""
+        return (self.predicted.bytes - self.measured.peak) / self.measured.peak
 
 
 def rows(options: dict[str, Any]) -> Iterator[Row]:

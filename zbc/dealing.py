@@ -1,4 +1,6 @@
-"""How the copies of a stage share out its optimizer (ZeRO-1): the compiler predicts what the runtime does.
+"""How an optimizer's work is cut up: the compiler predicts what the runtime does.
+
+The copies of a stage share it out (ZeRO-1), and a tentative step takes a few parameters at a time.
 
 Parameters are cut into pieces of at most CHUNK elements, and these are dealt, the largest first, each to the rank that
 has least. Many pieces come out even; a few large matrices do not.
@@ -6,10 +8,11 @@ has least. Many pieces come out even; a few large matrices do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # Elements whose squares are summed in one go, for norms; parts of an optimizer begin and end at these marks.
 CHUNK = 2**20
+BATCH = 2**22  # elements that a tentative step copies at a time
 
 
 def cut(count: int) -> list[tuple[int, int]]:
@@ -33,3 +36,20 @@ def most(parameters: Iterable[int], ranks: int) -> tuple[int, int]:
     sizes = [stop - start for count in parameters for start, stop in cut(count)]
     shares = deal(sizes, ranks)
     return max(sum(sizes[i] for i in share) for share in shares), max(map(len, shares))
+
+
+def batches(sizes: Sequence[int]) -> Iterator[range]:
+    """Parameters in their order, as many at a time as have BATCH elements together, or one that has more."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > BATCH:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def batch(sizes: Sequence[int]) -> int:
+    """The most elements of parameters that are taken at a time."""
+    return max((sum(sizes[i] for i in part) for part in batches(sizes)), default=0)

@@ -127,7 +127,8 @@ def test_memory_over_time_by_category_peaks_where_the_report_says(kind):
         assert max(entry.activations for entry in held) == pytest.approx(told.activation_bytes, abs=1)
         assert held[-1].activations == pytest.approx(0.0, abs=1)
         assert {round(entry.weights) for entry in held} == {told.weight_bytes}
-        assert max(entry.bytes for entry in held) == pytest.approx(told.peak_bytes - told.buffer_bytes, abs=4)
+        most = max(entry.bytes for entry in held)
+        assert most - told.gradient_bytes - 4 <= told.peak_bytes <= most + told.buffer_bytes + 4
 
 
 def test_putting_off_weight_gradients_costs_what_they_hold():

@@ -14,7 +14,7 @@ from zbc.compiler.memory import peaks
 from zbc.ir import COMPUTE, Kind, Op, Placement
 from zbc.plan import Plan
 from zbc.runtime.execute import run_step
-from zbc.runtime.measure import Ledger, Scale
+from zbc.runtime.measure import CATEGORIES, Ledger, Scale
 from zbc.runtime.threads import run_threads
 
 
@@ -46,6 +46,42 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
+
+
+TENTATIVE = {
+    "adamw": {"kind": "1f1b"},
+    "two stages": {"kind": "zb-v", "optimizer": {"kind": "adam"}},
+    "momentum": {"kind": "zb-h1", "optimizer": {"kind": "sgd", "momentum": 0.9}},
+    "nothing kept": {"kind": "zb-h1", "optimizer": {"kind": "sgd"}},
+    "masters": {"kind": "1f1b", "model": {"dtype": "bfloat16", "parameters": "bfloat16"}},
+    "tied": {"kind": "1f1b", "model": {"tie_embeddings": True, "vocab": 900}},
+    "shards": {"kind": "1f1b", "parallel": {"dp": 2}, "optimizer": {"zero1": True}},
+}
+
+
+@pytest.mark.parametrize("batch", [2**22, 20000])
+@pytest.mark.parametrize("case", TENTATIVE)
+def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
+    """Copies of masters and state, as many at a time as a batch has room for."""
+    monkeypatch.setattr("zbc.dealing.BATCH", batch)
+    changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
+    changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
+    compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
+    compiled.write(tmp_path / "plan")
+    plan, scales = Plan.read(tmp_path / "plan"), {}
+    run_threads(plan, 3, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+        held = [scales[plan.manifest.seats.rank(copy, rank)] for copy in range(plan.manifest.copies)]
+        for stage in compiled.program.placement.stages_of(rank):
+            size = compiled.costs.bytes[stage]
+            ops = [one for scale in held for one in scale.readings if one.op == Op(Kind.TENTATIVE, stage)]
+            assert len(ops) == len(held)
+            most = max(one.extra for one in ops)
+            assert size.tentative + size.step > 0.97 * most - 2500
+            if case != "shards":  # the copy that is dealt most need not have the largest matrix
+                assert size.tentative + size.step == pytest.approx(most, rel=0.03, abs=2500)
+        assert predicted.buffers > 0.97 * max(one.held.buffers for one in held) - 2500
+        assert predicted.bytes <= sum(getattr(predicted, name) for name in CATEGORIES) + 1
 
 
 SHARED = {

@@ -64,7 +64,7 @@ def read(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
 @kinds
 @types
 def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_else(kind, lowered, monkeypatch):
-    monkeypatch.setattr("zbc.runtime.optimizer._BATCH", 100)  # several batches
+    monkeypatch.setattr("zbc.dealing.BATCH", 100)  # several batches
     sync, ahead = weights(), weights()
     plain = Masters(options(kind), sync, lowered=lowered)
     tentative = Masters(options(kind), ahead, lowered=lowered)

@@ -30,11 +30,13 @@ class RankMemory:
     optimizer: float
     activations: float
     buffers: float  # tensors on their way (see transit.py), and what the running op needs beyond what is held
+    together: float  # most of gradients, activations and buffers together: each alone may be largest at another op
     logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
 
     @property
     def bytes(self) -> float:
-        return self.weights + self.gradients + self.masters + self.optimizer + self.activations + self.buffers
+        """The most of everything at any op."""
+        return self.weights + self.masters + self.optimizer + self.together
 
 
 def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> list[RankMemory]:
@@ -42,14 +44,14 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
     Times only decide how long what a rank sends stays with it; all else follows from the order.
     """
-    buffers = [0.0] * len(program.ranks)
+    buffers = [(0.0, 0.0)] * len(program.ranks)
     if costs.bytes is not None:
         moving = in_transit(program, costs, timeline or simulate(program, costs))
         buffers = [_buffers(program, rank, costs, moving[rank]) for rank in range(len(program.ranks))]
-    return [_rank(program, rank, costs, buffers[rank]) for rank in range(len(program.ranks))]
+    return [_rank(program, rank, costs, *buffers[rank]) for rank in range(len(program.ranks))]
 
 
-def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemory:
+def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: float) -> RankMemory:
     units = peak = held = most = logits = logits_then = 0.0
     flight = at_peak = 0
     where: Op | None = None
@@ -82,40 +84,61 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float) -> RankMemo
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
         buffers=buffers,
+        together=together,
         logits=logits_then,
     )
 
 
-def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float]) -> float:
-    """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself.
+def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float]) -> tuple[float, float]:
+    """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself; and the most
+    of these, of the activations held around it and of the gradients that there are by then.
 
-    No time passes in transfers: what they begin is on its way in the op behind them.
+    No time passes in transfers: what they begin is on its way in the op behind them. Gradients are there from the first
+    backward on until the step of their stage, which without a barrier comes behind the next step's first forwards.
     """
-    sizes = costs.bytes or ()
-    mine = [sizes[s] for s in program.placement.stages_of(rank)]
-    boundary = max((s.boundary for s in mine), default=0.0)
-    widened = 8 * min(max((s.largest for s in mine), default=0.0), WIDE)
-    most = 0.0
-    more = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in program.placement.stages_of(rank)}
+    mine = program.placement.stages_of(rank)
+    boundary = max((costs.bytes[s].boundary for s in mine), default=0.0) if costs.bytes else 0.0
+    needs = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in mine}
+    changes = {(kind, s): costs.held_bytes(Op(kind, s)) for kind in COMPUTE for s in mine}
     firsts = _firsts(program.ranks[rank])
+    gradients = {op.stage for op in program.ranks[rank] if op.kind is Kind.COMMIT}  # stages that have some
+    most = together = held = 0.0
     for index, (op, count) in enumerate(zip(program.ranks[rank], moving, strict=True)):
-        own = 0.0
         if op.kind in TRANSFER:
             continue
+        change = 0.0
         if op.kind in COMPUTE:
-            own = costs.more_bytes(op, first=True) if index in firsts else more[op.kind, op.stage]
-        elif op.kind is Kind.REDUCE:  # gradients move into one message
-            own = sizes[op.stage].summed
-        elif op.kind is Kind.GATHER:  # as a rule less than the gradients that are gone
-            own = max(0.0, sizes[op.stage].gathered - sizes[op.stage].gradients)
-        elif op.kind is Kind.TIE:
-            own = costs.tied
-        elif op.kind is Kind.VALIDATE:
-            own = widened
-        elif op.kind is Kind.STEP:
-            own = sizes[op.stage].step
-        most = max(most, count * boundary + own)
-    return most
+            own = costs.more_bytes(op, first=True) if index in firsts else needs[op.kind, op.stage]
+            change = changes[op.kind, op.stage]
+            if op.kind is not Kind.F:
+                gradients.update(mine)
+        else:
+            own = _own(op, costs, mine)
+        buffers = count * boundary + own
+        there = sum(costs.bytes[s].gradients for s in gradients) if costs.bytes else 0.0
+        most, together = max(most, buffers), max(together, max(held, held + change) + buffers + there)
+        held += change
+        if op.kind in (Kind.STEP, Kind.COMMIT):
+            gradients.discard(op.stage)
+    return most, together
+
+
+def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
+    """What an op that computes nothing for a microbatch needs while it runs; `mine` are the stages of its rank."""
+    sizes = costs.bytes or ()
+    if op.kind is Kind.REDUCE:  # gradients move into one message
+        return sizes[op.stage].summed
+    if op.kind is Kind.GATHER:  # as a rule less than the gradients that are gone
+        return max(0.0, sizes[op.stage].gathered - sizes[op.stage].gradients)
+    if op.kind is Kind.TIE:
+        return costs.tied
+    if op.kind in (Kind.VALIDATE, Kind.NORM):
+        return 8 * min(max((sizes[s].largest for s in mine), default=0.0), WIDE)
+    if op.kind in (Kind.STEP, Kind.COMMIT):
+        return sizes[op.stage].step
+    if op.kind is Kind.TENTATIVE:
+        return sizes[op.stage].tentative + sizes[op.stage].step
+    return 0.0
 
 
 _BEFORE = {Kind.B: (Kind.B, Kind.BW), Kind.W: (Kind.W, Kind.BW), Kind.BW: (Kind.W, Kind.BW)}

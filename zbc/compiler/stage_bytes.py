@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from zbc import dealing
 from zbc.compiler import estimate
 from zbc.compiler.estimate import Layer
 from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, Footprint, More, more
-from zbc.dealing import most
 from zbc.ir import Placement
 from zbc.spec import Job
 
@@ -30,6 +30,7 @@ class StageBytes:
     first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # what the optimizer needs while it steps
+    tentative: float = 0.0  # copies that it steps beforehand, a few parameters at a time
     logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
     behind: float = 0.0  # the tensor between it and the next stage
     share: float = 0.0  # act_b as it is without recompute, which activation units are shares of
@@ -79,6 +80,7 @@ def _stage(
         first=more([z.first for z in sizes], recompute=again, first=s == 0),
         largest=largest,
         step=_temporaries(job, sizes),
+        tentative=4.0 * (1 + _state(job)) * shares.copied if ahead else 0.0,
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
         share=act_b,
@@ -86,6 +88,11 @@ def _stage(
         summed=each * shares.summed,
         gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
     )
+
+
+def _state(job: Job) -> int:
+    """Numbers that the optimizer keeps of each parameter."""
+    return bool(job.optimizer.momentum) if job.optimizer.kind == "sgd" else 2
 
 
 def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
@@ -102,6 +109,7 @@ class Dealt(NamedTuple):
 
     ranks: int  # that hold it
     most: float  # of its parameters, the share that one of them steps
+    copied: float  # elements of its parameters that one of them steps tentatively at a time, at most
     summed: float  # elements of what REDUCE sends: with ZeRO-1 a row for each rank
     row: float  # elements in a row: for each rank as many as for the one that gets most
 
@@ -115,25 +123,28 @@ def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Se
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
     if not job.optimizer.zero1 or ranks == 1:
-        return Dealt(ranks, 1.0, params - whole + (len(counts) if known else 0), 0.0)
-    alone, pieces = most(counts, ranks) if known else ((params - whole) / ranks, 0)
+        copied = dealing.batch([whole, *counts] if known else [params])
+        return Dealt(ranks, 1.0, copied, params - whole + (len(counts) if known else 0), 0.0)
+    alone, pieces = dealing.most(counts, ranks) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
-    return Dealt(ranks, share, ranks * (alone + pieces), alone)
+    return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone)
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
     """Bytes that the optimizer needs for a while as it steps the parameters of some layers.
 
     On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
-    has two, and lets go of the last one only when it has made those for the next parameter.
+    has two, and lets go of the last one only when it has made those for the next parameter; where it decays weights by
+    their gradients (AdamW does not) one more.
     """
     options = job.optimizer
     if job.hardware.device == "cuda":
         return 0.0
     if options.kind == "sgd":
         return GRAD_BYTES * max((z.largest for z in sizes), default=0.0) if options.weight_decay else 0.0
-    most = max((z.pair or 2 * z.largest for z in sizes), default=0.0)
-    across = (before.ends[1] + 2 * z.ends[0] for before, z in pairwise(sizes))
+    decayed = options.kind == "adam" and options.weight_decay > 0
+    most = max(((z.pair or 2 * z.largest) + decayed * z.largest for z in sizes), default=0.0)
+    across = (before.ends[1] + (2 + decayed) * z.ends[0] for before, z in pairwise(sizes))
     return GRAD_BYTES * max(most, *across, 0.0)
 
 
@@ -147,7 +158,7 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
     """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
     options, low = job.optimizer, job.model.parameters == "bfloat16"
     ahead = options.sync == "post-validate"
-    per = (4 if options.momentum else 0) if options.kind == "sgd" else 8
+    per = 4 * _state(job)
     held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
     if len(held) < len(layers):
         master = 4 if low or ahead else 0

@@ -6,18 +6,16 @@ a low-precision copy of it, or a part of it that other ranks complete is the bus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zbc import spec
+from zbc import dealing, spec
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.validate import squares_of
-
-_BATCH = 2**22  # elements that a tentative step copies at a time
 
 
 class Held(NamedTuple):
@@ -162,7 +160,8 @@ class Masters:
         optimizer = self.optimizer
         if optimizer is None:
             return
-        for pairs in _batches(self._pairs):
+        for part in dealing.batches([parameter.numel() for parameter, _ in self._pairs]):
+            pairs = self._pairs[part.start : part.stop]
             kept = [(master, master.data, optimizer.state.pop(master, None)) for _, master in pairs]
             try:
                 for master, data, state in kept:
@@ -232,20 +231,6 @@ def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _batches(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Pairs in their order, a few at a time."""
-    batch: list[tuple[nn.Parameter, nn.Parameter]] = []
-    size = 0
-    for pair in pairs:
-        if batch and size + pair[0].numel() > _BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(pair)
-        size += pair[0].numel()
-    if batch:
-        yield batch
 
 
 def torch_optimizer(options: spec.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
