@@ -48,7 +48,8 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
         + (f" + masters {size(worst.masters)}" if worst.masters else "")
         + f" + optimizer {size(worst.optimizer)}",
         f"+ activations {size(worst.activations)} ({flight} in flight, peak at {worst.peak_op})"
-        f" + buffers {size(worst.buffers)}; of gradients and these {size(worst.together)} at a time",
+        f" + buffers {size(worst.buffers)}",
+        f"of gradients, activations and buffers {size(worst.together)} at a time",
     ]
     where = job.where("hardware", "memory_gib")
     easier = 'memory.activations = "auto", ' if job.memory.chosen() == {"keep"} else ""
