@@ -127,7 +127,7 @@ def screenshots() -> None:
     if browser.found() is None:
         print("no Chromium on this machine: the screenshots of the page stay as they are", file=sys.stderr)
         return
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # Chromium writes to its profile to the last
         folder = Path(name)
         (folder / "plan.html").write_text(planned(LESSON, "zb-v").html(), encoding="utf-8")
         chromium = browser.Browser(folder, 1100, 470)
