@@ -1,10 +1,11 @@
 """Steps and memory predicted from a profile of this machine, beside what runs take and hold.
 
-    python bench/predict.py [--quick] [--model sleeping|gpt|pipes ...]
+    python bench/predict.py [--quick] [--model sleeping|gpt|pipes|ahead ...]
 
 `zbc profile` measures once for each model; every plan is made with that file and run by `zbc run --local`. Emulated
 layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. A step is what a settled
-step was to take with its optimizer, and the median of the steps of a run but for the first ones. Memory is weighed in
+step was to take with its optimizer, and the median of the steps of a run but for the first ones; `ahead` are steps
+without a barrier, whose period is predicted. Memory is weighed in
 the same run, in a step behind those (`zbc report`), and is wrong by the worst of the ranks.
 """
 
@@ -63,7 +64,11 @@ microbatch_size = 2
 [data]
 kind = "synthetic"
 """
-JOBS = {"sleeping": SLEEPING, "gpt": GPT, "pipes": SLEEPING}
+AHEAD = f"""\
+{SLEEPING}[optimizer]
+sync = "post-validate"
+"""
+JOBS = {"sleeping": SLEEPING, "gpt": GPT, "pipes": SLEEPING, "ahead": AHEAD}
 CASES = {  # schedule, ranks, microbatches
     "sleeping": [
         ("1f1b", 2, 4),
@@ -76,9 +81,16 @@ CASES = {  # schedule, ranks, microbatches
         ("interleaved-1f1b", 4, 8),
     ],
     "gpt": [("1f1b", 2, 4), ("zb-h1", 2, 8), ("zb-v", 2, 4), ("gpipe", 2, 8)],
-    "pipes": [("bitpipe", 4, 8), ("chimera", 4, 8), ("dualpipe-v", 4, 8), ("bitpipe-zb", 4, 8)],  # on request
+    # on request
+    "pipes": [("bitpipe", 4, 8), ("chimera", 4, 8), ("dualpipe-v", 4, 8), ("bitpipe-zb", 4, 8)],
+    "ahead": [("zb-v", 4, 8), ("zb-h2", 4, 8), ("zb-h1", 2, 8), ("1f1b", 4, 8)],
 }
-QUICK = {"sleeping": CASES["sleeping"][4:6], "gpt": CASES["gpt"][:1], "pipes": CASES["pipes"][:1]}
+QUICK = {
+    "sleeping": CASES["sleeping"][4:6],
+    "gpt": CASES["gpt"][:1],
+    "pipes": CASES["pipes"][:1],
+    "ahead": CASES["ahead"][:1],
+}
 WARM_UP = 3  # first steps of a run that do not count
 HERE = Path(__file__).parent
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
@@ -133,7 +145,8 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     zbc(folder, "run", "plan", *options)
     times = steps_of(out)[WARM_UP:last]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Outcome(told["barrier_ms"], middle, low, high, dict(memory(out)))
+    predicted = told["steady_state_ms" if model == "ahead" else "barrier_ms"]
+    return Outcome(predicted, middle, low, high, dict(memory(out)))
 
 
 def steps_of(out: Path) -> list[float]:
