@@ -35,3 +35,13 @@ def test_a_tensor_that_leaves_in_the_middle_of_an_op_counts_for_its_share_of_it(
     assert moving(4, (1.0, 2.5))[0]["F s0 m3"] == pytest.approx(2.5)
     assert moving(4, (1.0, 2.25))[0]["F s0 m3"] == pytest.approx(2.25)
     assert moving(4, (1.0, 3.0))[0]["F s0 m3"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("ms", "share"), [(4.0, 0.25), (2.0, 0.5), (1.0, 1.0), (0.0, 1.0)])
+def test_what_is_sent_right_before_a_tentative_step_leaves_while_it_runs(ms, share):
+    """The last rank's last gradient takes 1 ms to the first rank, which has posted for it."""
+    program = lower(make("1f1b", 2, 3), "post-validate")
+    costs = replace(Costs.uniform(program.placement, comm=1.0), tentative=(ms, ms))
+    counts = in_transit(program, costs, simulate(program, costs))[1]
+    assert str(program.ranks[1][-1]) == "TENTATIVE s1" and str(program.ranks[1][-2]) == "SEND_B s1 m2"
+    assert counts[-1] == pytest.approx(share)

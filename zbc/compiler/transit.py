@@ -19,7 +19,7 @@ from zbc.ir import COMPUTE, Kind, Message, Op, Program, message_of
 
 def in_transit(program: Program, costs: Costs, timeline: Timeline) -> list[list[float]]:
     """Per rank and op the number of tensors on their way while it runs, its own result included."""
-    times = [_times(program, timeline, rank) for rank in range(len(program.ranks))]
+    times = [_times(program, timeline, rank, costs) for rank in range(len(program.ranks))]
     posted = {
         message_of(op): begin
         for ops, clock in zip(program.ranks, times, strict=True)
@@ -29,8 +29,12 @@ def in_transit(program: Program, costs: Costs, timeline: Timeline) -> list[list[
     return [list(_rank(program, rank, times[rank], posted, costs)) for rank in range(len(program.ranks))]
 
 
-def _times(program: Program, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """When each op of a rank begins and ends, in ms; VALIDATE ends with the last op of all, all others take no time."""
+def _times(program: Program, timeline: Timeline, rank: int, costs: Costs) -> list[tuple[float, float]]:
+    """When each op of a rank begins and ends, in ms.
+
+    VALIDATE ends with the last op of all. Of ops that compute nothing for a microbatch only those of an optimizer
+    without a barrier take time here: what is sent before them leaves meanwhile.
+    """
     dag, now, result = timeline.dag, 0.0, []
     index = dag.first[rank]
     for op in program.ranks[rank]:
@@ -39,6 +43,8 @@ def _times(program: Program, timeline: Timeline, rank: int) -> list[tuple[float,
             index += 1
         elif op.kind is Kind.VALIDATE:
             begin, now = now, max(now, timeline.makespan)
+        elif op.kind in (Kind.COMMIT, Kind.TENTATIVE):
+            begin, now = now, now + costs.duration(op)
         else:
             begin = now
         result.append((begin, now))
