@@ -46,6 +46,7 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
+        assert predicted.bytes <= measured.peak * 1.2  # gradients count whole from the first backward on
 
 
 TENTATIVE = {
