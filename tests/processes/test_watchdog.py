@@ -149,23 +149,6 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
     assert [row.partition("  ")[0] for row in errors[0].details[:3]] == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_a_rank_that_was_heard_a_moment_ago_and_never_again_is_said_to_be_silent():
-    store = dist.HashStore()
-    dog, ends = make(0, 2, limit=60.0, store=store)
-    dog.tick = dog._listener._tick = 0.1
-    dog._silence = 1.0
-    dog.start()
-    Board(store, 1, 2).beat(beat("F s1 m6"))
-    while len(dog._listener.heard) < 2:
-        pass
-    dog.watch(in_op("RECV_B s5 m3 <r1", since=time.monotonic(), waiting=True))
-    dog._report(time.monotonic())
-    dog.stop()
-    (error,) = ends.errors
-    row, mute = error.details[1:]
-    assert "not responding (last heard " in row and mute.startswith("rank 1 cannot say where it is: it was stopped")
-
-
 def test_a_rank_leaves_when_another_has_reported_a_failure():
     store = dist.HashStore()
     dog, ends = make(0, 2, limit=60.0, store=store)

@@ -221,9 +221,6 @@ class Watchdog:
             return
         p = self._progress
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
-        if claimed:
-            self._hear_all()
-            now = max(now, time.monotonic())
         rows, culprits = self.rows(now)
         rows = _blamed(rows, culprits) if self.ranks > 1 else rows
         if claimed is None:
@@ -233,16 +230,6 @@ class Watchdog:
         rows += self._where(culprits, ask=claimed is True)
         error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
         self._hung(error)
-
-    def _hear_all(self) -> None:
-        """Wait until every other rank has shown again that it lives, or is silent: the last one of a rank that was
-        stopped may have been heard late."""
-        before, deadline = self._listener.heard, time.monotonic() + self._silence + 2 * self.tick
-        while time.monotonic() < deadline:
-            heard, open_ = self._listener.heard, before.keys() - {self.rank, *self.silent()}
-            if all(heard[rank].beat.count != before[rank].beat.count for rank in open_):
-                return
-            time.sleep(self.tick / 4)
 
     def _tell_stack(self, board: Board | None) -> None:
         with suppress(RuntimeError):
