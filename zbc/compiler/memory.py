@@ -5,7 +5,7 @@ Within a rank ops run one after another, so what is held follows from the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,6 +103,7 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
     firsts = _firsts(program.ranks[rank])
     gradients = {op.stage for op in program.ranks[rank] if op.kind is Kind.COMMIT}  # stages that have some
     most = together = held = 0.0
+    there = _gradients(costs, gradients)
     for index, (op, count) in enumerate(zip(program.ranks[rank], moving, strict=True)):
         if op.kind in TRANSFER:
             continue
@@ -110,17 +111,23 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
         if op.kind in COMPUTE:
             own = costs.more_bytes(op, first=True) if index in firsts else needs[op.kind, op.stage]
             change = changes[op.kind, op.stage]
-            if op.kind is not Kind.F:
+            if op.kind is not Kind.F and len(gradients) < len(mine):
                 gradients.update(mine)
+                there = _gradients(costs, gradients)
         else:
             own = _own(op, costs, mine)
         buffers = count * boundary + own
-        there = sum(costs.bytes[s].gradients for s in gradients) if costs.bytes else 0.0
         most, together = max(most, buffers), max(together, max(held, held + change) + buffers + there)
         held += change
         if op.kind in (Kind.STEP, Kind.COMMIT):
             gradients.discard(op.stage)
+            there = _gradients(costs, gradients)
     return most, together
+
+
+def _gradients(costs: Costs, stages: Iterable[int]) -> float:
+    """Bytes of the gradients of some stages."""
+    return sum(costs.bytes[s].gradients for s in stages) if costs.bytes else 0.0
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
