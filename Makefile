@@ -56,6 +56,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/split.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/per_op.py
 	$(BIN)/python bench/tracing.py
 
 clean:

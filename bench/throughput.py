@@ -6,20 +6,13 @@ Both runtimes run in the same processes and take turns, step by step, so that a 
 kernel. The peer is torch's general runtime with our order of ops and its own split of backward; with recompute its
 layers are checkpointed as torch does it. Ours includes VALIDATE and STEP; the peer sums the norm of all gradients over
 the ranks after its step, as torch does it, and runs the same optimizer. A ratio above 1 says that ours is faster; `cpu`
-is the same for processor time, of both ranks and all their threads, which other programs disturb less. Last comes the
-time the main thread spends per op when stages compute nothing, and what is left of it without the code of the user
-that a step calls even so (a dataset, layers that pass on their input, torch's loss on the last rank), and what is left
-without torch's transfers, which any runtime makes: in turns with the steps, a bare loop starts the same messages in the
-same order and waits where the plan does. Both are timed in loops of their own, where they take less than between ops,
-so what is left is rather too much. With two numbers of microbatches it is seen what each further op costs, and what a
-step costs once (its norm, its optimizer).
+is the same for processor time, of both ranks and all their threads, which other programs disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import tempfile
 import time
@@ -28,13 +21,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ranks import results
 from record import Record
 
 if TYPE_CHECKING:
-    from zbc.ir import Op
+    pass
 
 RANKS, WARM_UP, LIMIT = 2, 3, 600.0
 PATIENCE = timedelta(seconds=120)
@@ -57,24 +50,6 @@ activations = "{activations}"
 [data]
 kind = "synthetic"
 """
-NOTHING = """\
-zbc = 1
-[model]
-family = "idle:layers"
-layers = 4
-loss = "mse"
-[parallel]
-pp = 2
-[schedule]
-kind = "{kind}"
-microbatches = {m}
-[costs]
-f = 1
-b = 1
-w = 1
-[data]
-kind = "sleeping:Points"
-"""
 SMALL = {"layers": 2, "hidden": 16, "vocab": 256, "seq_len": 8, "size": 1, "m": 16, "activations": "keep"}
 MEDIUM = {"layers": 4, "hidden": 128, "vocab": 512, "seq_len": 64, "size": 2, "m": 8, "activations": "keep"}
 CASES: dict[str, dict[str, Any]] = {
@@ -86,7 +61,6 @@ CASES: dict[str, dict[str, Any]] = {
     "recompute 1f1b": {**MEDIUM, "kind": "1f1b", "activations": "recompute"},
     "recompute zb-h1": {**MEDIUM, "kind": "zb-h1", "activations": "recompute"},
 }
-IDLE = tuple((kind, m) for kind in ("1f1b", "zb-h1") for m in (32, 128))
 
 
 # ---- on each rank --------------------------------------------------------------------------------------------
@@ -99,17 +73,6 @@ def run_rank(rank: int, folder: Path, cases: list[str], steps: int, results: Con
             found = take_turns(runtimes(CASES[case], rank, folder / str(number)), steps)
             if rank == 0:
                 results.send(found)
-
-
-def run_idle(rank: int, plan: Path, results: Connection) -> None:
-    """One rank's process: stages that compute nothing. Rank 0 sends what it measured.
-
-    Each plan has processes of its own: the threads of other groups would be in the way.
-    """
-    with meeting(rank, plan.with_suffix(".meet")):
-        each = per_op(rank, plan)
-        if rank == 0:
-            results.send(each)
 
 
 @contextmanager
@@ -166,90 +129,6 @@ def over_ranks(number: float, how: str = "MAX") -> float:
     return tensor.item()
 
 
-class PerOp(NamedTuple):
-    """us of a rank's main thread per op, and what is in it: torch's calls for transfers, the user's code; sleeps."""
-
-    ops: int
-    whole: float
-    bare: float
-    user: float
-    asleep: float
-
-
-def per_op(rank: int, folder: Path) -> list[PerOp]:
-    """What the main threads of all ranks spend where stages compute nothing.
-
-    A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
-    """
-    import ours
-
-    from zbc.plan import Plan
-
-    plan = Plan.read(folder)
-    ops = plan.program.ranks[rank]
-    runtime = ours.build(plan, rank, PATIENCE)
-    count = plan.manifest.microbatches
-    transfers = bare_transfers(runtime.worker, ops)
-    rows = []
-    for step in range(120):
-        over_ranks(0.0)
-        slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.thread_time()
-        runtime.step(step)
-        whole, slept = time.thread_time() - began, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
-        over_ranks(0.0)
-        began = time.thread_time()
-        transfers()
-        bare = time.thread_time() - began
-        user = users_code(runtime.worker, step + 1, count)  # of the next step, whose order of samples is not known yet
-        rows.append((whole / len(ops) * 1e6, bare / len(ops) * 1e6, user / len(ops) * 1e6, slept / len(ops)))
-    mine = [len(ops), *(statistics.median(column) for column in zip(*rows[20:], strict=True))]
-    each = [[over_ranks(number if rank == of else 0.0) for number in mine] for of in range(RANKS)]
-    return [PerOp(int(found[0]), *found[1:]) for found in each]
-
-
-def users_code(worker: Any, step: int, count: int) -> float:
-    """Seconds of the main thread for what a step of `count` microbatches calls of the user's: data, layers, a loss."""
-    (stage,) = worker.stages.values()
-    began = time.thread_time()
-    for mb in range(count):
-        x = worker.batches.targets(step, mb) if stage.gives is None else worker.batches.inputs(step, mb)
-        y = x
-        for layer in stage.layers:
-            y = layer.module(y)
-        if stage.gives is None:
-            worker.loss(y, x)
-    return time.thread_time() - began
-
-
-def bare_transfers(worker: Any, ops: tuple[Op, ...]) -> Callable[[], None]:
-    """The messages of a rank's plan by torch's process groups alone, started and waited for where the plan does."""
-    import torch
-    import torch.distributed as dist
-
-    from zbc.ir import TRANSFER, Kind
-
-    cpu, number, there = torch.device("cpu"), torch.zeros(1), 1 - worker.rank
-    ways: list[Any] = [dist.new_group([0, 1], timeout=PATIENCE) for _ in range(RANKS)]  # one for what each rank sends
-    out, back = (ways[rank]._get_backend(cpu) for rank in (worker.rank, there))
-    waiting = TRANSFER | {Kind.F, Kind.B, Kind.BW}
-    routes = [(op, worker.routes[op].message) for op in ops if op.kind in waiting]
-    todo = [(op.kind, 2 * op.mb + message.forward, torch.zeros(1)) for op, message in routes if message is not None]
-
-    def run() -> None:
-        posted, sent = {}, []
-        for kind, tag, buffer in todo:
-            if kind.is_send:
-                sent.append(out.send([number], there, tag))
-            elif kind.is_recv:
-                posted[tag] = back.recv([buffer], there, tag)
-            else:
-                posted.pop(tag).wait()
-        for work in sent:
-            work.wait()
-
-    return run
-
-
 # ---- in the process that was called --------------------------------------------------------------------------
 
 
@@ -268,20 +147,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         counts = [write_plan(JOB.format(**CASES[case]), folder / str(i)) for i, case in enumerate(cases)]
-        for kind, m in IDLE:
-            write_plan(NOTHING.format(kind=kind, m=m), folder / f"idle-{kind}-{m}")
         found = measure(run_rank, (folder, cases, options.steps), len(cases))
         for case, count, times in zip(cases, counts, found, strict=True):
             report(record, case, count, times)
-        record()
-        record(
-            "# us of the main thread per op where stages compute nothing: the runtime's own; with torch's transfers;"
-        )
-        record("# and with the user's code; and how often it sleeps per op")
-        record(f"{'case':16} {'rank':>4} {'ops':>5} {'own':>7} {'+ transfers':>11} {'+ user':>9} {'sleeps':>7}")
-        few: list[PerOp] = []
-        for kind, m in IDLE:
-            few = report_idle(record, kind, next(measure(run_idle, (folder / f"idle-{kind}-{m}",), 1)), few)
     record()
     record("# the cases: " + json.dumps(CASES))
     record(JOB.rstrip())
@@ -297,27 +165,6 @@ def report(record: Record, case: str, count: int, times: dict[str, list[float]])
     )
     ratio = f"{theirs / mine:7.3f} {their_cpu / our_cpu:7.3f}"
     record(f"{case:16} {count:5} {mine:9.2f} {theirs:9.2f} {ratio}   {low:.2f} to {high:.2f}")
-
-
-def report_idle(record: Record, kind: str, ranks: list[PerOp], few: list[PerOp]) -> list[PerOp]:
-    """What the main thread of each rank spends; beside it with fewer microbatches, what each further op costs.
-
-    Gives back what the next one is put beside: nothing after these two.
-    """
-    for rank, one in enumerate(ranks):
-        record(idle_row(f"idle {kind}", rank, one) + f" {one.asleep:7.2f}")
-    for rank, (one, less) in enumerate(zip(ranks, few, strict=False)):
-        ops = one.ops - less.ops
-        each = [(one.ops * a - less.ops * b) / ops for a, b in zip(one[1:], less[1:], strict=True)]
-        further = PerOp(ops, *each)
-        once = one.ops * (one.whole - further.whole)
-        record(idle_row("  each further", rank, further) + f"   and {once:.0f} us once a step")
-    return [] if few else ranks
-
-
-def idle_row(name: str, rank: int, one: PerOp) -> str:
-    without = one.whole - one.user
-    return f"{name:16} {rank:4} {one.ops:5} {without - one.bare:7.1f} {without:11.1f} {one.whole:9.1f}"
 
 
 def write_plan(job: str, folder: Path) -> int:

@@ -21,9 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from per_op import NOTHING
 from ranks import results
 from record import Record
-from throughput import JOB, MEDIUM, NOTHING, RANKS, SMALL, take_turns, write_plan
+from throughput import JOB, MEDIUM, RANKS, SMALL, take_turns, write_plan
 
 LIMIT = 600.0
 SLEEPING = (
