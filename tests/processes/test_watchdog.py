@@ -54,8 +54,8 @@ def watchdog():
     return dog
 
 
-def hear(dog, beat, at):
-    dog._listener.heard = {0: Heard(beat_of_own(), 100.0), 1: Heard(beat, at)}
+def hear(dog, beat, at, looked=100.0):
+    dog._listener.heard, dog._listener.looked = {0: Heard(beat_of_own(), looked), 1: Heard(beat, at)}, looked
 
 
 def beat_of_own():
@@ -73,6 +73,60 @@ def beat_of_own():
 def test_a_run_stands_still_only_if_no_rank_has_begun_an_op(watchdog, seconds, at, stuck):
     hear(watchdog, beat("F s1 m6", seconds=seconds), at)
     assert watchdog._stuck(100.0) is stuck
+
+
+def late_listener():
+    """Rank 0 of 2 under a watchdog of two seconds, and 99 s: rank 1 was stopped at 97, which was heard at 98.7."""
+    dog, ends = make(limit=2.0)
+    dog._awake_since = 0.0
+    dog.watch(Progress())
+    dog._progress = in_op("RECV_B s5 m3 <r1", since=97.0, waiting=True)
+    hear(dog, beat("F s1 m6", seconds=0.1), 98.7, looked=98.9)
+    return dog, ends
+
+
+def test_a_rank_whose_last_sign_of_life_was_heard_late_is_not_taken_for_one_that_stands_still():
+    dog, ends = late_listener()
+    assert not dog._stuck(99.1)
+    for looked, stuck in ((100.1, False), (100.3, True)):
+        hear(dog, beat("F s1 m6", seconds=0.1), 98.7, looked=looked)
+        assert dog._stuck(100.4) is stuck  # it counts how long nothing was seen, not when that is thought of
+    assert dog._report(100.4)
+    row, mute = ends.errors[0].details[1:]
+    assert "not responding (last heard " in row and mute.startswith("rank 1 cannot say where it is: it was stopped")
+
+
+def test_a_rank_that_says_itself_that_it_stands_still_is_not_waited_for():
+    dog, _ = late_listener()
+    hear(dog, beat("F s1 m6", seconds=1.7), 98.7, looked=98.9)
+    assert dog._stuck(99.1)
+
+
+def test_where_nothing_is_heard_any_more_what_was_heard_before_has_to_do():
+    dog, _ = late_listener()
+    assert not dog._stuck(108.0) and dog._stuck(109.0)  # the last look is ten seconds old
+    dog._listener.looked = 109.0  # but it shows nothing new, of oneself neither
+    assert not dog._stuck(108.0) and dog._stuck(109.0) and dog.silent() == []
+
+
+def test_a_rank_that_leaves_the_report_to_another_goes_on_beating():
+    store = dist.HashStore()
+    dog, ends = make(0, 2, limit=0.3, store=store)
+    other = Board(store, 1, 2)
+    assert other.claim()
+    dog._listener.start = lambda: None  # it has not heard of that yet
+    dog.start()
+    dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
+    while not other.stacks([0]):
+        pass
+    beats = other.beats()[0].count
+    while other.beats()[0].count < beats + 3:
+        pass
+    dog._listener.reported = 7
+    assert ends.any.wait(20)
+    dog._done.set()
+    dog._thread.join(20)
+    assert ends.orphaned and not ends.errors
 
 
 def test_a_rank_that_goes_on_itself_reports_nothing(watchdog):

@@ -3,6 +3,9 @@
 A rank that waits cannot tell whether the one it waits for is slow, stuck or gone. The watchdogs can: each publishes the
 op its rank is in and for how long. When for `limit` seconds no rank has begun another op, the first to notice reports
 where every rank is. A rank whose watchdog is silent too (stopped, swapped out, its machine gone) is named as such.
+
+On a busy machine a sign of life may be heard seconds after it was given. So a rank counts as one that stands still once
+it has said so itself, and as silent once looks at the store, not the clock alone, have shown nothing new for a while.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _CLAIM_S = 5.0  # for the store to say who reports a failure
 _MUTE = "it was stopped, its machine is gone, or native code holds Python's lock"
 _ALONE_S = 5.0  # for what took the store with it to show in this rank itself
 _LATE = "it did not answer in time"
+_DEAF_S = 10.0  # without a sign of life of itself, after which a rank goes by what it heard of others before
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
 
 
@@ -43,6 +47,7 @@ class Listener:
         self._board, self._tick = board, tick
         self._done = threading.Event()
         self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
+        self.looked = 0.0  # when it was last read (`time.monotonic`)
         self.failed: int | None = None
         self.reported: int | None = None
         self.cut_off = False  # the store is gone
@@ -64,6 +69,7 @@ class Listener:
                     rank: old[rank] if rank in old and old[rank].beat.count == beat.count else Heard(beat, now)
                     for rank, beat in board.beats().items()
                 }
+                self.looked = now
                 self.failed, self.reported = board.failed(), board.reported()
         except (RuntimeError, ZbcError):
             self.cut_off = True  # what was heard last stays, and ages
@@ -118,9 +124,9 @@ class Watchdog:
         self._progress, self._patience = progress, self.limit
 
     def silent(self) -> list[int]:
-        """The other ranks that were heard once and not for some ticks now; none if the store itself is silent."""
-        now, heard = time.monotonic(), self._listener.heard
-        quiet = [rank for rank, one in heard.items() if now - max(one.at, self._awake_since) > self._silence]
+        """The other ranks that were heard once and not for some ticks up to the last look; none if nothing is heard."""
+        looked, heard = self._listener.looked, self._listener.heard
+        quiet = [rank for rank, one in heard.items() if looked - max(one.at, self._awake_since) > self._silence]
         return [] if self.rank in quiet else quiet
 
     def await_silence(self) -> list[int]:
@@ -162,7 +168,7 @@ class Watchdog:
             count, ticked = count + 1, now
             if board is not None and not _told(board, self._beat(count, now)):
                 board = None
-            if self._listener.failed not in (None, self.rank):
+            if failed_at is not None or self._listener.failed not in (None, self.rank):
                 if failed_at is None:
                     failed_at = now
                     self._tell_stack(board)
@@ -174,8 +180,10 @@ class Watchdog:
                     self._end_alone()
                     return
             elif self._stuck(now) and not self._standing_down:
-                self._report(now, board)
-                return
+                if self._report(now):
+                    return
+                failed_at = now  # another one reports, and is to hear on that this one lives
+                self._tell_stack(board)
 
     def _leave(self) -> None:
         if not self._standing_down:
@@ -206,39 +214,44 @@ class Watchdog:
         if now - max(self._progress.since, self._awake_since) < self._patience:
             return False
         slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
-        others = (heard for rank, heard in self._listener.heard.items() if rank != self.rank)
-        return all(self._idle(heard, now) >= self._patience - slack for heard in others)
+        others = (rank for rank in self._listener.heard if rank != self.rank)
+        return all(self._stood_still(rank, now) >= self._patience - slack for rank in others)
+
+    def _stood_still(self, rank: int, now: float) -> float:
+        """How long another rank has been in its op: by its own word, as long as more of that is to be expected."""
+        known = self._listener.heard
+        heard, own = known[rank], known.get(self.rank)
+        deaf = now - max(self._listener.looked if own is None else own.at, self._awake_since) > _DEAF_S
+        return self._idle(heard, now) if deaf or rank in self.silent() else heard.beat.seconds
 
     def _idle(self, heard: Heard, now: float) -> float:
         return heard.beat.seconds + now - max(heard.at, self._awake_since)
 
-    def _report(self, now: float, board: Board | None = None) -> None:
+    def _report(self, now: float) -> bool:
+        """Tell where every rank is, unless another one does that: whether this one has."""
+        (rows, culprits), mute = self.rows(now), self.silent()  # as it is now, however long the store takes
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
-            self._tell_stack(board)
-            self.await_report()
-            self._leave()
-            return
+            return False
         p = self._progress
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
-        rows, culprits = self.rows(now)
         rows = _blamed(rows, culprits) if self.ranks > 1 else rows
         if claimed is None:
             rows.append("the store of the run does not answer, so this is what was known before")
         elif not culprits:
             rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
-        rows += self._where(culprits, ask=claimed is True)
+        rows += self._where(culprits, mute, ask=claimed is True)
         error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
         self._hung(error)
+        return True
 
     def _tell_stack(self, board: Board | None) -> None:
         with suppress(RuntimeError):
             if board is not None:
                 board.tell_stack(frames.of_thread(self._main))
 
-    def _where(self, culprits: list[int], *, ask: bool) -> list[str]:
-        """The Python stacks of the ranks that hold the others up; `ask`: the store of the run answers."""
-        mute = {*self.silent()} - {self.rank}
+    def _where(self, culprits: list[int], mute: list[int], *, ask: bool) -> list[str]:
+        """The Python stacks of the ranks that hold the others up, but for the silent ones; `ask`: the store answers."""
         wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
         stacks = in_time(lambda: self._stacks(wanted), 3 * self.tick + 7.0) if ask and wanted else None
         found = {self.rank: frames.of_thread(self._main), **(stacks or {})}
