@@ -15,7 +15,7 @@ MODULES = {
 
 # A module may import what stands on its own line or above it; the longest matching prefix decides.
 LAYERS = [
-    ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders"],
+    ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders", "zbc.linefile"],
     ["zbc.userobject"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
     ["zbc.idle", "zbc.dealing"],
@@ -72,7 +72,7 @@ LAYERS = [
     ["zbc.cli", "zbc.__main__"],
 ]
 RUNTIME = [
-    ["zbc.errors", "zbc.closed_pipe", "zbc.folders"],
+    ["zbc.errors", "zbc.closed_pipe", "zbc.folders", "zbc.linefile"],
     ["zbc.userobject"],
     ["zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section"],
@@ -89,6 +89,7 @@ RUNTIME = [
     ["zbc.trace"],
     ["zbc.runtime.frames"],
     ["zbc.runtime.sinks", "zbc.runtime.live", "zbc.runtime.interface", "zbc.runtime.board", "zbc.runtime.rounds"],
+    ["zbc.runtime.rundir"],
     ["zbc.runtime.transport", "zbc.runtime.progress", "zbc.runtime.metrics", "zbc.runtime.clock", "zbc.runtime.sends"],
     ["zbc.runtime.stamps", "zbc.runtime.board", "zbc.runtime.scribe"],
     ["zbc.runtime.aligned"],

@@ -32,11 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import zbc.plan as plans
 from zbc.errors import ZbcError
 from zbc.ir import COMPUTE, Op
+from zbc.linefile import LineFile
 from zbc.traceline import (
     FORMAT,
     RECORD,
@@ -87,15 +88,22 @@ def rank_file(rank: int) -> str:
 
 
 def start(run: Path, plan: Path) -> None:
-    """Make room for a trace in a run directory, with a copy of the plan; what another plan left there goes."""
+    """Make room for a trace in a run directory, with a copy of the plan; what another plan left there goes.
+
+    Raises E606 if the copy cannot be written, and leaves nothing of it.
+    """
     copy = run / FOLDER / PLAN
     if plans.is_plan(copy) and plans.read_manifest(copy).sha256 == plans.read_manifest(plan).sha256:
         return
     shutil.rmtree(run / FOLDER, ignore_errors=True)
-    for folder in ("", *(part.folder for part in plans.read_manifest(plan).ramp)):
-        (copy / folder).mkdir(parents=True, exist_ok=True)
-        for name in (plans.MANIFEST, *plans.read_manifest(plan / folder).files):
-            shutil.copyfile(plan / folder / name, copy / folder / name)
+    try:
+        for folder in ("", *(part.folder for part in plans.read_manifest(plan).ramp)):
+            (copy / folder).mkdir(parents=True, exist_ok=True)
+            for name in (plans.MANIFEST, *plans.read_manifest(plan / folder).files):
+                shutil.copyfile(plan / folder / name, copy / folder / name)
+    except OSError as error:
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+        raise _unwritable(copy, error) from None
 
 
 class Writer:
@@ -111,10 +119,9 @@ class Writer:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _kept(path, behind) if behind and path.is_file() else []
-            self._file: TextIO = path.open("w", encoding="utf-8")
+            self._path, self._file = path, LineFile(path, "w")
         except OSError as error:
-            text = f"run: cannot write the trace {path}: {error.strerror}"
-            raise ZbcError("E606", text, hint="choose another run directory with --out DIR") from None
+            raise _unwritable(path, error) from None
         for values in kept or [{"format": FORMAT, "version": VERSION, **about}]:
             self._line(values)
 
@@ -140,8 +147,16 @@ class Writer:
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
-        self._file.flush()
+        """Raises E606 if it cannot be written; the lines before stay whole."""
+        try:
+            self._file.add(json.dumps(values, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ZbcError:
+    text = f"run: cannot write the trace {path}: {error.strerror or error}"
+    return ZbcError("E606", text, hint="make room there, or choose another run directory with --out DIR")
 
 
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ Ctrl-C twice              test_local
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from tests.processes.leftovers import forked, ports
+from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from zbc.errors import ZbcError
@@ -133,6 +134,23 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
     lines = run_here(plan, 2, out, resume="auto")
     assert f"going on from {folder / 'step-00000002'}, behind step 2" in lines[0]
     assert sorted(disk.complete(folder)) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("traced", [frozenset(), frozenset(range(1, 10**5))])
+def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_path, out, small_disk, traced):
+    folder, fill, release = small_disk
+    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
+    run, seen = folder / "run", []
+    error = fails(plan, 2, run, each=at_step(3, lambda: (seen.extend(processes(run)), fill(seen))), trace=traced)
+    assert (error.code, error.exit_code) == ("E606", 6), error
+    assert "cannot write" in error.message and str(run) in error.message and "make room" in error.hint
+    steps = [row["step"] for row in metrics(run)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 3
+    for path in (run / "trace").glob("rank-*.jsonl"):
+        assert all(json.loads(line) for line in path.read_text().splitlines()) and path.read_text().endswith("\n")
+    assert not [path for path in run.rglob("*") if ".part" in path.name]
+    assert not [pid for pid in seen if alive(pid)]
+    release()
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path, out, read_only):

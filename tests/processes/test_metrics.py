@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.plans import compiled, metrics, run_here, write_plan
+from tests.test_linefile import no_file_beyond
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.plan import read_manifest
@@ -106,6 +108,49 @@ def test_an_existing_directory_is_used_if_no_run_is_in_it(open_log, tmp_path):
     with pytest.raises(ZbcError) as raised:
         open_log()
     assert raised.value.code == "E607" and len(metrics(tmp_path / "run")) == 1
+
+
+def test_of_two_runs_that_are_given_one_directory_at_once_the_second_changes_nothing(open_log, tmp_path, monkeypatch):
+    refused, about = [], tmp_path / "run" / "run.json"
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        before = about.read_text()
+        with pytest.raises(ZbcError) as raised:
+            open_log(steps=99)
+        refused.append((raised.value.code, about.read_text() == before))
+        return []
+
+    monkeypatch.setattr("zbc.runtime.sinks.open_sinks", meanwhile)
+    with open_log() as log:
+        log.record(result())
+    assert refused == [("E607", True)]
+    assert json.loads(about.read_text())["steps"] == 12 and len(metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_full_disk_leaves_nothing_of_a_run_that_cannot_begin(open_log, tmp_path, monkeypatch, out):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zbc.runtime.rundir.replace_text", full)
+    with pytest.raises(ZbcError) as raised:
+        open_log(out=tmp_path / "a" / "run" if out else None)
+    assert (raised.value.code, raised.value.exit_code) == ("E606", 6)
+    assert "run.json: No space left on device" in raised.value.message and "make room" in raised.value.hint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml", "plan"]
+
+
+def test_a_step_that_the_disk_has_no_room_for_is_named_and_leaves_no_half_line(open_log, tmp_path):
+    with pytest.raises(ZbcError) as raised, open_log(log={"tensorboard": True}, checkpoint={"every": 5}) as log:
+        log.record(result())
+        with no_file_beyond((tmp_path / "run" / "metrics.jsonl").stat().st_size + 10):
+            log.record(result(1))
+    place = tmp_path / "run" / "metrics.jsonl"
+    assert raised.value.code == "E606" and "--resume auto" in raised.value.hint
+    assert raised.value.message == f"run: step 2: cannot write {place}: {os.strerror(errno.EFBIG)}"
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
 
 
 def test_an_evaluation_has_lines_of_its_own(tmp_path):

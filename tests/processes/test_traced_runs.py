@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 
-from tests.processes.plans import metrics, processes, run_here, write_plan
+from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
 from zbc import trace
 from zbc.errors import ZbcError
@@ -67,6 +68,16 @@ def test_what_a_killed_run_recorded_can_be_read(tmp_path):
         run_here(plan, 2, out, kill, steps=10**6, trace=frozenset(range(1, 10**5)))
     found = trace.read(out)
     assert found.steps[:2] == (2, 3) and found.steps == tuple(range(2, 2 + len(found.steps)))
+
+
+def test_a_rank_that_fails_has_written_down_all_it_recorded(tmp_path):
+    """Its disk takes a tenth of a second for a line, so that most are still to be written when a layer raises."""
+    changes = troubled("raise", good=4 * 20)
+    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:slowly_traced_layers"}
+    with pytest.raises(ZbcError, match="out of luck"):
+        run_here(write_plan(tmp_path, **changes), 4, tmp_path / "run", steps=30, trace=frozenset(range(1, 30)))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "trace" / "rank-0002.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == list(range(2, 21))
 
 
 def test_a_run_asked_to_stop_ends_its_trace(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zbc.runtime.checkpoint.storage import SafetensorsWriter
 from zbc.runtime.metrics import RunLog
 from zbc.runtime.progress import StepResult
+from zbc.trace import Timing, Writer
 
 
 class Trouble(nn.Module):
@@ -60,6 +61,18 @@ def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
     RunLog.record = late  # type: ignore[method-assign]
     SafetensorsWriter.reset = slowly  # type: ignore[method-assign]
+    return layers(how, good)
+
+
+def slowly_traced_layers(how: str = "", good: int = 0) -> list[nn.Module]:
+    """The same, where a line of a trace takes a tenth of a second to write."""
+    step = Writer.step
+
+    def slowly(self: Writer, timing: Timing) -> None:
+        time.sleep(0.1)
+        step(self, timing)
+
+    Writer.step = slowly  # type: ignore[method-assign]
     return layers(how, good)
 
 

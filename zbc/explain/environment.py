@@ -55,7 +55,9 @@ every machine the same plan directory, code and environment.
     "E606": entry(
         "the run directory cannot be written",
         """
-Metrics go to a new folder below log.dir. Name another place with --out.
+Metrics go to a new folder below log.dir. Name another place with --out. A disk
+that fills up while the run goes on ends it, too; what is written by then stays,
+every line whole.
 """,
     ),
     "E607": entry(

@@ -13,13 +13,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -28,12 +27,10 @@ from zbc.course import Course
 from zbc.errors import ZbcError, unwritten
 from zbc.flops import training_flops
 from zbc.plan import Manifest
-from zbc.runtime import sinks
+from zbc.runtime import rundir, sinks
 from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.spec import Model, Optimizer
 from zbc.text import percent, short, size
-
-METRICS, RUN = "metrics.jsonl", "run.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +68,23 @@ class RunLog:
         self._unit = "samples" if seq_len is None else "tokens"
         self._per_sample = seq_len or 1
         try:
-            about, told = self._about(), {} if go_on is None else _told(go_on)
-            about |= sinks.names(self._log, told)
-            if go_on is not None:
-                self.folder = go_on
-                about["before"] = _before(told)
-                _drop_after(go_on / METRICS, settings.first)
-            else:
-                self.folder = _make(Path(self._log["dir"]), settings.plan.resolve().name) if out is None else _use(out)
-            (self.folder / RUN).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-            first = None if go_on is None else settings.first
-            self._sinks = sinks.open_sinks(self._log, self.folder, about, first)
-            self._file: TextIO = (self.folder / METRICS).open("x" if go_on is None else "a", encoding="utf-8")
+            self._open(settings, out, go_on)
         except OSError as error:
             place = Path(error.filename or out or self._log["dir"])
             text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
-            raise ZbcError("E606", text, hint="choose another one with --out DIR") from None
+            raise ZbcError("E606", text, hint="make room there, or choose another one with --out DIR") from None
+
+    def _open(self, settings: RunSettings, out: Path | None, go_on: Path | None) -> None:
+        about, told = self._about(), {} if go_on is None else rundir.told(go_on)
+        about |= sinks.names(self._log, told)
+        if go_on is not None:
+            about["before"] = rundir.before(told)
+            self.folder, self._file = go_on, rundir.gone_on(go_on, settings.first, about)
+            self._sinks = sinks.open_sinks(self._log, go_on, about, settings.first)
+            return
+        parent, name = Path(self._log["dir"]), settings.plan.resolve().name
+        with rundir.begun(parent, name, out, about) as (self.folder, self._file):
+            self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
     def __enter__(self) -> RunLog:
         return self
@@ -95,8 +93,9 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        with nullcontext() if error is None else suppress(OSError):  # of a full disk that was told of
+            for sink in self._sinks:
+                sink.close()
 
     def headline(self) -> str:
         m = self._manifest
@@ -138,11 +137,18 @@ class RunLog:
         )
 
     def _write(self, numbers: dict[str, Any]) -> None:
+        """Raises E606 if that is not possible; lines that are there stay whole."""
         text = json.dumps({key: _plain(value) for key, value in numbers.items()})
-        self._file.write(text + "\n")
-        self._file.flush()
-        for sink in self._sinks:
-            sink.write(numbers["step"], numbers)
+        try:
+            self._file.add(text + "\n")
+            for sink in self._sinks:
+                sink.write(numbers["step"], numbers)
+        except OSError as error:
+            what = f"step {numbers['step']}: cannot write {error.filename or self.folder}: {error.strerror or error}"
+            hint = "make room there, or choose another run directory with --out DIR"
+            if self._manifest.training.get("checkpoint", {}).get("every"):
+                hint += "; --resume auto goes on from the newest checkpoint"
+            raise ZbcError("E606", f"run: {what}", hint=hint) from None
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._course.samples(result.step)
@@ -224,61 +230,6 @@ class RunLog:
             "training": m.training,
             "predicted": m.predicted,
         }
-
-
-def _make(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    n = 1
-    while True:
-        folder = parent / f"{name}-{n}"
-        try:
-            folder.mkdir()  # fails if it exists, so two runs that start together get two directories
-        except FileExistsError:
-            n += 1
-        else:
-            return folder
-
-
-def _use(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / METRICS).exists():
-        text = f"run: {out} holds the metrics of another run"
-        hint = "go on with it by --resume auto, choose another directory with --out, or remove this one"
-        raise ZbcError("E607", text, hint=hint)
-    return out
-
-
-def _told(run: Path) -> dict[str, Any]:
-    """What `run.json` of a run that goes on says; nothing if it is not there, or damaged."""
-    try:
-        about = json.loads((run / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _before(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The earlier parts of a run that goes on, by its `run.json`: plan, first step, when they started."""
-    if not told:
-        return []
-    return [*told.get("before", []), {key: told.get(key) for key in ("plan", "schedule", "first_step", "started")}]
-
-
-def _drop_after(metrics: Path, step: int) -> None:
-    """Keep the lines of the first `step` steps; one that was cut off in the middle goes too."""
-    if not metrics.exists():
-        metrics.parent.mkdir(parents=True, exist_ok=True)
-        return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    part = metrics.with_name(f".{metrics.name}.part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, metrics)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

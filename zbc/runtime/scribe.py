@@ -14,7 +14,8 @@ class Scribe:
     """Does work in a thread of its own, in the order in which it came.
 
     What a rank has added is done soon, while it waits or computes outside of Python; a process that is killed loses the
-    few pieces that were not. A process that ends by itself, for whatever reason, does them all.
+    few pieces that were not. One that ends by itself does them all: as Python exits, or with `close` before it ends
+    without that, as a rank does that fails.
     """
 
     def __init__(self) -> None:

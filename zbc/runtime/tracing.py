@@ -91,6 +91,10 @@ class Tracer:
             self._closed = True
             self._clock()
 
+    def settle(self) -> None:
+        """The run has failed: write down what was recorded until then."""
+        self._scribe.close()
+
     def end(self) -> None:
         """The run is over."""
         self.close()
@@ -122,6 +126,11 @@ class Tracers:
         """`run_step`, recorded or not."""
         tracer = self.legs.get(worker.course.leg(step))
         return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
+
+    def settle(self) -> None:
+        """The run has failed: write down what was recorded until then."""
+        for tracer in self.legs.values():
+            tracer.settle()
 
     def end(self) -> None:
         """The run is over."""

@@ -8,8 +8,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,9 @@ from zbc.userobject import FAILURES
 
 if TYPE_CHECKING:
     from zbc.runtime.checkpoint.saving import Checkpoints
+
+
+_SETTLE_S = 5.0  # for a rank that fails to write down what it has recorded
 
 
 class RankFailed(Exception):
@@ -157,9 +160,8 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
             if checkpoints is not None:
                 checkpoints.last = first
             watchdog.watch(worker.progress)
-            stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
-            if tracer is not None:
-                tracer.end()
+            with nullcontext() if tracer is None else _recorded(tracer):
+                stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, seat, options.save_hf, limit)
@@ -169,6 +171,17 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     worker.close()
     dist.destroy_process_group()
     return stopped
+
+
+@contextmanager
+def _recorded(tracer: Tracers) -> Iterator[None]:
+    """What was recorded is written down when this block is over, whether it fails or not; a disk may refuse to."""
+    try:
+        yield
+        tracer.end()
+    except BaseException:
+        in_time(tracer.settle, _SETTLE_S)
+        raise
 
 
 def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdog: Watchdog) -> int:
