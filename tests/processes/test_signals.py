@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -57,6 +59,24 @@ def test_a_signal_that_a_launcher_repeats_at_once_counts_as_one():
         for _ in range(5):
             os.kill(os.getpid(), signal.SIGINT)
     assert (heard.asked, heard.insisted) == (["SIGINT"], [])
+
+
+def test_a_signal_that_a_launcher_repeats_late_counts_as_one_and_the_next_one_insists():
+    """The launcher repeats SIGINT; SIGTERM is the user's."""
+    heard = Heard()
+    with Signals(heard.ask, heard.insist, apart=0.0, repeated=True):
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            assert heard.first.wait(10)
+        assert heard.second.wait(10)
+    assert (heard.asked, heard.insisted) == (["SIGINT"], ["SIGTERM"])
+
+
+def test_a_launcher_that_gives_ranks_a_session_of_their_own_repeats_nothing():
+    code = "from zbc.runtime.signals import shares_terminal; print(shares_terminal())"
+    command = [sys.executable, "-c", code]
+    ended = [subprocess.run(command, capture_output=True, text=True, start_new_session=own) for own in (False, True)]
+    assert [one.stdout.strip() for one in ended] == ["True", "False"]
 
 
 def test_a_blocked_main_thread_does_not_keep_a_signal_from_being_heard():

@@ -25,12 +25,20 @@ def handled() -> list[signal.Signals]:
 class Signals:
     """A context in which the first signal calls `asked(name)` and a later one `insisted(name)`, in a thread.
 
-    `apart`: seconds before another signal counts as a second one. A launcher forwards a Ctrl-C that its children got
-    from the terminal already. Outside of the main thread, where signals cannot be handled, this does nothing.
+    `apart`: seconds before another signal counts as a second one. `repeated`: a launcher forwards a Ctrl-C that its
+    children got from the terminal already, so one more is none of the user's however late it comes. Outside of the main
+    thread, where signals cannot be handled, this does nothing.
     """
 
-    def __init__(self, asked: Callable[[str], None], insisted: Callable[[str], None], *, apart: float = 1.0) -> None:
-        self._asked, self._insisted, self._apart = asked, insisted, apart
+    def __init__(
+        self,
+        asked: Callable[[str], None],
+        insisted: Callable[[str], None],
+        *,
+        apart: float = 1.0,
+        repeated: bool = False,
+    ) -> None:
+        self._asked, self._insisted, self._apart, self._repeated = asked, insisted, apart, repeated
         self._active = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Signals:
@@ -55,7 +63,7 @@ class Signals:
             os.close(self._read)
 
     def _watch(self) -> None:
-        first: float | None = None
+        first, expected = None, self._repeated
         while byte := os.read(self._read, 1):
             if byte[0] not in dict(self._old):
                 continue
@@ -63,8 +71,19 @@ class Signals:
             if first is None:
                 first = now
                 self._asked(name)
-            elif now - first > self._apart:
+            elif now - first <= self._apart or expected:
+                expected = False
+            else:
                 self._insisted(name)
+
+
+def shares_terminal() -> bool:
+    """Whether the process that started this one, and this one, get the signals of a terminal together."""
+    parent = os.getppid()  # 0 where it is outside of this container
+    try:
+        return parent != 0 and os.getpgid(parent) == os.getpgid(0)
+    except OSError:
+        return False
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

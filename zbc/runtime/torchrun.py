@@ -25,7 +25,7 @@ from zbc.runtime.network import bind_loopback
 from zbc.runtime.options import RunOptions
 from zbc.runtime.reach import Doorstep
 from zbc.runtime.rounds import joined, launch_of
-from zbc.runtime.signals import Signals
+from zbc.runtime.signals import Signals, shares_terminal
 from zbc.runtime.train import Failure, Seat, StopFlag, end, run_rank
 from zbc.runtime.watchdog import in_time
 
@@ -134,7 +134,7 @@ def _run(
     seat = Seat(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
     if options.live:
         seat = replace(seat, live=live)
-    with Signals(asked, lambda name: end(EXIT_INTERRUPTED)):
+    with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
         return run_rank(folder, seat, options)
 
 
