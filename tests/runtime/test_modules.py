@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, plan_of, reference
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime import model as models
+from zbc.runtime.checkpoint.folder import folder_of
 from zbc.runtime.split import Patch
 from zbc.runtime.threads import run_threads
 from zbc.runtime.worker import Settings
@@ -66,7 +67,7 @@ def buffers_of_one_process(plan, steps):
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["batchnorm", "averages", "averages_quietly"])
+@pytest.mark.parametrize("kind", ["batchnorm", "averages", "averages_quietly", "grows", "grows_new", "grows_table"])
 def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedule, p, activations):
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
     training = plan(kind, schedule, p, activations=activations)
@@ -81,6 +82,35 @@ def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedul
     expected = buffers_of_one_process(training, 3)
     assert found.keys() == expected.keys() and found
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["grows", "grows_new"])
+def test_buffers_made_by_the_first_forward_survive_a_checkpoint_and_forwards_that_run_again(tmp_path, kind):
+    """Each step is clipped, so forwards run again without the barrier."""
+    optimizer = {"lr": 1e-2, "clip_grad_norm": 0.01, "sync": "post-validate"}
+    program = make_program("zb-h1", 2, 4, sync="post-validate")
+    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+    ahead = make_plan(program, model=model, optimizer=optimizer, checkpoint={"every": 2}, **VECTORS)
+    run_threads(ahead, 2, folder=tmp_path)
+    found = run_threads(ahead, 4, resume=folder_of(tmp_path, 2))
+    expected = run_threads(plan(kind, "gpipe", 1, optimizer={**optimizer, "sync": "before-step"}), 4)
+    assert [r.loss for r in found[0].results] == [r.loss for r in expected[0].results[2:]]
+    assert all(r.redone for r in found[0].results)
+    before, after = ({n: p.detach() for n, p in parameters(run).items()} for run in (expected, found))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 2), ("chimera", 1)])
+def test_buffers_made_by_the_first_forward_are_refused_with_copies_unless_they_are_tables(schedule, copies):
+    def make(kind):
+        model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
+        return make_plan(make_program(schedule, 2, 4, copies=copies), model=model, **VECTORS)
+
+    for kind in ("grows", "grows_new"):
+        with pytest.raises(ZbcError) as caught:
+            make_worker(make(kind))
+        assert caught.value.code == "E509" and "layer layers.0 changes its buffer mean" in caught.value.message
+    check_training(make("grows_table"), tolerance=1e-6)
 
 
 def test_dropout_is_that_of_any_other_schedule_without_a_word_from_its_layer():
@@ -216,6 +246,22 @@ def test_what_is_carried_in_attributes_is_refused_where_forwards_run_again(kind,
         assert caught.value.code == "E509" and why in caught.value.message and name in caught.value.message
         assert "the output of layer layers.1 depends on attributes" in caught.value.message
     assert make_worker(plan(kind)) and make_worker(plan("carries_nothing", activations="recompute"))
+
+
+@pytest.mark.parametrize("kind", ["reuses_output", "reuses_factor", "reuses_in_a_hook"])
+def test_what_waits_in_an_attribute_for_its_backward_is_refused_where_another_microbatch_comes_between(kind):
+    for schedule, p in [*SCHEDULES, ("gpipe", 1)]:
+        with pytest.raises(ZbcError) as caught:
+            run_threads(plan(kind, schedule, p), 1)
+        assert caught.value.code == "E509" and caught.value.hint and "(kept)" in caught.value.message
+        assert "layer layers.1 keeps what its output or its backward needs in attributes" in caught.value.message
+    check_training(plan(kind, "1f1b", 1))
+    check_training(plan(kind, "zb-v", 2, m=1))
+
+
+@pytest.mark.parametrize("kind", ["reuses_aside", "carries_last", "carries_count", "carries_nothing", "averages"])
+def test_attributes_that_no_backward_needs_are_left_alone(kind):
+    check_training(plan(kind, "zb-h1", 2))
 
 
 def test_looking_at_a_layer_leaves_it_and_the_generators_as_they_were():

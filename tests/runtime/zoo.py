@@ -692,6 +692,94 @@ def carries_nothing() -> list[nn.Module]:
     return [nn.Linear(W, W), Carries("nothing"), nn.Linear(W, W), nn.Linear(W, W)]
 
 
+class Grows(nn.Module):
+    """Its first forward makes a buffer: out of one that was None, or one more; a mean of what it saw, or a table."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(W, W), how
+        if how != "new":
+            self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        now = torch.linspace(0, 1, W, device=x.device) if self.how == "table" else y.detach().mean(0)
+        before = getattr(self, "mean", None)
+        if before is not None and self.how != "table":
+            now = (before + now) / 2
+        self.register_buffer("mean", now)
+        return torch.tanh(y - self.mean)
+
+
+def grows():
+    return four(lambda: Grows("none"))
+
+
+def grows_new():
+    return four(lambda: Grows("new"))
+
+
+def grows_table():
+    return four(lambda: Grows("table"))
+
+
+class Reuses(nn.Module):
+    """Keeps in an attribute what the backward of its microbatch needs: memory that every forward writes to, or an input
+    that a hook reads."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(W, W), how
+        self.kept = None
+        if how == "hook":
+            self.linear.register_full_backward_hook(self.weigh)
+
+    def weigh(self, module, inner, outer):
+        return (inner[0] * self.kept,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "hook":
+            self.kept = torch.tanh(x.detach())
+            return y
+        with torch.no_grad():
+            if self.kept is None or self.kept.device != x.device:
+                self.kept = torch.empty_like(y)
+            self.kept.copy_(y).clamp_(-1, 1)
+        return self.kept if self.how == "output" else y if self.how == "aside" else y * self.kept
+
+
+def reuses_output() -> list[nn.Module]:
+    return [nn.Linear(W, W), Reuses("output"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def reuses_factor() -> list[nn.Module]:
+    return [nn.Linear(W, W), Reuses("factor"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def reuses_in_a_hook() -> list[nn.Module]:
+    return [nn.Linear(W, W), Reuses("hook"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def reuses_aside() -> list[nn.Module]:
+    return [nn.Linear(W, W), Reuses("aside"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+class Hands(nn.Module):
+    """Returns a weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table
+
+
+def hands_out_weights() -> list[nn.Module]:
+    return [nn.Linear(W, W), Hands(), Overwrites(), nn.Linear(W, W)]
+
+
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("no loss today")
 

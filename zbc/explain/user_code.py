@@ -80,7 +80,9 @@ where they could not come out as in one process: a stage that several ranks
 hold a copy of, or a plan that runs its forwards out of order. The same holds
 with two pipes for plain attributes that a forward changes and that its output
 depends on, and for those also under recompute and without the barrier, where
-forwards run twice.
+forwards run twice. Attributes that hold what the backward needs, such as memory
+that each forward writes its output to, are refused where forwards of other
+microbatches come between.
 docs/models.md lists what layers may do.
 """,
     ),

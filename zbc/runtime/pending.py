@@ -51,7 +51,8 @@ class Buffers:
     they were. Which these are shows in the first step, whose forwards never run again."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._places = [(m, name) for module in modules for m in module.modules() for name in m._buffers]
+        self._modules = modules
+        self._places = self._all()
         # The tensors themselves, not their ids: that of one that is gone may be the id of the one in its place.
         self._before = [(b, -1 if b is None else b._version) for b in map(self._get, self._places)]
         self._running: list[tuple[nn.Module, str]] | None = None
@@ -63,6 +64,8 @@ class Buffers:
             now = [(b, -1 if b is None else b._version) for b in map(self._get, self._places)]
             pairs = zip(self._places, self._before, now, strict=True)
             self._running = [place for place, (a, at), (b, then) in pairs if a is not b or at != then]
+            known = {(id(module), name) for module, name in self._places}
+            self._running += [(m, name) for m, name in self._all() if (id(m), name) not in known]
             self._before.clear()
         self._saved = [None if b is None else b.detach().clone() for b in map(self._get, self._running)]
 
@@ -75,6 +78,9 @@ class Buffers:
                     module._buffers[name] = None if value is None else value.clone()
                 else:
                     buffer.copy_(value)
+
+    def _all(self) -> list[tuple[nn.Module, str]]:
+        return [(m, name) for module in self._modules for m in module.modules() for name in m._buffers]
 
     @staticmethod
     def _get(place: tuple[nn.Module, str]) -> Tensor | None:

@@ -5,6 +5,8 @@ overwrites   it writes into its input, which an earlier layer or a message may s
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
 whole        its backward stays in one piece, all in B: it calls autograd itself, or its layers in a way of their own
 carries      it changes plain attributes of its modules: see carried.py
+mixes        it keeps in such attributes what the backward of another microbatch still needs
+grows        its first forward makes buffers: tables, or what it remembers from then on
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Traits:
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
     whole: bool = False
     carries: tuple[str, ...] = ()  # attributes inside the layer
+    mixes: tuple[str, ...] = ()  # attributes, too
+    grows: tuple[str, ...] = ()  # buffers that its first forward makes
 
     def __or__(self, other: Traits) -> Traits:
         remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
@@ -46,6 +50,8 @@ class Traits:
             remembers,
             self.whole or other.whole,
             tuple(dict.fromkeys((*self.carries, *other.carries))),
+            tuple(dict.fromkeys((*self.mixes, *other.mixes))),
+            tuple(dict.fromkeys((*self.grows, *other.grows))),
         )
 
 
@@ -116,9 +122,10 @@ def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], obj
         key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at or ops.wrote(old)
     ]
     remembers = tuple(dict.fromkeys([*changed, *_statistics(module)]))
+    grows = tuple(key for key in after if key not in buffers)
     carries = differing(carried, attributes(module))
     overwrites = x._version != version or ops.wrote(x)
-    return y, Traits(ops.draws, overwrites, remembers, differentiates.seen, carries)
+    return y, Traits(ops.draws, overwrites, remembers, differentiates.seen, carries, grows=grows)
 
 
 def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None:

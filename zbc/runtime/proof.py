@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.runtime.compiled import first_line, not_compiled
-from zbc.runtime.remembered import Place, renew
+from zbc.runtime.remembered import present, put_back, renew
 from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, using
@@ -72,17 +72,12 @@ def _example(takes: TensorSpec, device: torch.device) -> Tensor:
 def _left_alone(stage: Stage) -> Iterator[None]:
     """Afterwards parameters have no gradients, and places of buffers what they had."""
     places = [place for layer in stage.layers for place in layer.buffers]
-    before = [module._buffers[name] for module, name in places]
+    before = present(places)
     try:
         yield
     finally:
-        _put_back(places, before)
+        put_back(places, before)
         _drop(stage)
-
-
-def _put_back(places: list[Place], tensors: list[Tensor | None]) -> None:
-    for (module, name), tensor in zip(places, tensors, strict=True):
-        module._buffers[name] = tensor
 
 
 def _drop(stage: Stage) -> None:
@@ -114,11 +109,11 @@ def _again(stage: Stage, layer: Layer, x: Tensor, slot: Slot | None) -> None:
 
 def _run(stage: Stage, layer: Layer, call: Callable[[Tensor], Tensor], x: Tensor, slot: Slot | None) -> _Ran:
     """One forward and backward of a layer, of the buffers it has now."""
-    before, places = renew(layer.buffers), list(layer.buffers)
+    before = renew(layer.buffers)
     leaf = x.detach().requires_grad_(x.requires_grad)
     with using(slot), stage.autocast, drawing(stage.device, seed_of(stage.seed, "compile", layer.name)):
         y = call(leaf.clone() if layer.traits.overwrites else leaf)
-    _put_back(places, before)
+    put_back(layer.buffers, before)
     if y.requires_grad:
         with seeded(seed_of(stage.seed, "gradient", layer.name)):
             grad = torch.randn(y.shape, dtype=y.dtype).to(y.device)

@@ -3,7 +3,7 @@
 In a pipeline several microbatches are between F and B at once, and with recompute a forward runs twice. So a forward
 never writes into a tensor that another microbatch may still need: it gets a copy, which takes the buffer's place. What
 backward saved stays as it was, a second forward starts from what the first one found, and each microbatch changes the
-buffers once, in the order of the forwards.
+buffers once, in the order of the forwards. A buffer may also come to be in the first forward only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ from torch import Tensor, nn
 Place = tuple[nn.Module, str]  # a module and the name of one of its buffers
 
 
+class Absent:
+    """Stands for a buffer that no forward has registered so far."""
+
+
+_ABSENT = Absent()
+Kept = Tensor | None | Absent
+
+
 def places(layer: nn.Module, names: Sequence[str]) -> tuple[Place, ...]:
     """Where the buffers `names` of a layer are kept."""
     modules = dict(layer.named_modules(remove_duplicate=False))
@@ -23,22 +31,37 @@ def places(layer: nn.Module, names: Sequence[str]) -> tuple[Place, ...]:
     return tuple((modules[path], key) for path, _, key in split)
 
 
-def renew(buffers: Sequence[Place]) -> list[Tensor | None]:
+def present(buffers: Sequence[Place]) -> list[Kept]:
+    """What is in the places; for `put_back`."""
+    return [module._buffers.get(name, _ABSENT) for module, name in buffers]
+
+
+def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
+    """Have the places as they were when `present` looked."""
+    for (module, name), value in zip(buffers, values, strict=True):
+        if isinstance(value, Absent):
+            module._buffers.pop(name, None)
+        else:
+            module._buffers[name] = value
+
+
+def renew(buffers: Sequence[Place]) -> list[Kept]:
     """Put a copy into each place; return what was there, which nobody writes to any more."""
-    before = [module._buffers[name] for module, name in buffers]
-    for (module, name), old in zip(buffers, before, strict=True):
-        module._buffers[name] = None if old is None else old.clone()
+    before = present(buffers)
+    put_back(buffers, [*map(_copy, before)])
     return before
 
 
 @contextmanager
-def as_before(buffers: Sequence[Place], before: Sequence[Tensor | None]) -> Iterator[None]:
+def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None]:
     """The buffers as an earlier forward found them; afterwards they are as they were."""
-    now = [module._buffers[name] for module, name in buffers]
+    now = present(buffers)
     try:
-        for (module, name), old in zip(buffers, before, strict=True):
-            module._buffers[name] = None if old is None else old.clone()
+        put_back(buffers, [*map(_copy, before)])
         yield
     finally:
-        for (module, name), current in zip(buffers, now, strict=True):
-            module._buffers[name] = current
+        put_back(buffers, now)
+
+
+def _copy(value: Kept) -> Kept:
+    return value.clone() if isinstance(value, Tensor) else value

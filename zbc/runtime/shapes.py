@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
 from zbc.runtime import frames
-from zbc.runtime.carried import depends, may_run_again
+from zbc.runtime.carried import depends, grown, may_run_again, mixes, settles
 from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.probe import Traits, observe, reaches
@@ -85,9 +85,16 @@ class _Seen(NamedTuple):
     def in_one(self) -> _Seen:
         return self._replace(traits=self.traits | Traits(whole=True))
 
-    def harmless(self) -> _Seen:
-        """With attributes that change, but that its output does not follow."""
-        return self._replace(traits=replace(self.traits, carries=()))
+    def growing(self) -> _Seen:
+        """With the buffers that its first forward makes among those that it changes."""
+        names = dict.fromkeys((*self.traits.remembers, *self.traits.grows))
+        return self._replace(traits=replace(self.traits, remembers=tuple(names)))
+
+    def judged(self, *, carries: bool, mixes: bool) -> _Seen:
+        """Of attributes that change: whether its output follows them, and whether microbatches mix in them."""
+        names = self.traits.carries
+        traits = replace(self.traits, carries=names if carries else (), mixes=names if mixes else ())
+        return self._replace(traits=traits)
 
 
 def derive(
@@ -110,7 +117,7 @@ def derive(
     behind = [first]  # behind[i]: the input of layer i
     known: dict[tuple[str, TensorSpec, bool], tuple[dict[str, int], TensorSpec, _Seen]] = {}
     seen: dict[str, _Seen] = {}
-    owners, flow, again = Owners(), False, may_run_again(manifest)
+    owners, flow = Owners(), False
     for plan in plans:
         place = (plan.like or plan.name, behind[-1], flow)
         if place not in known:
@@ -118,8 +125,10 @@ def derive(
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
-            if found.traits.carries and not (again and depends(_with_values(plan, lowered), *behind[-1])):
-                found = found.harmless()
+            if found.traits.grows and grown(_with_values(plan, lowered), *behind[-1]):
+                found = found.growing()
+            if found.traits.carries:
+                found = _judged(plan, module, behind[-1], found, lowered, manifest)
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
@@ -134,6 +143,22 @@ def derive(
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
     return Shapes(tuple(inputs), flows, needed, tuple(names), tuple(sizes[name] for name in names), traits)
+
+
+def _judged(
+    plan: LayerPlan,
+    module: nn.Module,
+    takes: TensorSpec,
+    seen: _Seen,
+    lowered: torch.dtype | None,
+    manifest: Manifest,
+) -> _Seen:
+    """What the attributes that a layer's forward changes mean to the plan, found with numbers where they may matter."""
+    several = manifest.microbatches > 1 and not settles(module, *takes)
+    return seen.judged(
+        carries=may_run_again(manifest) and depends(_with_values(plan, lowered), *takes),
+        mixes=several and mixes(_with_values(plan, lowered), *takes),
+    )
 
 
 def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -14,7 +14,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.alone import Alone
 from zbc.runtime.model import LayerPlan
 from zbc.runtime.probe import Traits
-from zbc.runtime.remembered import Place, as_before, places, renew
+from zbc.runtime.remembered import Kept, Place, as_before, places, renew
 from zbc.runtime.seeding import drawing, draws, seed_of
 from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
@@ -141,6 +141,8 @@ class Stage:
         try:
             with torch.no_grad(), self.autocast:
                 for layer in self.layers:
+                    if layer.traits.overwrites:  # what it is given may be a weight, or a table that a layer returned
+                        x = x.clone()
                     with drawing(self.device, seed_of(*place, layer.name)) if layer.traits.random else nullcontext():
                         x = layer.module(x)
                 return finish(x)
@@ -149,7 +151,7 @@ class Stage:
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last = self.layers, len(self.layers) - 1
-        found: dict[int, list[Tensor | None]] = {}  # layer -> its buffers before its forward
+        found: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
 
         def run(index: int, x: Tensor) -> Tensor:
             with self.autocast:

@@ -17,7 +17,7 @@ from zbc.ir import SUM, TRANSFER, Kind, Op
 from zbc.plan import Manifest, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
-from zbc.runtime.carried import refuse_carried
+from zbc.runtime.carried import refuse_carried, refuse_mixed
 from zbc.runtime.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.runtime.evaluate import build_evaluation
 from zbc.runtime.handlers import HANDLERS
@@ -244,6 +244,7 @@ def _build_stages(
             for plan in parts:
                 refuse_unordered(plan.manifest, plan.ops, s, name, shapes.traits[name])
                 refuse_carried(plan.manifest, plan.ops, s, name, shapes.traits[name].carries)
+                refuse_mixed(plan.ops, s, name, shapes.traits[name].mixes)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],

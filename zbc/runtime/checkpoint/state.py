@@ -93,7 +93,7 @@ def _buffers(worker: Worker, stage: int) -> Iterator[Entry]:
     holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
     for layer in worker.stages[stage].layers:
         for name, module, key in _places(layer):
-            value = module._buffers[key]
+            value = module._buffers.get(key)
             if value is not None:
                 yield Entry(BUFFER + name, tuple(value.shape), 0, value, holders, holders[0])
 
@@ -102,7 +102,8 @@ def _places(layer: Layer) -> Iterator[tuple[str, nn.Module, str]]:
     """The buffers that are state: those of a state_dict, and others that forwards change."""
     changing = {(id(module), key) for module, key in layer.buffers}
     for path, module in layer.module.named_modules():
-        for key in module._buffers:
+        own = [key for place, key in layer.buffers if place is module and key not in module._buffers]
+        for key in [*module._buffers, *own]:  # those of the second kind are there from the first forward on
             if key not in module._non_persistent_buffers_set or (id(module), key) in changing:
                 yield ".".join(filter(None, (layer.name, path, key))), module, key
 
@@ -190,7 +191,7 @@ def _restore_buffers(worker: Worker, stage: int, reader: SafetensorsReader) -> N
     wanted: dict[str, list[tuple[Tensor, int]]] = {}
     for layer in worker.stages[stage].layers:
         for name, module, key in _places(layer):
-            about, now = reader.tensors.get(BUFFER + name), module._buffers[key]
+            about, now = reader.tensors.get(BUFFER + name), module._buffers.get(key)
             if about is None:
                 continue
             if now is None or list(now.shape) != about.shape or now.dtype != NAMES[about.dtype]:
