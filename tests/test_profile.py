@@ -62,7 +62,7 @@ def test_a_damaged_profile_is_refused_with_the_place(tmp_path, edit, text):
     assert caught.value.code == "E143"
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"\xff", b"[]", b"3"])
+@pytest.mark.parametrize("content", [None, b"{", b"\xff", b"[]", b"3", 100_000 * b"["], ids=lambda raw: str(raw)[:5])
 def test_what_is_no_profile_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)

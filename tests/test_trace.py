@@ -148,9 +148,10 @@ def test_damage_is_named_with_its_file_and_line(run, line, values, says):
     assert raised.value.code == "E431" and raised.value.where == f"{file}:{line}" and says in raised.value.message
 
 
-def test_text_that_is_not_json_is_named_with_its_line(run):
+@pytest.mark.parametrize("key", ["took_ns", '"x":' + 100_000 * "["], ids=["no quotes", "deep"])
+def test_text_that_is_not_json_is_named_with_its_line(run, key):
     file = write(run)[0]
-    file.write_text(file.read_text().replace('"took_ns"', "took_ns", 1))
+    file.write_text(file.read_text().replace('"took_ns"', key, 1))
     with pytest.raises(ZbcError, match="not JSON") as raised:
         trace.read(run)
     assert raised.value.where == f"{file}:3"

@@ -168,7 +168,7 @@ def _read_bytes(path: Path) -> bytes:
 def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
     try:
         data = json.loads(_read_bytes(path) if raw is None else raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ZbcError("E404", f"plan: {path} is damaged or cut off", details=[str(error)], hint=REPLAN) from None
     if not isinstance(data, dict):
         raise ZbcError("E404", f"plan: {path} is not a JSON object", hint=REPLAN)

@@ -248,7 +248,7 @@ def read(path: Path, where: str | None = None) -> Profile:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise ZbcError("E143", f"profile: cannot read {path}: {error.strerror}", where=where, hint=again) from None
-    except ValueError:  # of JSON and of text that is not UTF-8
+    except (ValueError, RecursionError):  # of JSON and of text that is not UTF-8
         raise ZbcError("E143", f"profile: {path} is not JSON", where=where, hint=again) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__

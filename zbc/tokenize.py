@@ -171,7 +171,7 @@ def _resume(part: Path, inputs: str, width: int) -> Journal:
     try:
         journal = Journal(**json.loads(sidecar(part).read_bytes()))
         usable = journal.inputs == inputs and part.stat().st_size >= journal.tokens * width
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, RecursionError, TypeError):
         usable = False
     if not usable:
         part.write_bytes(b"")

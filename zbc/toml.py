@@ -6,7 +6,7 @@ tomli reads the values; tree-sitter's TOML grammar, walked once, says where each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import tomli
 from zbc.errors import ZbcError
 
 KeyPath = tuple[str | int, ...]
+_DEEPEST = 64  # pydantic writes 255 levels, tomli reads 400
 
 
 @dataclass(slots=True)
@@ -88,19 +89,42 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
 
 
 def loads(text: str, source: str) -> Document:
-    """Parse TOML text; `source` names it in places."""
+    """Parse TOML text; `source` names it in places. Raises E100."""
     try:
         values = tomli.loads(text)
+    except RecursionError:
+        raise too_deep(source) from None
     except tomli.TOMLDecodeError as error:
         where = f"{source}:{error.lineno}:{error.colno}"
         hint = "one `key = value` a line; strings in quotes; tables as [name]"
         if "Cannot overwrite" in error.msg or "Cannot declare" in error.msg:
             hint = "this is there twice: keep one of them"
         raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where, hint=hint) from None
+    refuse_deep(values, source)
     document = Document(source, values)
     for path, is_key, line, column in _positions(text):
         (document.keys if is_key else document.places).setdefault(path, f"{source}:{line}:{column}")
     return document
+
+
+def refuse_deep(value: Any, where: str) -> None:
+    """Raise E100 if tables and lists in `value` stand inside of each other deeper than what writes them again takes."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise too_deep(where)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def too_deep(where: str) -> ZbcError:
+    """E100 for what `refuse_deep` refuses, or what cannot even be read."""
+    text = f"config: lists or tables inside of each other, more than {_DEEPEST} deep"
+    return ZbcError("E100", text, where=where, hint="make them flat, or keep them in a file that the factory reads")
 
 
 def merge(base: Document, over: Document) -> Document:

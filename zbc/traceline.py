@@ -87,7 +87,7 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise damaged(f"{path}:{number}", f"not JSON: {error}") from None
         if not isinstance(values, dict):
             raise damaged(f"{path}:{number}", "not an object")

@@ -110,6 +110,8 @@ JOBS = {
         "from 0 to 3",
     ),
     "more layers than anybody has": (edit(layers=99999999), 3, "E114", "zbc.toml:4:10", "100000 or fewer"),
+    "lists in lists": (f"{GOOD}[x]\ny = {70 * '['}{70 * ']'}\n", 3, "E100", "zbc.toml", "more than 64 deep"),
+    "an abyss": (f"{GOOD}[x]\ny = {9000 * '{a='}1{9000 * '}'}\n", 3, "E100", "zbc.toml", "make them flat"),
     "a key that is there twice": (
         GOOD.replace("layers = 8", "layers = 8\nlayers = 9"),
         3,
@@ -197,6 +199,12 @@ def test_a_job_file_that_is_not_text_is_refused(zbc, folder):
 
 def test_a_set_without_a_value_is_refused(zbc, job):
     fails(zbc("plan", job(), "--set", "microbatches"), 3, "E109", hint="--set schedule.microbatches=16")
+
+
+def test_a_set_of_lists_in_lists_is_refused_as_in_a_file(zbc, job):
+    for levels in (70, 9000):
+        deep = f"--set=model.args.x={levels * '['}{levels * ']'}"
+        fails(zbc("plan", job(), deep), 3, "E100", "--set model.args.x", "make them flat")
 
 
 def test_what_a_set_or_a_sweep_misspells_is_named_where_it_was_given(zbc, job):
@@ -349,8 +357,9 @@ def test_a_plan_directory_that_is_missing_is_refused(command, zbc):
 @readers
 def test_a_plan_file_that_is_cut_off_is_refused(command, zbc, plan):
     path = plan / "plan.json"
-    path.write_text(path.read_text()[:200])
-    fails(zbc(*command), 4, "E404", hint="zbc plan", text="cut off")
+    for text in (path.read_text()[:200], 100_000 * "["):
+        path.write_text(text)
+        fails(zbc(*command), 4, "E404", hint="zbc plan", text="cut off")
 
 
 @readers

@@ -131,6 +131,7 @@ def test_a_run_without_a_trace_is_reported_as_far_as_its_log_goes(unrecorded, zb
     [
         ("run.json", "{", "E431", "not JSON"),
         ("run.json", "[]", "E431", "not an object"),
+        pytest.param("run.json", 100_000 * "[", "E431", "not JSON", id="deep"),
         ("run.json", '{"format": "other"}', "E431", "format 'other'"),
         ("metrics.jsonl", '{"step": 1}\nno\n', "E431", "metrics.jsonl:2"),
         ("metrics.jsonl", "", "E430", "holds no step"),

@@ -61,7 +61,7 @@ def told(run: Path) -> dict[str, Any]:
     """What `run.json` of a run that goes on says; nothing if it is not there, or damaged."""
     try:
         about = json.loads((run / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
 

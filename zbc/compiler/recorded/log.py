@@ -100,7 +100,7 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ZbcError("E431", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
         if not isinstance(values, dict):
             raise ZbcError("E431", "run: damaged: not an object", where=f"{path}:{number}")

@@ -183,7 +183,7 @@ def read_index(folder: Path) -> Index:
         raise ZbcError("E612", text, hint=hint)
     try:
         marker = json.loads((folder / COMPLETE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder / COMPLETE, getattr(error, "strerror", None) or str(error)) from None
     try:
         raw = (folder / INDEX).read_bytes()
@@ -197,7 +197,7 @@ def read_index(folder: Path) -> Index:
 def _parse(folder: Path, raw: bytes) -> Index:
     try:
         data = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(folder / INDEX, str(error)) from None
     version = data.get("version") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if version != VERSION:

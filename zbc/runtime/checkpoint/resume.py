@@ -179,6 +179,6 @@ def _run_of(checkpoint: Path | None) -> Path | None:
 def _about(run: Path) -> dict[str, Any]:
     try:
         found = json.loads((run / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
