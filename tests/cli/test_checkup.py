@@ -74,6 +74,32 @@ def test_what_cannot_run_is_refused_as_in_training(zbc, job):
     assert ran.code == 3 and "error[E101]" in ran.err
 
 
+RUN_ONLY = {
+    "buffers in two copies": ("batchnorm", {"parallel": {"dp": 2}}, "layers.0 changes its buffer"),
+    "buffers in two pipes": ("averages", {"kind": "dualpipe"}, "changes its buffer"),
+    "hooks in two copies": ("listens_to_sums", {"parallel": {"dp": 2}}, "hook on the accumulated gradient"),
+    "attributes without a barrier": (
+        "carries_count",
+        {"kind": "zb-h1", "optimizer": {"sync": "post-validate"}},
+        "without the barrier forwards may run again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUN_ONLY)
+def test_what_only_the_ranks_of_a_run_would_refuse_is_refused_too(zbc, job, name):
+    which, changes, text = RUN_ONLY[name]
+    ran = zbc("doctor", "--model", job(**zoo(which, **changes)))
+    assert (ran.code, ran.out) == (6, "") and "error[E509]" in ran.err and text in ran.err
+
+
+def test_gradients_that_are_not_finite_in_plain_autograd_either_are_told_apart(zbc, job):
+    ran = zbc("doctor", "--model", job(**zoo("roots", kind="zb-h1")))
+    assert (ran.code, ran.out) == (7, "")
+    assert "error[E704] model: the gradients of 6 of 8 parameters are not finite, by plain autograd as" in ran.err
+    assert "\n   layers.0.weight\n" in ran.err and "set_detect_anomaly" in ran.err
+
+
 def test_a_setting_on_the_command_line(zbc, job):
     job(data={"kind": "synthetic"})
     out = zbc("doctor", "--model", "zbc.toml", "--set", 'schedule.kind="zb-v"').out

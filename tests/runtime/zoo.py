@@ -680,6 +680,22 @@ class Carries(nn.Module):
         return y * self.count if self.how == "count" else y * self.table
 
 
+class Roots(nn.Module):
+    """The gradient is not finite where the root of a number is not needed: 0 times the slope there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.where(y > 0, y.sqrt(), y)
+
+
+def roots() -> list[nn.Module]:
+    return [nn.Linear(W, W), nn.Linear(W, W), Roots(), nn.Linear(W, W)]
+
+
 def carries_last() -> list[nn.Module]:
     return [nn.Linear(W, W), Carries("last"), nn.Linear(W, W), nn.Linear(W, W)]
 

@@ -19,7 +19,10 @@ _SHOWN = 8  # parameters of an error
 
 
 def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Plan the job, run one microbatch both ways and print what came out. Raises E510 if it is not the same."""
+    """Plan the job, run one microbatch both ways and print what came out.
+
+    Raises E510 if it is not the same, E704 if it is not finite.
+    """
     from zbc.compiler.compile import compile_job, load_job
     from zbc.plan import Plan
 
@@ -31,6 +34,8 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     found = check_up(plan)
     if not found.fine:
         raise _differs(found)
+    if found.overflowing:
+        raise _overflows(found)
     if as_json:
         show_json(found.as_json())
         return
@@ -60,13 +65,28 @@ def _differs(found: Checkup) -> ZbcError:
     text = f"model: {count} another gradient than from plain autograd"
     if not wrong:
         text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
-    details = [_line(one) for one in wrong[:_SHOWN]]
-    if len(wrong) > _SHOWN:
-        details.append(f"and {len(wrong) - _SHOWN} more")
+    details = _first([_line(one) for one in wrong])
     hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
     return ZbcError("E510", text, hint=hint, details=details)
 
 
+def _overflows(found: Checkup) -> ZbcError:
+    count = f"{len(found.overflowing)} of {len(found.parameters)} parameters"
+    text = f"model: the gradients of {count} are not finite, by plain autograd as through the stages"
+    hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
+    details = [f"loss {found.loss:.9g}", *_first([one.name for one in found.overflowing])]
+    return ZbcError("E704", text, hint=hint, details=details)
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
 def _line(one: Compared) -> str:
-    how = "missing or not finite on one side" if math.isinf(one.error) else f"off by {one.error:.1e} of its largest"
+    how = (
+        "missing on one side, or finite on one side only"
+        if math.isinf(one.error)
+        else f"off by {one.error:.1e} of its largest"
+    )
     return f"{one.name}: {how}"

@@ -42,6 +42,8 @@ or train.skip_total in all were skipped; with "stop" it ends at the first. The
 message says whether the losses were finite, and in which stage backward first
 met such a gradient. A lower learning rate, a longer warm-up or clipping help
 against steps that are too large; data that are broken are the same each time.
+
+`zbc doctor --model` says so where they are not finite in plain autograd either.
 """,
     ),
     "E705": entry(

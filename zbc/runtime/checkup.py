@@ -25,7 +25,7 @@ from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
-from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans
+from zbc.runtime.worker import LOWERED, Settings, build_worker, layer_plans, refuse_ranks
 from zbc.userobject import FAILURES
 
 CPU = torch.device("cpu")
@@ -37,7 +37,8 @@ class Compared(NamedTuple):
     """One parameter: `error` is the largest difference of its gradients as a share of the largest gradient."""
 
     name: str
-    error: float  # 0 where all bits are equal, inf where only one side has a gradient or one is not finite
+    error: float  # 0 where all bits are equal, inf where only one side has a gradient or one of a number not finite
+    finite: bool = True  # whether the gradient of plain autograd is
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,14 @@ class Checkup:
         return tuple(found for found in self.parameters if not found.error <= self.tolerance)
 
     @property
+    def overflowing(self) -> tuple[Compared, ...]:
+        """Parameters whose gradients are not finite in plain autograd."""
+        return tuple(found for found in self.parameters if not found.finite)
+
+    @property
     def loss_is_right(self) -> bool:
+        if math.isnan(self.loss) and math.isnan(self.plain_loss):
+            return True
         return math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance)
 
     @property
@@ -76,16 +84,21 @@ class Checkup:
             "loss": {"plan": self.loss, "plain": self.plain_loss},
             "stages": list(self.stages),
             "parameters": [
-                {"name": name, "error": error if math.isfinite(error) else None} for name, error in self.parameters
+                {"name": found.name, "error": found.error if math.isfinite(found.error) else None}
+                for found in self.parameters
             ],
         }
 
 
 def check_up(plan: Plan) -> Checkup:
-    """Run one microbatch of step 0 both ways. Raises E5xx where the model, its data or its loss do not work."""
+    """Run one microbatch of step 0 both ways.
+
+    Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
+    """
     single = _single(plan)
     manifest, settings = single.manifest, Settings.of(single.manifest)
     worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
+    refuse_ranks(plan, worker.stages, CPU)
     with _shown():
         result = run_step(worker, 0)
     if result is None:
@@ -93,10 +106,13 @@ def check_up(plan: Plan) -> Checkup:
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
     with _shown():
         loss, plain = plain_gradients(single)
-    largest = max((g.abs().max().item() for g in plain.values() if g is not None and g.numel()), default=0.0)
+    largest = max((_largest(g) for g in plain.values() if g is not None), default=0.0)
     least = _ROUNDING * largest
     least *= settings.model.compile  # uncompiled there is no such rounding
-    found = tuple(Compared(name, _error(mine.get(name), grad, least)) for name, grad in plain.items())
+    found = tuple(
+        Compared(name, _error(mine.get(name), grad, least), grad is None or bool(grad.isfinite().all()))
+        for name, grad in plain.items()
+    )
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
 
 
@@ -193,12 +209,22 @@ def _error(mine: Tensor | None, plain: Tensor | None, least: float) -> float:
         return 0.0 if mine is plain else math.inf
     if torch.equal(mine, plain):  # none at all included
         return 0.0
-    largest = plain.abs().max().item()
-    distance = (mine - plain).abs().max().item()
+    known = plain.isfinite()
+    if not torch.equal(known, mine.isfinite()):
+        return math.inf
+    distance = _largest(mine - plain)
+    if not distance:
+        return 0.0
     if distance <= least:
         return _ROUNDING
-    error = distance / (largest or 1.0)
+    error = distance / (_largest(plain) or 1.0)
     return error if math.isfinite(error) else math.inf
+
+
+def _largest(grad: Tensor) -> float:
+    """The largest of the numbers that are finite; 0 where there are none."""
+    known = grad[grad.isfinite()]
+    return known.abs().max().item() if known.numel() else 0.0
 
 
 def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from zbc import spec
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import SUM, TRANSFER, Kind, Op
-from zbc.plan import Manifest, RankPlan, meeting
+from zbc.plan import Manifest, Plan, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.carried import refuse_carried, refuse_mixed
@@ -24,7 +24,7 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead, Buffers
 from zbc.runtime.prefetch import Prefetched, Want
-from zbc.runtime.probe import refuse_listening, refuse_unordered
+from zbc.runtime.probe import Traits, refuse_listening, refuse_unordered
 from zbc.runtime.shapes import Shapes, derive
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, build_stage, share_ties
@@ -124,6 +124,32 @@ def build_worker(
     for act in worker.acts:
         act.ahead = _ahead(worker, act)
     return worker
+
+
+def refuse_ranks(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
+    """Raise E509 for what the ranks of a plan refuse of its stages, which are all built here."""
+    manifest = plan.manifest
+    settings = Settings.of(manifest)
+    autocast, lowered = device if settings.model.dtype == "bfloat16" else None, LOWERED[settings.model.parameters]
+    traits = derive(layer_plans(settings), stages[0].takes, manifest, autocast=autocast, lowered=lowered).traits
+    for rank, ops in enumerate(plan.program.ranks):
+        part = RankPlan(rank, ops, manifest)
+        for s in plan.program.placement.stages_of(rank):
+            _refuse_forwards([part], s, traits)
+            _refuse_hooks(manifest, stages[s])
+
+
+def _refuse_forwards(parts: Sequence[RankPlan], stage: int, traits: Mapping[str, Traits]) -> None:
+    for name in parts[-1].manifest.layers[stage]:
+        for plan in parts:
+            refuse_unordered(plan.manifest, plan.ops, stage, name, traits[name])
+            refuse_carried(plan.manifest, plan.ops, stage, name, traits[name].carries)
+            refuse_mixed(plan.ops, stage, name, traits[name].mixes)
+
+
+def _refuse_hooks(manifest: Manifest, stage: Stage) -> None:
+    for layer in stage.layers:
+        refuse_listening(manifest, stage.index, layer.name, layer.module)
 
 
 def _rate(settings: Settings, course: Course, step: int) -> float:
@@ -240,11 +266,7 @@ def _build_stages(
     by_name, split = {layer.name: layer for layer in plans}, _split(parts)
     stages = {}
     for s in manifest.to_placement().stages_of(parts[-1].rank):
-        for name in manifest.layers[s]:
-            for plan in parts:
-                refuse_unordered(plan.manifest, plan.ops, s, name, shapes.traits[name])
-                refuse_carried(plan.manifest, plan.ops, s, name, shapes.traits[name].carries)
-                refuse_mixed(plan.ops, s, name, shapes.traits[name].mixes)
+        _refuse_forwards(parts, s, shapes.traits)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
@@ -260,8 +282,7 @@ def _build_stages(
             needed=shapes.needed[s],
             compiles=settings.model.compile,
         )
-        for layer in stages[s].layers:
-            refuse_listening(manifest, s, layer.name, layer.module)
+        _refuse_hooks(manifest, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
 
