@@ -436,6 +436,17 @@ def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
     assert "gone:make: 4 ranks" in zbc("visualize", "plan").out
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [("a.svg", "<svg "), ("a.HTML", "<!doctype html>"), ("a.json", '{"display'), ("a.pdf", "1f1b: ")],
+)
+def test_a_picture_is_what_the_end_of_its_name_says_unless_it_is_asked_for_otherwise(zbc, job, folder, name, begins):
+    assert zbc("visualize", job(), "-o", name).code == 0
+    assert (folder / name).read_text().startswith(begins)
+    assert zbc("visualize", "zbc.toml", "-o", name, "--as", "term").code == 0
+    assert (folder / name).read_text().startswith("1f1b: ")
+
+
 def test_a_picture_can_be_written_to_a_file(zbc, job):
     ran = zbc("visualize", job(), "-o", "out/picture.txt", "--by", "slot", "--ranks", "0,2-3", "--width", "120")
     assert (ran.code, ran.out) == (0, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +40,10 @@ class Form(StrEnum):
     PERFETTO = "perfetto"
 
 
+_FORMS = {".svg": Form.SVG, ".html": Form.HTML, ".htm": Form.HTML, ".json": Form.PERFETTO}  # of files, by their suffix
+_TAKEN_BY = {"--by slot": (Form.TERM,), "--width": (Form.TERM,), "--zoom": (Form.TERM, Form.SVG)}
+
+
 class By(StrEnum):
     """What a cell of a picture is."""
 
@@ -52,7 +56,10 @@ def visualize(
     other: Annotated[
         Path | None, typer.Argument(metavar="OTHER", help="A second one, drawn below on the same time axis.")
     ] = None,
-    form: Annotated[Form, typer.Option("--as", help="The form of the picture.")] = Form.TERM,
+    form: Annotated[
+        Form | None,
+        typer.Option("--as", help="The form of the picture; else as FILE ends (.svg, .html, .json), or term."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
     ] = None,
@@ -74,7 +81,9 @@ def visualize(
 
     Of a recorded run what was predicted is drawn above what was measured.
     """
-    drawn = [one for path in (target, other) if path is not None for one in _drawn(path, steps, first, barrier)]
+    form = form or _FORMS.get("" if output is None else output.suffix.lower(), Form.TERM)
+    _refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
+    drawn = _drawn([target] if other is None else [target, other], steps, first, barrier)
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
@@ -109,13 +118,24 @@ def visualize(
         tell(f"wrote {output}")
 
 
-def _drawn(path: Path, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
+def _refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
+    """Refuse options, by whether they were given, that a picture of this form would leave out of account."""
+    for option, given in asked.items():
+        if given and form not in _TAKEN_BY[option]:
+            forms = " and ".join(f"--as {one.value}" for one in _TAKEN_BY[option])
+            raise typer.BadParameter(f"works with {forms}, not with --as {form.value}", param_hint=option)
+
+
+def _drawn(paths: Sequence[Path], steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
     from zbc.api import Run, as_plan, load
 
-    found = load(path)
-    if isinstance(found, Run):
-        return found.drawn(steps, first=first)
-    return [as_plan(found).drawn(steps, barrier=barrier)]
+    found = [load(path) for path in paths]
+    if first is not None and not any(isinstance(one, Run) for one in found):
+        raise typer.BadParameter("works with a recorded run, which has several steps", param_hint="--from")
+    drawn: list[Drawn] = []
+    for one in found:
+        drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [as_plan(one).drawn(steps, barrier=barrier)]
+    return drawn
 
 
 def _text(drawn: Sequence[Drawn], view: View) -> Text:

@@ -87,6 +87,8 @@ def doctor(
 
         examine(model, settings or (), as_json=json)
         return
+    if settings:
+        raise typer.BadParameter("works with --model JOB.toml, whose values it overrides", param_hint="--set")
     from zbc.cli.environment import inspect
 
     found = inspect()
