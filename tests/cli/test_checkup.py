@@ -78,6 +78,7 @@ RUN_ONLY = {
     "buffers in two copies": ("batchnorm", {"parallel": {"dp": 2}}, "layers.0 changes its buffer"),
     "buffers in two pipes": ("averages", {"kind": "dualpipe"}, "changes its buffer"),
     "hooks in two copies": ("listens_to_sums", {"parallel": {"dp": 2}}, "hook on the accumulated gradient"),
+    "memory of several microbatches": ("reuses_output", {"kind": "1f1b"}, "layer layers.1"),
     "attributes without a barrier": (
         "carries_count",
         {"kind": "zb-h1", "optimizer": {"sync": "post-validate"}},
