@@ -296,6 +296,17 @@ def test_the_live_line_says_how_far_the_run_is(open_log):
         assert log.live(result(2)) == "[#####...............] 3/12  loss 5.5000  640 tokens/s  0:00:01 left"
 
 
+def test_a_live_line_on_a_terminal_that_is_gone_goes_nowhere():
+    class Gone(io.StringIO):
+        def flush(self):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    line, lines = LiveLine(Gone()), []
+    line.show("step 1")
+    line.around(lines.append)("stopped")
+    assert lines == ["stopped"]
+
+
 def test_lines_that_stay_clear_the_one_that_does_not(monkeypatch):
     monkeypatch.setattr("zbc.runtime.live.time.monotonic", lambda: 100.0)
     stream, kept = io.StringIO(), []

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes.leftovers import alive
-from tests.processes.plans import free_port, metrics, processes, write_plan
+from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
 from zbc import trace
 from zbc.errors import ZbcError
 from zbc.runtime import launch, torchrun, train
@@ -124,6 +125,19 @@ def test_torchruns_own_summary_has_the_message(tmp_path):
     told = json.loads(path.read_text())["message"]
     assert told["message"] == told["extraInfo"]["py_callstack"] == "error[E702] run: rank 0 lost rank 1"
     torchrun._tell_torchrun(ZbcError("E702", "run: rank 0 lost rank 1"), str(tmp_path / "not" / "there"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_rank_ends_as_it_is_to_where_nobody_can_be_told_why(tmp_path):
+    plan = write_plan(tmp_path, **troubled("raise", good=2), parallel={"pp": 1})
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, env={**os.environ, **place}, timeout=60)
+        assert ended.returncode == 7
+        code = "from zbc.runtime.train import end; print('said by a layer'); end(7)"
+        late = {**os.environ, "PYTHONUNBUFFERED": ""}  # written when it is flushed
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, env=late, timeout=60).returncode == 7
 
 
 def test_the_rank_that_hosts_the_store_stays_until_all_others_have_said_their_last_word():

@@ -9,20 +9,26 @@ from typing import NoReturn
 
 from zbc.cli.app import app
 from zbc.cli.console import show_error, tell
-from zbc.closed_pipe import EXIT_PIPE, silence_stdout
+from zbc.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, unwritten_stdout
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed.
 
-    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe.
+    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe. Where
+    nothing can be said on stderr the exit code still tells.
     """
+    open_missing()
     code = _code(argv)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = EXIT_PIPE
+    except OSError as error:
+        told = unwritten_stdout(error)
+        show_error(told)
+        code = code or told.exit_code
     if code == EXIT_PIPE:
         silence_stdout()
     sys.exit(code)

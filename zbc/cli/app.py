@@ -8,6 +8,7 @@ import typer
 
 from zbc import __version__
 from zbc.cli import data, differing, drawing, exchanging, jobs, planning, profiling, reporting, running, simulating
+from zbc.cli.console import show
 
 app = typer.Typer(
     name="zbc",
@@ -20,7 +21,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"zbc {__version__}")
+        show(f"zbc {__version__}")
         raise typer.Exit()
 
 

@@ -11,11 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from zbc.closed_pipe import EXIT_PIPE, silence_stdout
+from zbc.closed_pipe import EXIT_PIPE, silence_stderr, silence_stdout, unwritten_stdout
 from zbc.errors import ZbcError, unwritten
 from zbc.folders import folders_for
 
@@ -48,9 +48,14 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
+    """The console of remarks. That nobody reads them changes nothing."""
     from rich.console import Console
 
-    return Console(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
+    class Remarks(Console):
+        def on_broken_pipe(self) -> None:
+            silence_stderr()
+
+    return Remarks(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _colours() -> Literal["auto"] | None:
@@ -58,21 +63,31 @@ def _colours() -> Literal["auto"] | None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print on stdout, one part below the other."""
+    """Print on stdout, one part below the other. Raises E608 where that cannot be written."""
     from rich.text import Text
 
     console = stdout()
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str | Text))
+    try:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str | Text))
+    except OSError as error:
+        raise unwritten_stdout(error) from None
 
 
 def show_json(document: Mapping[str, Any]) -> None:
-    stdout().print(json.dumps(document, indent=1, ensure_ascii=False))
+    show(json.dumps(document, indent=1, ensure_ascii=False))
 
 
 def tell(message: str) -> None:
-    """A remark on stderr."""
-    stderr().print(message)
+    """A remark on stderr, if it can be written."""
+    _remark(message)
+
+
+def _remark(text: str | Text) -> None:
+    try:
+        stderr().print(text)
+    except OSError:
+        silence_stderr()
 
 
 def show_error(error: ZbcError, *, as_json: bool = False) -> None:
@@ -82,9 +97,10 @@ def show_error(error: ZbcError, *, as_json: bool = False) -> None:
     text = Text(error.render())
     text.highlight_regex(re.compile(r"^error\[\w+\]", re.MULTILINE), "bold red")
     text.highlight_regex(re.compile(r"^  --> \S+", re.MULTILINE), "cyan")
-    stderr().print(text)
+    _remark(text)
     if as_json:
-        show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
+        with suppress(ZbcError):  # where stdout takes nothing this was said above
+            show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
 
 
 def table(*columns: str, left: int = 1) -> Table:

@@ -70,8 +70,9 @@ metrics of two runs in one file could not be told apart.
     "E608": entry(
         "a file cannot be written",
         """
-The system refused to write what was asked for with -o, --dump-ir or init: no
-permission, no space, or a file where a folder has to be.
+The system refused to write what was asked for with -o, --dump-ir or init, or
+what goes to standard output: no permission, no space, or a file where a folder
+has to be.
 """,
     ),
     "E609": entry(

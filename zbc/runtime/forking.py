@@ -7,8 +7,38 @@ is not safe. This module does not import torch, so that the fork server can load
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
+
+from zbc.runtime.signals import handled
+
+
+def start_fork_server() -> None:
+    """Start the server, without waiting for it, so that it outlives the signals that ask a run to end.
+
+    A job scheduler, `timeout` and a terminal that is closed send them to all processes of the command, and without the
+    server nobody knows what becomes of the ranks.
+    """
+    with _ignored():
+        fork_server()
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    """Processes that are started in this block ignore those signals; SIGINT the fork server ignores by itself."""
+    numbers = [number for number in handled() if number != signal.SIGINT]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread may do so
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def fork_server() -> ForkServerContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 _EVERY_S = 0.1
@@ -22,14 +23,17 @@ class LiveLine:
             return
         self._last, self._shown = now, True
         width = shutil.get_terminal_size((100, 24)).columns - 1
-        self._stream.write(f"\r\x1b[2K{text[:width]}")
-        self._stream.flush()
+        self._write(f"\r\x1b[2K{text[:width]}")
 
     def clear(self) -> None:
         if self._shown:
-            self._stream.write("\r\x1b[2K")
-            self._stream.flush()
+            self._write("\r\x1b[2K")
             self._shown = False
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # the terminal may be gone
+            self._stream.write(text)
+            self._stream.flush()
 
     def around(self, emit: Callable[[str], None]) -> Callable[[str], None]:
         def line(text: str) -> None:

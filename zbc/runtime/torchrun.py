@@ -115,8 +115,10 @@ def _run(
         end(code)
 
     def report(failure: Failure) -> NoReturn:
-        sys.stdout.flush()
-        os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
+        with suppress(OSError):  # all ranks have to end whether anybody hears why or not
+            sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
         _tell_torchrun(failure, place.error_file)
         in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
         leave(failure.exit_code)

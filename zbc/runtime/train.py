@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,8 +59,9 @@ Failure = ZbcError | RankFailed
 
 def end(code: int) -> NoReturn:
     """End this process now: an orderly exit could wait for transfers that never end."""
-    sys.stdout.flush()  # what layers of the user printed
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):  # what layers of the user printed
+        with suppress(OSError, AttributeError):  # to a full disk, a terminal that is gone, nowhere (None)
+            stream.flush()
     os._exit(code)
 
 

@@ -1,0 +1,82 @@
+"""Signals that reach all processes of a run, not the command alone, and a terminal that is closed under it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.processes.plans import metrics, write_plan
+from zbc.runtime.checkpoint import folder as disk
+
+
+@pytest.fixture
+def command(tmp_path, out):
+    """`zbc run` for as long as it is let, with a checkpoint as it ends."""
+    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}, checkpoint={"every": 10**5})
+    return [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+
+
+def has_signals_as_they_are():
+    """As without nohup, under which this suite may run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+
+
+def begin(command, **options):
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=has_signals_as_they_are, **options)
+
+
+def wait_for_steps(out, count):
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < count:
+        pass
+
+
+def saved(out):
+    """Whether what the last step left is in a checkpoint."""
+    return disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", len(metrics(out)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_run_ends_it_in_order(command, out, number):
+    with begin(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        wait_for_steps(out, 2)
+        os.killpg(run.pid, number)
+        shown, said = run.communicate(timeout=60)
+    assert (run.returncode, said) == (130, "")
+    assert shown.endswith(f"stopped after step {len(metrics(out))} (asked by {number.name})\n")
+    assert saved(out)
+
+
+def test_a_terminal_that_is_closed_ends_a_run_in_order(command, out):
+    terminal, side = pty.openpty()
+    with begin([sys.executable, "-c", TAKE_TERMINAL, *command], stdin=side, stdout=side, stderr=side) as run:
+        os.close(side)
+        reader = threading.Thread(target=read_until_closed, args=(terminal, lambda: out_has_steps(out)))
+        reader.start()
+        reader.join(60)
+        assert run.wait(60) == 130
+    assert saved(out)
+
+
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def out_has_steps(out):
+    return (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2
+
+
+def read_until_closed(terminal, over):
+    """Show nothing of it, but take what is written, until the window is closed."""
+    while not over():
+        os.read(terminal, 4096)
+    os.close(terminal)
