@@ -45,10 +45,12 @@ class LayerBytes(Section):
     `kept_b` stays from F to B beside the layer's input and output, which neighbours share (`keeps_input`: its backward
     needs its input, and so on), `kept_w` from B to W. `more_*` is what an op needs while it runs beyond what is held
     before it and, for F, after it (`more_alone`: F that keeps nothing); in the first backward of a step less, since
-    what it computes of `gradients` stays and is added to nothing (`first_*`). Parameters and what belongs to them are
-    as the runtime holds them: buffers and copies of weights in another type are weights. `largest` counts the elements
-    of the largest parameter, `ends` those of the first and the last that train; `pair` is twice one of them and once
-    the one before it at most, which is what a step holds beside them (0 in older files: twice the largest).
+    what it computes of `gradients` stays and is added to nothing (`first_*`). `rise_*` is the most there is in that
+    first backward beyond what is held before it, gradients as they come, of which B makes `gradients_b`. Parameters and
+    what belongs to them are as the runtime holds them: buffers and copies of weights in another type are weights.
+    `largest` counts the elements of the largest parameter, `ends` those of the first and the last that train; `pair` is
+    twice one of them and once the one before it at most, which is what a step holds beside them (0 in older files:
+    twice the largest).
     """
 
     input: Bytes
@@ -67,8 +69,12 @@ class LayerBytes(Section):
     first_b: Bytes | None = Field(None, description="as more_b in the first backward of a step; None: the same")
     first_w: Bytes | None = None
     first_bw: Bytes | None = None
+    rise_b: Bytes | None = Field(None, description="None, in older files: as if all gradients were there before")
+    rise_w: Bytes | None = None
+    rise_bw: Bytes | None = None
     weights: Bytes
     gradients: Bytes
+    gradients_b: Bytes | None = Field(None, description="of them, what B makes where W is an op of its own; None: all")
     masters: Bytes
     optimizer: Bytes
     largest: Bytes

@@ -94,7 +94,8 @@ def test_memory_by_category_is_that_of_the_report(zbc, job):
         cells = dict(zip(heads, map(float, line.split()), strict=True))
         assert cells["MiB"] == pytest.approx(rank["peak_bytes"] / 2**20, abs=0.01)
         parts = ("weights", "grads", "masters", "state", "kept", "buffers")
-        assert cells["MiB"] == pytest.approx(sum(cells[part] for part in parts), abs=0.01)
+        whole = sum(cells[part] for part in parts)  # not all gradients are there when activations are most
+        assert whole - cells["grads"] - 0.01 <= cells["MiB"] <= whole + 0.01
         assert cells["logits"] == pytest.approx(rank["logit_bytes"] / 2**20, abs=0.01)
 
 

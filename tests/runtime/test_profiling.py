@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from tests.jobs import job
 from tests.runtime import ticking
 from zbc.compiler import estimate
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory import peaks
 from zbc.errors import ZbcError
 from zbc.ir import COMPUTE, Kind, Op
@@ -36,6 +37,7 @@ from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.threads import run_threads
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 NOISE = {"kind": "synthetic"}
 POINT = TensorSpec((2, 1), torch.float32)
 
@@ -237,6 +239,32 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
         assert z.masters == (4 * one.parameters if case == "masters" else 0)
 
 
+SHORT = {"seq_len": 8, "hidden": 96, "vocab": 2000}
+SHAPES = {
+    **FAMILIES,
+    "rotary": {"model": {"hidden": 48, "heads": 3, "seq_len": 24, "positions": "rotary"}},
+    "long": {"model": {"hidden": 32, "heads": 2, "seq_len": 128}},
+    "short": {"model": SHORT},
+    "short bf16": {"model": {**SHORT, "dtype": "bfloat16"}},
+    "short masters": {"model": {**SHORT, "dtype": "bfloat16", "parameters": "bfloat16"}},
+    "short llama": {"model": {**SHORT, "family": "llama", "kv_heads": 2, "ffn_hidden": 200}},
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_measured_bytes_of_a_first_backward_are_those_that_the_formulas_count(case):
+    """Short sequences have their peak at the last weights of a backward, long ones at the first."""
+    described = job(data=NOISE, **SHAPES[case])
+    table = estimate.layers(described)
+    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
+    for kind, one in weigh(build_rig(described, CPU), CPU).items():
+        size, z = counted[kind].size, one.bytes
+        assert z.rise_b == pytest.approx(size.coming.more_b, rel=0.01, abs=2048)
+        assert z.rise_w == pytest.approx(size.coming.more_w, rel=0.01, abs=1024)
+        assert z.rise_bw == pytest.approx(size.coming.more_bw, rel=0.01, abs=1024)
+        assert (z.gradients_b, z.gradients) == (size.came_b, size.came_b + size.came_w)
+
+
 CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],), "zb-v": ([1, 2, 2, 2], [2, 2, 2, 1])}
 
 
@@ -318,6 +346,32 @@ def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_pat
             needed = [one for one in scale.readings if one.op.kind is kind and one.op.mb]
             predicted = compiled.costs.more_bytes(needed[0].op)
             assert predicted == pytest.approx(max(one.extra for one in needed), rel=0.02, abs=64), needed[0].op
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, activations, kind):
+    """With recompute its blocks need most in their second forward: that makes two tensors of which it keeps none."""
+    described = load_job(ROOT / "plans" / "convnet.toml")
+    rig = build_rig(described, CPU)
+    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    changed = {
+        "schedule": described.schedule.model_copy(update={"kind": kind, "microbatches": 5}),
+        "memory": described.memory.model_copy(update={"activations": activations}),
+        "costs": described.costs.model_copy(update={"f": None, "b": None, "w": None, "per": "rank"}),
+    }
+    compiled = compile_job(replace(described, profile=profile, **changed))
+    compiled.write(tmp_path / "plan")
+    found = peaks(compiled.program, compiled.costs)
+    for scale, told in zip(scales_of(tmp_path / "plan"), found, strict=True):
+        assert told.gradients == scale.held.gradients
+        for one in scale.readings:
+            if one.op.kind in (Kind.B, Kind.W, Kind.BW):
+                first = one.came > 0
+                assert compiled.costs.rise_bytes(one.op, first=first) == pytest.approx(one.rise, rel=0.02, abs=64), (
+                    one.op
+                )
 
 
 def empty_times(rig):

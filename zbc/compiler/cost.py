@@ -125,6 +125,17 @@ class Costs:
         more = stage.first if first else stage.more
         return {Kind.F: more.f, Kind.B: more.b, Kind.W: more.w, Kind.BW: more.bw}[op.kind]
 
+    def rise_bytes(self, op: Op, *, first: bool = False) -> float:
+        """The most there is in a backward beyond what is held before it, the gradient that it is given included.
+
+        `first`: where the gradients that it computes are the first of a step, which are counted as they come.
+        """
+        if self.bytes is None:
+            return 0.0
+        stage = self.bytes[op.stage]
+        rise = stage.coming if first else stage.rise
+        return {Kind.B: rise.b, Kind.W: rise.w, Kind.BW: rise.bw}[op.kind]
+
 
 _TABLES = {
     Kind.REDUCE: "reduce",

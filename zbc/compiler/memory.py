@@ -5,7 +5,7 @@ Within a rank ops run one after another, so what is held follows from the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,41 +93,82 @@ def _buffers(program: Program, rank: int, costs: Costs, moving: Sequence[float])
     """The most bytes at any op that are on their way (`moving` tensors) or that the op needs for itself; and the most
     of these, of the activations held around it and of the gradients that there are by then.
 
-    No time passes in transfers: what they begin is on its way in the op behind them. Gradients are there from the first
-    backward on until the step of their stage, which without a barrier comes behind the next step's first forwards.
+    No time passes in transfers: what they begin is on its way in the op behind them.
     """
-    mine = program.placement.stages_of(rank)
+    mine, last = program.placement.stages_of(rank), program.placement.stages - 1
     boundary = max((costs.bytes[s].boundary for s in mine), default=0.0) if costs.bytes else 0.0
-    needs = {(kind, s): costs.more_bytes(Op(kind, s)) for kind in COMPUTE for s in mine}
-    changes = {(kind, s): costs.held_bytes(Op(kind, s)) for kind in COMPUTE for s in mine}
-    firsts = _firsts(program.ranks[rank])
-    gradients = {op.stage for op in program.ranks[rank] if op.kind is Kind.COMMIT}  # stages that have some
+    known: dict[tuple[Kind, int, bool], tuple[float, float, float]] = {}
+    gradients = Gradients(program.ranks[rank], costs)
     most = together = held = 0.0
-    there = _gradients(costs, gradients)
-    for index, (op, count) in enumerate(zip(program.ranks[rank], moving, strict=True)):
-        if op.kind in TRANSFER:
+    for op, count in zip(program.ranks[rank], moving, strict=True):
+        kind, stage = op[0], op[1]
+        if kind in TRANSFER:
             continue
-        change = 0.0
-        if op.kind in COMPUTE:
-            own = costs.more_bytes(op, first=True) if index in firsts else needs[op.kind, op.stage]
-            change = changes[op.kind, op.stage]
-            if op.kind is not Kind.F and len(gradients) < len(mine):
-                gradients.update(mine)
-                there = _gradients(costs, gradients)
-        else:
+        sent, before = count * boundary, gradients.bytes
+        if kind not in COMPUTE:
             own = _own(op, costs, mine)
-        buffers = count * boundary + own
-        most, together = max(most, buffers), max(together, max(held, held + change) + buffers + there)
+            most, together = max(most, sent + own), max(together, held + sent + own + before)
+            gradients.after(op)
+            continue
+        first = gradients.makes(op)
+        if (kind, stage, first) not in known:
+            rise = 0.0 if kind is Kind.F else costs.rise_bytes(op, first=first)
+            known[kind, stage, first] = costs.more_bytes(op, first=first), rise, costs.held_bytes(op)
+        own, rise, change = known[kind, stage, first]
+        most = max(most, sent + own)
+        if kind is Kind.F:
+            together = max(together, max(held, held + change) + sent + own + before)
+        else:
+            # `moving` has the gradient that it makes, and not the one that it is given; `rise` has it the other way.
+            there = sent if kind is Kind.W else sent + boundary * ((stage < last) - (stage > 0))
+            if first:
+                gradients.after(op)
+            together = max(together, held + there + rise + before, held + change + sent + gradients.bytes)
         held += change
-        if op.kind in (Kind.STEP, Kind.COMMIT):
-            gradients.discard(op.stage)
-            there = _gradients(costs, gradients)
     return most, together
 
 
-def _gradients(costs: Costs, stages: Iterable[int]) -> float:
-    """Bytes of the gradients of some stages."""
-    return sum(costs.bytes[s].gradients for s in stages) if costs.bytes else 0.0
+class Gradients:
+    """Bytes of gradients that a rank has before and after its ops; B makes a few, BW or W all others.
+
+    They are there until the step of their stage, which without a barrier comes behind the next step's first forwards.
+    That of a weight which the first stage shares with the last one on its rank may come with either.
+    """
+
+    def __init__(self, ops: Sequence[Op], costs: Costs) -> None:
+        self._costs = costs
+        self._there: dict[int, float] = {}  # bytes by stage
+        self._whole: set[int] = set()  # stages that have all
+        self._lent = 0.0  # what the last stage has made of the first one's
+        self.bytes = 0.0
+        for op in ops:
+            if op.kind is Kind.COMMIT:
+                self._have(op.stage, whole=True)
+
+    def makes(self, op: Op) -> bool:
+        """Whether a backward makes gradients where there are none."""
+        if op.kind is Kind.B:
+            return op.stage not in self._there
+        return op.kind is not Kind.F and op.stage not in self._whole
+
+    def after(self, op: Op) -> None:
+        """Go on behind an op."""
+        if op.kind in (Kind.STEP, Kind.COMMIT):
+            self.bytes -= self._there.pop(op.stage, 0.0)
+            self._whole.discard(op.stage)
+        elif op.kind in COMPUTE and self.makes(op):
+            self._have(op.stage, whole=op.kind is not Kind.B)
+
+    def _have(self, stage: int, *, whole: bool) -> None:
+        if self._costs.bytes is None:
+            return
+        size = self._costs.bytes[stage]
+        before, lent = self._there.get(stage, 0.0), self._lent
+        self._there[stage] = size.gradients if whole else size.early
+        if whole:
+            self._whole.add(stage)
+            self._lent = 0.0 if 0 in self._whole else lent + size.lent
+        self.bytes += self._there[stage] - before + self._lent - lent
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
@@ -146,21 +187,6 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
     if op.kind is Kind.TENTATIVE:
         return sizes[op.stage].tentative + sizes[op.stage].step
     return 0.0
-
-
-_BEFORE = {Kind.B: (Kind.B, Kind.BW), Kind.W: (Kind.W, Kind.BW), Kind.BW: (Kind.W, Kind.BW)}
-
-
-def _firsts(ops: Sequence[Op]) -> set[int]:
-    """The ops of a rank that compute gradients of weights which a stage has none of yet: its first BW or, before any,
-    its first B for some and its first W for the others."""
-    found, seen = set[int](), set[tuple[Kind, int]]()
-    for index, op in enumerate(ops):
-        if op.kind in _BEFORE:
-            if not any((kind, op.stage) in seen for kind in _BEFORE[op.kind]):
-                found.add(index)
-            seen.add((op.kind, op.stage))
-    return found
 
 
 class Held(NamedTuple):

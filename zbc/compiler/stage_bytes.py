@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zbc import dealing
 from zbc.compiler import estimate
 from zbc.compiler.estimate import Layer
-from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, Footprint, More, more
+from zbc.compiler.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
 from zbc.ir import Placement
 from zbc.spec import Job
 
@@ -28,6 +28,10 @@ class StageBytes:
     boundary: float  # the tensor it receives from, or sends to, a neighbour
     more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
     first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
+    rise: Rise = NO_RISE  # the most there is in a backward beyond what is held before it
+    coming: Rise = NO_RISE  # the same where it has no gradients yet, which come in the course of it
+    early: float = 0.0  # of `gradients`, those that B makes where W is an op of its own
+    lent: float = 0.0  # what it makes of the gradients of another stage of its rank, a weight of which it shares
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # what the optimizer needs while it steps
     tentative: float = 0.0  # copies that it steps beforehand, a few parameters at a time
@@ -78,6 +82,10 @@ def _stage(
         boundary=max(behind[s - 1], behind[s]),
         more=more(sizes, recompute=again, first=s == 0),
         first=more([z.first for z in sizes], recompute=again, first=s == 0),
+        rise=rise(sizes, recompute=again, first=False),
+        coming=rise(sizes, recompute=again, first=True),
+        early=min(gradients, sum(z.came_b for z in sizes)),
+        lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
         step=_temporaries(job, sizes),
         tentative=4.0 * (1 + _state(job)) * shares.copied if ahead else 0.0,

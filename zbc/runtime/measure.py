@@ -148,6 +148,8 @@ class Reading:
     held: Held  # after it; buffers and the peak are those while it ran
     transit: int  # on its way then, see `buffers` at the head of this file
     extra: int  # needed meanwhile beyond what was alive before and after
+    rise: int  # the most that was alive meanwhile, beyond what was before it
+    came: int  # gradients that it made where there were none
 
     @property
     def activations(self) -> int:
@@ -209,10 +211,11 @@ class Scale:
             with ledger:
                 handler(worker, op)
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
-            gone = self._left()
-            extra = self._extra(before, last)
+            gone, came = self._left(), self._came(last)
+            extra, rise = self._extra(before, came), ledger.peak - before
+            peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
-            self._note(op, gone, extra)
+            self._note(Reading(op, Held(peak=peak), gone, extra, rise, ledger.bytes(came)))
 
         return run
 
@@ -222,15 +225,18 @@ class Scale:
         shares = ((size, (at - began) / max(1, ended - began)) for size, at in list(self._ledger.left))
         return round(sum(size * min(1.0, max(0.0, share)) for size, share in shares))
 
-    def _extra(self, before: int, last: int) -> int:
-        """What an op needed beyond what was alive before and after it; `last` is the newest storage before it.
+    def _came(self, last: int) -> set[int]:
+        """Gradients that were made after the storage `last`."""
+        gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
+        return {number for number in self._ledger.numbers(gradients) if number > last}
 
-        Gradients are a category of their own, at its peak: those that the first backward of a step makes count as if
-        they had been there before, as they are in all others.
+    def _extra(self, before: int, fresh: set[int]) -> int:
+        """What an op needed beyond what was alive before and after it.
+
+        Gradients are a category of their own, at its peak: those that the first backward of a step makes (`fresh`)
+        count as if they had been there before, as they are in all others.
         """
         ledger = self._ledger
-        gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
-        fresh = {number for number in ledger.numbers(gradients) if number > last}
         level = most = before = before + ledger.bytes(fresh)
         for number, size in list(ledger.changes):
             if number not in fresh:
@@ -261,8 +267,9 @@ class Scale:
         for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
             ledger.move(ledger.numbers(store.values()) - self._kept)
 
-    def _note(self, op: Op, left: int, extra: int) -> None:
-        ledger, found = self._ledger, Held()
+    def _note(self, reading: Reading) -> None:
+        """Complete a reading, of which the peak is known and what left meanwhile, and keep it."""
+        ledger, found = self._ledger, reading.held
         counted = set[int]()
         for name, tensors in self._categories():
             numbers = ledger.numbers(tensors) - counted
@@ -270,10 +277,10 @@ class Scale:
             counted |= numbers
         there = ledger.bytes(list(ledger.moving))
         found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
-        found.buffers = there + left + extra
-        found.peak = ledger.peak + there
-        self.readings.append(Reading(op, found, there + left, extra))
-        self.held.raise_to(found if op.kind not in TRANSFER else Held(peak=found.peak))
+        reading.transit += there
+        found.buffers = reading.transit + reading.extra
+        self.readings.append(reading)
+        self.held.raise_to(found if reading.op.kind not in TRANSFER else Held(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()

@@ -69,13 +69,15 @@ class _Change:
 
     held: int
     more: int
+    rise: int  # the most there was meanwhile beyond what was alive before, gradients included
+    came: int  # of them, what it made where there was nothing
 
 
 def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     found, before = {}, 0
     for one in readings:
         if one.op.kind in COMPUTE:
-            found[one.op] = _Change(one.activations - before, one.extra)
+            found[one.op] = _Change(one.activations - before, one.extra, one.rise, one.came)
         before = one.activations
     return found
 
@@ -151,8 +153,12 @@ def _layer(
         first_b=first[Op(Kind.B, stage, _APART)].more + max(0, after),
         first_w=first[Op(Kind.W, stage, _APART)].more,
         first_bw=first[Op(Kind.BW, stage, _WHOLE)].more,
+        rise_b=first[Op(Kind.B, stage, _APART)].rise,
+        rise_w=first[Op(Kind.W, stage, _APART)].rise,
+        rise_bw=first[Op(Kind.BW, stage, _WHOLE)].rise,
         weights=_size([*of.parameters.values(), *buffers, *casts]),
         gradients=gradients,
+        gradients_b=first[Op(Kind.B, stage, _APART)].came,
         masters=_size(masters),
         optimizer=_size(leaf for leaf in state if isinstance(leaf, Tensor)),
         largest=max((p.numel() for p in of.parameters.values()), default=0),
