@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -158,6 +159,23 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path
     assert (error.code, error.exit_code) == ("E611", 6)
     assert error.message.startswith(f"run: cannot write {read_only / 'checkpoints'}") and "checkpoint.dir" in error.hint
     assert metrics(out) == []
+
+
+def test_a_run_goes_on_and_saves_where_the_folder_it_was_started_in_is_removed(tmp_path, out):
+    here, plan = tmp_path / "here", saving(tmp_path, train={"steps": 10**6}, checkpoint={"every": 20})
+    here.mkdir()
+    command = [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
+    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        shown = []
+        for line in run.stdout:
+            shown.append(line.rstrip())
+            if line.split()[:2] == ["step", "2/1000000"]:
+                here.rmdir()
+            if line.startswith("wrote "):
+                run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130, shown
+    assert any(line.startswith(f"wrote {out / 'checkpoints' / 'step-00000020'}: ") for line in shown)
+    assert shown[-1].startswith("stopped after step ")
 
 
 def test_machines_with_a_folder_each_are_told_so_before_the_first_step(tmp_path):

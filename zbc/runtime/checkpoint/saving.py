@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,11 @@ class Checkpoints:
 
 
 def _shown(path: Path) -> Path:
-    """A path as it is called from here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """A path as it is called from here, unless the folder that is here was removed."""
+    with suppress(FileNotFoundError):
+        here = Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+    return path
 
 
 def _beside(work: Callable[[], str]) -> Future[str]:
