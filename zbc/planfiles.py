@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ REPLAN = "make it again with `zbc plan JOB.toml`"
 
 def is_plan(folder: Path) -> bool:
     """Whether a folder has the manifest of a plan; what is in it may be damaged."""
-    return (folder / MANIFEST).is_file()
+    return os.path.isfile(folder / MANIFEST)  # is_file() of a path raises where a folder is locked
 
 
 def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def text_files(path: str | Sequence[str]) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
+    if os.path.isdir(path):
         found = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f, path)]
         if not found:
             raise ZbcError("E501", f"data: no files below {path}", hint="data.path names text files or folders of them")

@@ -9,6 +9,7 @@ A file of others without the JSON will do, if the job says its type in `data.dty
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ def describe(path: Path, dtype: str | None = None) -> Tokens:
     """Read what a token file is; `dtype` is for a file without JSON. Raises E530 (cannot be read), E531 (damaged)."""
     try:
         size = path.stat().st_size
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise IsADirectoryError(21, "Is a directory")
-        text = sidecar(path).read_bytes() if sidecar(path).exists() else None
+        text = sidecar(path).read_bytes() if os.path.exists(sidecar(path)) else None
     except OSError as error:
         hint = "`zbc data tokenize TEXT... -o FILE` makes one"
         raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}", hint=hint) from None

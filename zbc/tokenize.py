@@ -103,7 +103,7 @@ def tokenize(
 
     Raises E501 and E503 (the text), E533 (in the way), E608 (cannot be written).
     """
-    if out.exists():
+    if os.path.exists(out):
         raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
     files = _inputs(texts, out)
     dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"

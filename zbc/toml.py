@@ -6,6 +6,7 @@ tomli reads the values; tree-sitter's TOML grammar, walked once, says where each
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
         }
         hint = hints.get(type(error))
         inside = path / "zbc.toml"
-        if inside.is_file():
+        if os.path.isfile(inside):
             hint = f"it holds a job file: {inside}"
         raise ZbcError("E101", f"config: cannot read {path}: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError as error:
@@ -82,9 +83,9 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
     if target in (*seen, path.resolve()):
         hint = "drop it here, or extend another file"
         raise ZbcError("E108", f"config: {base} extends itself through {path.name}", where=place, hint=hint)
-    if not target.is_file():
+    if not os.path.isfile(target):
         hint = f"the path starts at the folder of {path.name}"
-        raise ZbcError("E108", f"config: extends a file that does not exist: {base}", where=place, hint=hint)
+        raise ZbcError("E108", f"config: extends what is no file, or may not be seen: {base}", where=place, hint=hint)
     return merge(_load(path.parent / base, (*seen, path.resolve())), document)
 
 

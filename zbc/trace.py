@@ -273,9 +273,11 @@ class Trace:
 
 def has_trace(run: Path, phase: str | None = None) -> bool:
     """Whether a run directory holds a trace, of this phase or of any."""
-    if phase is not None:
-        return any((run / FOLDER / phase).glob(_RANKS))
-    return has_trace(run, "") or any((run / FOLDER).glob(f"*/{_RANKS}"))
+    patterns = [_RANKS, f"*/{_RANKS}"] if phase is None else [f"{phase}/{_RANKS}" if phase else _RANKS]
+    try:
+        return any(True for pattern in patterns for _ in (run / FOLDER).glob(pattern))
+    except OSError:  # a folder that is locked, a name that is too long
+        return False
 
 
 def phases(run: Path) -> list[str]:

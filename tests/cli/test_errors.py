@@ -194,6 +194,56 @@ def test_a_job_file_that_is_not_text_is_refused(zbc, folder):
     assert (ran.code, "E101" in ran.err, "UTF-8" in ran.err) == (3, True, True)
 
 
+# ---- paths ---------------------------------------------------------------------------------------------------
+
+ANYWHERE = [
+    *(
+        "plan {}",
+        "plan {}.toml",
+        "check {}",
+        "check {}.csv",
+        "compare {}",
+        "simulate {}",
+        "visualize {}",
+        "diff {} plan",
+    ),
+    *("report {}", "config show {}", "doctor --model {}", "profile --from-trace {}", "profile zbc.toml -o {}"),
+    *("run {} --local 2", "run plan --local 2 --save-hf {}", "run plan --local 2 --resume {}", "run text --local 2"),
+    *("init {}", "init new --from-hf {}", "import {}.csv", "plan zbc.toml -o {}", "plan zbc.toml --dump-ir {}"),
+    *(
+        "plan zbc.toml --profile {}",
+        "plan zbc.toml --schedule {}.csv",
+        "plan extends.toml",
+        "visualize plan -o {}/a.svg",
+    ),
+    *(
+        "data tokenize {} -o o.bin",
+        "data tokenize zbc.toml -o {}.bin",
+        "data tokenize zbc.toml -o o.bin --tokenizer {}",
+    ),
+    *("export plan --to torch-csv -o {}", "run tokens --local 2", "run weights --local 2"),
+]
+
+
+def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, job):
+    """A name that is too long, since tests may run as a user who may look into every folder."""
+    job(pp=2, m=3)
+    Path("extends.toml").write_text(f'extends = "{LONG}.toml"\n')
+    data, tokens = f"data.path={LONG}", 'data.kind="tokens"'
+    for name, values in {
+        "plan": (),
+        "text": ('data.kind="text"', data, "model.vocab=256"),
+        "tokens": (tokens, data),
+        "weights": (f"model.pretrained={LONG}",),
+    }.items():
+        assert zbc("plan", "zbc.toml", "-q", "-o", name, *(f"--set={value}" for value in values)).code == 0
+    before = tree()
+    for command in ANYWHERE:
+        ran = zbc(*command.format(LONG).split())
+        assert (ran.code in (3, 4, 6), "error[E" in ran.err) == (True, True), command + ran.err
+        assert "Traceback" not in ran.err and tree() == before, command + ran.err
+
+
 # ---- options -------------------------------------------------------------------------------------------------
 
 

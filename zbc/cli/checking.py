@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class Checked:
 def is_plan(target: Path) -> bool:
     """Whether `target` is meant as a plan directory rather than as a job file or a CSV file."""
     named = target.suffix in (".toml", ".csv")
-    return target.is_dir() or target.name == "plan.json" or (not target.exists() and not named)
+    return os.path.isdir(target) or target.name == "plan.json" or (not os.path.exists(target) and not named)
 
 
 def folder_of(target: Path) -> Path:

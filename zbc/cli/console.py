@@ -166,11 +166,11 @@ def write_text(path: Path, text: str) -> None:
 
 def refuse_unwritable(path: Path) -> None:
     """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves nothing behind."""
-    if path.is_fifo():  # whose reader would take this for all there is
+    if os.path.exists(path) and path.is_fifo():  # whose reader would take this for all there is
         return
     try:
         with folders_for(path, keep=False):
-            there = path.exists()
+            there = os.path.exists(path)
             with path.open("ab"):
                 pass
             if not there:

@@ -96,7 +96,7 @@ def import_order(
         raise typer.BadParameter(f"{source} does not end in .csv, by which jobs know an order", param_hint="FILE.csv")
     plan = Plan.read_csv(source)
     plan.check()
-    if output.exists():
+    if os.path.exists(output):
         raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
     write_text(output, _job_text(plan, source, output, base))
     if not quiet:

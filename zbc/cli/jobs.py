@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from enum import StrEnum
@@ -44,7 +45,7 @@ def init(
 ) -> None:
     """Write a first, commented zbc.toml."""
     path = folder / "zbc.toml"
-    if path.exists():
+    if os.path.exists(path):
         raise ZbcError("E111", f"init: {path} exists", hint="name another folder, or move the file away")
     if from_hf is None:
         text = template_text(template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,7 @@ def run(
 
     traced = frozenset(() if trace is None else (step - 1 for step in numbers.listed(trace, "--trace", least=1)))
     folder = folder_of(plan)
-    if folder.is_file():
+    if os.path.isfile(folder):
         first = f"zbc plan {shlex.quote(str(folder))}" if folder.suffix == ".toml" else "zbc plan JOB.toml"
         hint = f"first: {first}   then: zbc run plan"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)

@@ -26,7 +26,7 @@ def check_target(folder: Path, model: Model) -> None:
     hfconfig.config_of(model)
     safetensors()
     for name in (hfconfig.CONFIG, INDEX, SINGLE):
-        if (folder / name).exists():
+        if os.path.exists(folder / name):
             text = f"run: {folder} holds a model already ({name})"
             raise ZbcError("E525", text, hint="choose another folder for --save-hf, or remove this one")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,9 +103,9 @@ class Weights:
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor in a folder. Raises E520 (none there) or E523 (an index or a file is damaged)."""
     index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
+    if os.path.isfile(index):
         return _indexed(index)
-    if single.is_file():
+    if os.path.isfile(single):
         try:
             with safetensors().safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single)
@@ -131,7 +132,7 @@ def _indexed(index: Path) -> dict[str, Path]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"model: {index} names {file!r}, which is no .safetensors file of its folder"
             raise ZbcError("E523", text, hint="take the index that came with the weights")
-        if not (index.parent / file).is_file():
+        if not os.path.isfile(index.parent / file):
             raise ZbcError("E523", f"model: {index} names {file}, which is missing", hint="complete the folder")
     return {name: index.parent / file for name, file in files.items()}
 

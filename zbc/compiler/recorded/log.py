@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class RunLog:
 
 def is_run(folder: Path) -> bool:
     """Whether `folder` is a run directory."""
-    return (folder / RUN).is_file()
+    return os.path.isfile(folder / RUN)
 
 
 def read(folder: Path) -> RunLog:

@@ -100,7 +100,7 @@ def step_of(folder: Path) -> int | None:
 
 def is_complete(folder: Path) -> bool:
     """Whether the checkpoint in a folder was written to its end."""
-    return (folder / COMPLETE).is_file()
+    return os.path.isfile(folder / COMPLETE)
 
 
 def complete(parent: Path) -> dict[int, Path]:
@@ -116,7 +116,7 @@ def newest(parent: Path) -> Path | None:
 
 
 def _all(parent: Path) -> dict[int, Path]:
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return {}
     return {step: entry for entry in parent.iterdir() if (step := step_of(entry)) is not None and entry.is_dir()}
 

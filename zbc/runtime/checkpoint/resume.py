@@ -6,6 +6,7 @@ Rank 0 chooses and tells the others; no torch is needed for it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ def runs(manifest: Manifest, plan: Path) -> list[Path]:
     """The run directories of a plan, the newest first."""
     parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
     name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
-    entries = parent.iterdir() if parent.is_dir() else ()
+    entries = parent.iterdir() if os.path.isdir(parent) else ()
     found = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
     return [found[number] for number in sorted(found, reverse=True)]
 
@@ -154,7 +155,7 @@ def _complete_in(path: Path) -> Path:
     """The checkpoint that a path names, or the newest in it. Raises E612 if there is none."""
     found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
     if found is None:
-        if disk.step_of(path) is not None and path.is_dir():
+        if disk.step_of(path) is not None and os.path.isdir(path):
             disk.read_index(path)  # which says that it is not complete
         text = f"run: there is no complete checkpoint in {path}"
         raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
@@ -173,7 +174,7 @@ def _refuse(folder: Path | None, step: int) -> None:
 def _run_of(checkpoint: Path | None) -> Path | None:
     """The run directory that a checkpoint was written from, if it is still there."""
     named = None if checkpoint is None else disk.read_index(checkpoint).run
-    return Path(named) if named and (Path(named) / RUN).is_file() else None
+    return Path(named) if named and os.path.isfile(Path(named) / RUN) else None
 
 
 def _about(run: Path) -> dict[str, Any]:
