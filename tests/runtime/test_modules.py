@@ -42,6 +42,23 @@ def test_gradients_are_those_of_one_process_up_to_the_order_of_sums(kind, schedu
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)])
+def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, activations):
+    """A view of a transposed tensor fails where that has become contiguous."""
+    data = {"kind": VECTORS["data"]["kind"], "validation": 0.3}
+    model = {"family": "tests.runtime.zoo:turns", "layers": 4, "loss": "mse"}
+    options = {"model": model, "data": data, "activations": activations}
+    check_gradients(make_plan(make_program(schedule, p, 4), keep=without_step, **options))
+    first, second = (
+        run_threads(make_plan(make_program(kind, ranks, 4), train={"eval_every": 1}, **options), 2)[
+            0
+        ].evaluation.results
+        for kind, ranks in ((schedule, p), ("gpipe", 1))
+    )
+    assert [r.loss for r in first] == [r.loss for r in second]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
 def test_whole_numbers_between_layers_and_stages(schedule, p, activations):
     """No gradient gets past them: what lies before gets none, as in one process."""

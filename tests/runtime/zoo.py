@@ -708,6 +708,21 @@ def carries_nothing() -> list[nn.Module]:
     return [nn.Linear(W, W), Carries("nothing"), nn.Linear(W, W), nn.Linear(W, W)]
 
 
+class Turns(nn.Module):
+    """Returns a transposed view; `back` takes one and asks for what such a view, turned again, can do."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.linear, self.back = nn.Linear(W, W), back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.t().view(-1).view(-1, W)) if self.back else torch.tanh(self.linear(x)).t()
+
+
+def turns():
+    return [partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True)]
+
+
 class Grows(nn.Module):
     """Its first forward makes a buffer: out of one that was None, or one more; a mean of what it saw, or a table."""
 

@@ -133,7 +133,7 @@ def _forward(worker: Worker, op: Op) -> None:
     key, stage, message, _, local, end = worker.routes[op]
     number = _of(worker).number(worker, op.mb)
     if message is not None:
-        x = worker.wait(message)
+        x = stage.arrived(worker.wait(message))
     elif op.stage == 0:
         x = to_device(_batches(worker).inputs(worker.step, number), worker.device)
     else:

@@ -40,7 +40,7 @@ def forward(worker: Worker, op: Op) -> None:
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or key in act.halves else None
     if message is not None:  # last, so that what comes is used at once
-        x = worker.wait(message)
+        x = stage.arrived(worker.wait(message))
     if x.dtype is not takes.dtype or x.shape != takes.shape:
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
     if stage.flows:

@@ -47,7 +47,7 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
     with seeded(seed_of(stage.seed, "compile", stage.index)), _left_alone(stage), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
         warnings.simplefilter("ignore", DeprecationWarning)  # of what it does itself
-        first = x = _example(stage.takes, stage.device).requires_grad_(stage.flows)
+        first = x = stage.arrived(_example(stage.takes, stage.device)).requires_grad_(stage.flows)
         for layer in stage.layers:
             plain = _run(stage, layer, layer.module, x, None)
             if layer.compiled is not None:

@@ -57,10 +57,38 @@ class TensorSpec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
+class Laid(NamedTuple):
+    """A tensor and how it lies in memory; `strides` is None where it is contiguous."""
+
+    spec: TensorSpec
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Laid:
+        """As a copy of the tensor lies: of a slice or an expanded tensor that is without gaps and in full."""
+        with torch.no_grad():
+            strides = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        contiguous = strides is None or torch.empty(tensor.shape, device="meta").stride() == strides
+        return cls(TensorSpec.of(tensor), None if contiguous else strides)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        shape, dtype = self.spec
+        if self.strides is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, self.strides, dtype=dtype, device=device).zero_()
+
+    def lay(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as this one lies."""
+        if self.strides is None:
+            return tensor
+        return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 @dataclass(frozen=True)
 class Shapes:
     """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
-    per layer what its forward does besides returning a tensor.
+    per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
+    a cut; transfers make tensors contiguous.
 
     `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
     a layer passes none on. `needed`: whether its output gets one.
@@ -72,6 +100,7 @@ class Shapes:
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
     traits: dict[str, Traits]
+    laid: tuple[Laid, ...]
 
 
 class _Seen(NamedTuple):
@@ -114,8 +143,8 @@ def derive(
     """
     _check_layers(plans, manifest)
     sizes: dict[str, int] = {}
-    behind = [first]  # behind[i]: the input of layer i
-    known: dict[tuple[str, TensorSpec, bool], tuple[dict[str, int], TensorSpec, _Seen]] = {}
+    behind = [Laid(first)]  # behind[i]: the input of layer i
+    known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
     owners, flow = Owners(), False
     for plan in plans:
@@ -125,24 +154,26 @@ def derive(
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
-            if found.traits.grows and grown(_with_values(plan, lowered), *behind[-1]):
+            if found.traits.grows and grown(_with_values(plan, lowered), *behind[-1].spec):
                 found = found.growing()
             if found.traits.carries:
-                found = _judged(plan, module, behind[-1], found, lowered, manifest)
+                found = _judged(plan, module, behind[-1].spec, found, lowered, manifest)
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
         flow = seen[plan.name].trains
-    inputs, position = [first], 0
+    inputs, laid, position = [first], [Laid(first)], 0
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
         free = autocast is not None
-        inputs.append(_agreed(stage, behind[position], manifest.boundaries[stage], free_dtype=free))
+        laid.append(behind[position])
+        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free))
     names = sorted(sizes)
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
-    return Shapes(tuple(inputs), flows, needed, tuple(names), tuple(sizes[name] for name in names), traits)
+    counts = tuple(sizes[name] for name in names)
+    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid))
 
 
 def _judged(
@@ -185,34 +216,39 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
 def _output(
     plan: LayerPlan,
     module: nn.Module,
-    takes: TensorSpec,
+    takes: Laid,
     flow: bool,
     autocast: torch.device | None,
     lowered: torch.dtype | None,
-) -> tuple[TensorSpec, _Seen]:
+) -> tuple[Laid, _Seen]:
     """What a layer makes of its input, and does; `flow`: whether the input wants a gradient.
 
-    A layer that cannot run without values is built and run once on the CPU.
+    A layer that cannot run without values is built and run once on the CPU. One that cannot take the input as it lies
+    on the meta device is given a contiguous one: there tensors may lie in another way than in training.
     """
-    try:
-        y, seen = _run(plan, module, takes, flow, torch.device("meta") if autocast is None else autocast)
-    except ZbcError:
-        raise
-    except FAILURES:
+    device = torch.device("meta") if autocast is None else autocast
+    for given in dict.fromkeys((takes, Laid(takes.spec))):
         try:
-            with seeded(0):
-                built = _with_values(plan, lowered)
-                with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                    y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
-                    x = torch.zeros(takes.shape, dtype=takes.dtype)
-                    seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
+            return _run(plan, module, given, flow, device)
         except ZbcError:
             raise
-        except FAILURES as error:
-            text = f"run: layer {plan.name} cannot take a tensor {takes}"
-            details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
-            hint = "each layer takes the one tensor that the layer before returns"
-            raise ZbcError("E505", text, hint=hint, details=details) from error
+        except FAILURES:
+            continue
+    takes = Laid(takes.spec)
+    try:
+        with seeded(0):
+            built = _with_values(plan, lowered)
+            with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
+                y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
+                x = takes.zeros(torch.device("cpu"))
+                seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
+    except ZbcError:
+        raise
+    except FAILURES as error:
+        text = f"run: layer {plan.name} cannot take a tensor {takes.spec}"
+        details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
+        hint = "each layer takes the one tensor that the layer before returns"
+        raise ZbcError("E505", text, hint=hint, details=details) from error
     return y, seen
 
 
@@ -225,9 +261,7 @@ def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     return built
 
 
-def _run(
-    plan: LayerPlan, module: nn.Module, takes: TensorSpec, flow: bool, device: torch.device
-) -> tuple[TensorSpec, _Seen]:
+def _run(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
     """Without values: on the meta device, or as fake tensors of another one, under autocast."""
     meta = device.type == "meta"
     lower = nullcontext() if meta else torch.autocast(device.type, torch.bfloat16)
@@ -240,16 +274,14 @@ def _run(
     def forward() -> None:
         with FakeTensorMode(), lower:  # what splits asks for autocast, which meta knows not
             place = torch.device("cpu") if meta else device
-            hollow(module, place)(torch.zeros(takes.shape, dtype=takes.dtype, device=place))
+            hollow(module, place)(takes.zeros(place))
 
     return y, seen if _splits(module, forward) else seen.in_one()
 
 
-def _looked_at(
-    plan: LayerPlan, module: nn.Module, takes: TensorSpec, flow: bool, device: torch.device
-) -> tuple[TensorSpec, _Seen]:
-    differentiable = takes.dtype.is_floating_point or takes.dtype.is_complex
-    x = torch.zeros(takes.shape, dtype=takes.dtype, device=device, requires_grad=differentiable and flow)
+def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
+    differentiable = takes.spec.dtype.is_floating_point or takes.spec.dtype.is_complex
+    x = takes.zeros(device).requires_grad_(differentiable and flow)
     with torch.enable_grad():
         y, traits = observe(plan.name, module, x.clone(), module)
         if not isinstance(y, Tensor):
@@ -261,7 +293,7 @@ def _looked_at(
             text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
             raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
     passes = reaches(y, x) if x.requires_grad else differentiable
-    return TensorSpec.of(y), _Seen(traits, y.requires_grad, passes)
+    return Laid.of(y), _Seen(traits, y.requires_grad, passes)
 
 
 def _splits(module: nn.Module, forward: Callable[[], object]) -> bool:

@@ -16,7 +16,7 @@ from zbc.runtime.model import LayerPlan
 from zbc.runtime.probe import Traits
 from zbc.runtime.remembered import Kept, Place, as_before, places, renew
 from zbc.runtime.seeding import drawing, draws, seed_of
-from zbc.runtime.shapes import TensorSpec
+from zbc.runtime.shapes import Laid, TensorSpec
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.tape import Graph, Inputs, Tape, input_of
@@ -49,6 +49,7 @@ class Stage:
     """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
 
     `flows`: the input gets a gradient; `needed`: the output does. Both as in one process: see shapes.py.
+    `laid`: how the input lies in memory in one process, if known.
     `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
     """
 
@@ -64,6 +65,7 @@ class Stage:
     needed: bool = True
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
+    laid: Laid | None = None
 
     def __post_init__(self) -> None:
         self.parameters = {
@@ -131,6 +133,10 @@ class Stage:
     def empty_grad(self) -> Callable[[], Tensor]:
         """A buffer for the gradient of a stage output."""
         return (self.gives or self.takes).maker(self.device)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """An input that a transfer brought, which is contiguous, as it lies in one process: layers may look at that."""
+        return x if self.laid is None else self.laid.lay(x)
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         """What `finish` makes of the stage's output, with nothing kept for a backward.
@@ -261,6 +267,7 @@ def build_stage(
     flows: bool,
     needed: bool,
     compiles: bool = False,
+    laid: Laid | None = None,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
@@ -280,7 +287,7 @@ def build_stage(
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts=casts)
+    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid)
 
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:

@@ -281,6 +281,7 @@ def _build_stages(
             flows=shapes.flows[s],
             needed=shapes.needed[s],
             compiles=settings.model.compile,
+            laid=shapes.laid[s],
         )
         _refuse_hooks(manifest, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device)
