@@ -150,6 +150,7 @@ RESIDUAL = {
     "data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3},
 }
 HANDED_OUT = {**RESIDUAL, "family": "tests.runtime.zoo:hands_out_weights", "args": {}}
+CHANGING = {**RESIDUAL, "family": "tests.runtime.zoo:averages", "args": {}}  # in evaluation mode as well
 AVERAGED = {**RESIDUAL, "family": "tests.runtime.zoo:batchnorm", "args": {}}
 
 
@@ -172,6 +173,7 @@ def test_inputs_in_floating_point_have_the_type_of_the_weights_as_in_training(te
         ("zb-h1", 4, RESIDUAL, {}),
         ("1f1b", 2, AVERAGED, {}),
         ("1f1b", 1, HANDED_OUT, {}),
+        ("1f1b", 2, CHANGING, {}),
         ("zb-h1", 2, GPT, {"sync": "post-validate"}),
         ("1f1b", 2, RESIDUAL, {"sync": "post-validate"}),
         ("bitpipe", 2, GPT, {}),

@@ -21,6 +21,7 @@ from zbc.ir import Kind, Op
 from zbc.runtime.data import Batches, Samples
 from zbc.runtime.handlers import HANDLERS, stage_loss, to_device
 from zbc.runtime.progress import EvaluationResult
+from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.state import Evaluation, Worker, take
 
@@ -111,11 +112,14 @@ def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
 
 @contextmanager
 def _evaluating(worker: Worker) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards each in its own again, and no cast of a weight is left behind."""
+    """All modules in evaluation mode; afterwards each in its own again, buffers that forwards change, in that mode too,
+    are what they were, and no cast of a weight is left behind."""
     modules: list[nn.Module] = [
         module for stage in worker.stages.values() for layer in stage.layers for module in layer.module.modules()
     ]
     before = [module.training for module in modules]
+    places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
+    buffers = renew(places)
     try:
         for module in modules:
             module.training = False
@@ -123,6 +127,7 @@ def _evaluating(worker: Worker) -> Iterator[None]:
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
+        put_back(places, buffers)
         for stage in worker.stages.values():
             for cast in stage.casts:
                 cast.forget()
