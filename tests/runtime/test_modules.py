@@ -250,12 +250,18 @@ def test_hooks_on_accumulated_gradients_are_refused_where_each_copy_has_its_own(
         assert caught.value.code == "E509" and "accumulated gradient of b.weight" in caught.value.message
 
 
+def carrying(kind):
+    return {"model": {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}}
+
+
 @pytest.mark.parametrize(("kind", "name"), [("carries_last", "seen"), ("carries_count", "count")])
 def test_what_is_carried_in_attributes_is_refused_where_forwards_run_again(kind, name):
     ways = {
         "recompute": plan(kind, activations="recompute"),
         "the barrier": plan(kind, optimizer={"sync": "post-validate"}),
         "the order of the microbatches": plan(kind, schedule="chimera"),
+        "microbatches on one rank": make_plan(make_program("zb-h1", 2, 2, copies=2), **carrying(kind), **VECTORS),
+        "checkpoints": plan(kind, checkpoint={"every": 2}),
     }
     for why, made in ways.items():
         with pytest.raises(ZbcError) as caught:

@@ -78,11 +78,11 @@ parameters have no size yet, sparse gradients, random numbers that nobody seeds
 beside its parameters, or buffers that a forward changes (running statistics)
 where they could not come out as in one process: a stage that several ranks
 hold a copy of, or a plan that runs its forwards out of order. The same holds
-with two pipes for plain attributes that a forward changes and that its output
-depends on, and for those also under recompute and without the barrier, where
-forwards run twice. Attributes that hold what the backward needs, such as memory
-that each forward writes its output to, are refused where forwards of other
-microbatches come between.
+for plain attributes that a forward changes and that its output depends on, and
+for those also under recompute and without the barrier, where forwards run
+twice, and with checkpoints, which do not hold them. Attributes that hold what
+the backward needs, such as memory that each forward writes its output to, are
+refused where forwards of other microbatches come between.
 docs/models.md lists what layers may do.
 """,
     ),

@@ -149,14 +149,15 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def may_run_again(manifest: Manifest) -> bool:
-    """Whether a plan may run a forward twice, or, with two pipes, microbatches in another order."""
+def may_lose_track(manifest: Manifest) -> bool:
+    """Whether a plan may run a forward twice, or not all microbatches in order on one rank, or from a checkpoint on."""
     recomputes = any(_recomputes(manifest, stage) for stage in range(manifest.stages))
-    return recomputes or _ahead(manifest) or len(manifest.placement[0]) > 1
+    return recomputes or _ahead(manifest) or _holders(manifest, 0) > 1 or _saves(manifest)
 
 
 def refuse_carried(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str, names: Sequence[str]) -> None:
-    """Raise E509 if forwards of a stage may run again, or in another order, and a layer of it carries `names`."""
+    """Raise E509 if a layer of a stage carries `names`, and forwards of it may run again, or in another order, or go on
+    from a checkpoint."""
     if not names:
         return
     order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage]
@@ -164,8 +165,10 @@ def refuse_carried(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str
         why = "recompute runs its forwards twice"
     elif _ahead(manifest):
         why = "without the barrier forwards may run again"
-    elif order != sorted(set(order)) or len(set(manifest.placement[stage])) > 1:
+    elif order != sorted(set(order)) or _holders(manifest, stage) > 1:
         why = "its forwards do not run in the order of the microbatches on one rank"
+    elif _saves(manifest):
+        why = "checkpoints do not hold attributes"
     else:
         return
     some = ", ".join(names[:3])
@@ -201,6 +204,15 @@ def _overlap(ops: Iterable[Op], stage: int) -> bool:
 def _recomputes(manifest: Manifest, stage: int) -> bool:
     activations = manifest.planning.get("memory", {}).get("activations", "keep")
     return (activations if isinstance(activations, str) else activations.get(str(stage))) == "recompute"
+
+
+def _holders(manifest: Manifest, stage: int) -> int:
+    """How many ranks hold a copy of a stage."""
+    return manifest.copies * len(set(manifest.placement[stage]))
+
+
+def _saves(manifest: Manifest) -> bool:
+    return bool(manifest.training.get("checkpoint", {}).get("every", 0))
 
 
 def _ahead(manifest: Manifest) -> bool:

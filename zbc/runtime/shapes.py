@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zbc.errors import ZbcError
 from zbc.plan import Boundary, Manifest
 from zbc.runtime import frames
-from zbc.runtime.carried import depends, grown, may_run_again, mixes, settles
+from zbc.runtime.carried import depends, grown, may_lose_track, mixes, settles
 from zbc.runtime.model import LayerPlan, Owners, hollow
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.probe import Traits, observe, reaches
@@ -187,7 +187,7 @@ def _judged(
     """What the attributes that a layer's forward changes mean to the plan, found with numbers where they may matter."""
     several = manifest.microbatches > 1 and not settles(module, *takes)
     return seen.judged(
-        carries=may_run_again(manifest) and depends(_with_values(plan, lowered), *takes),
+        carries=may_lose_track(manifest) and depends(_with_values(plan, lowered), *takes),
         mixes=several and mixes(_with_values(plan, lowered), *takes),
     )
 
