@@ -56,15 +56,16 @@ def make_plan(
     checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
+    cuts: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly."""
+    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says."""
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = program.with_ranks(ranks, by="test")
     checked = spec.Model.model_validate(model)
     names = [f"layers.{i}" for i in range(checked.layers)]
     names = ["embed", *names, "head"] if checked.builtin else names
     stages = program.placement.stages
-    cuts = [round(s * len(names) / stages) for s in range(stages + 1)]
+    cuts = [round(s * len(names) / stages) for s in range(stages + 1)] if cuts is None else cuts
     manifest, _ = assemble(
         program,
         parameters={},
