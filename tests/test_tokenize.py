@@ -68,6 +68,13 @@ def test_bytes_are_tokens_and_documents_end_with_nul(texts, tmp_path):
     ]
 
 
+def test_a_tokenizer_that_is_not_there_is_refused_with_what_to_name(tmp_path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(ZbcError, match="cannot read") as caught:
+        Json(tmp_path / "none.json", None)
+    assert caught.value.code == "E533" and "tokenizer.json" in (caught.value.hint or "")
+
+
 def test_a_tokenizer_of_its_own(texts, tmp_path, word_tokenizer):
     out = tmp_path / "out.bin"
     made = tokenize.tokenize([str(texts / "a.txt"), str(texts / "c.jsonl")], out, Json(word_tokenizer, None))

@@ -68,7 +68,8 @@ class Json:
             raw = path.read_bytes()
             self._library = Library.from_buffer(raw)
         except OSError as error:
-            raise ZbcError("E533", f"data: cannot read {path}: {error.strerror}") from None
+            hint = "--tokenizer names a tokenizer.json; without it bytes are tokens"
+            raise ZbcError("E533", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
         except Exception as error:  # the library raises Exception itself
             text, hint = f"data: {path} is not a tokenizer.json", "take the tokenizer.json of the model's folder"
             raise ZbcError("E533", text, hint=hint, details=[str(error)[:200]]) from None

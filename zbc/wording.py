@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -45,7 +46,10 @@ def _table(annotation: Any) -> type[BaseModel] | None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    """A value as the file has it."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, date | time):
+        text = value.isoformat()
     return text if len(text) <= 30 else f"{text[:27]}..."
 
 

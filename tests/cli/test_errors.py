@@ -58,6 +58,8 @@ JOBS = {
     "unknown key": (GOOD.replace("hidden", "hiden"), 3, "E102", "zbc.toml:5:1", 'did you mean "hidden"?'),
     "a number as a string": (edit(layers="8"), 3, "E103", "zbc.toml:4:10", "expected a whole number, found '8'"),
     "half a microbatch": (edit(m=8.5), 3, "E103", "zbc.toml:13:16", "whole number"),
+    "yes for a number": (GOOD.replace("pp = 4", "pp = true"), 3, "E103", "zbc.toml:10:6", "whole number, found true"),
+    "a day for a number": (GOOD.replace("pp = 4", "pp = 2026-01-02"), 3, "E103", "zbc.toml:10:6", "found 2026-01-02"),
     "no ranks": (edit(pp=0), 3, "E103", "zbc.toml:10:6", "at least 1"),
     "an unknown device": (edit(hardware={"device": "cdua"}), 3, "E103", "zbc.toml:19:10", 'did you mean "cuda"?'),
     "a missing section": (GOOD.replace("[parallel]\npp = 4\n", ""), 3, "E105", "zbc.toml", "it needs pp"),
