@@ -15,7 +15,7 @@ MODULES = {
 
 # A module may import what stands on its own line or above it; the longest matching prefix decides.
 LAYERS = [
-    ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders", "zbc.linefile"],
+    ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders", "zbc.linefile", "zbc.cores"],
     ["zbc.userobject"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
     ["zbc.idle", "zbc.dealing"],

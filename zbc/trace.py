@@ -8,12 +8,14 @@
 
 The lines of a rank's file, times in ns on its own clock:
 
-    {"format": "zbc-trace", "version": 1, "plan": "..", "rank": 0, "device": "cpu", "process": "host:123", "ops": 4}
+    {"format": "zbc-trace", "version": 1, "plan": "..", "rank": 0, "device": "cpu", "process": "host:123", "ops": 4,
+     "cores": 8}
     {"clock": {"at_ns": 0, "offset_ns": 0, "uncertainty_ns": 0}}
     {"step": 10, "begin_ns": 5, "took_ns": [3, 9, 1, 2], "lead_ns": [4], "waits": [1, 0, 3], "close_ns": 2}
     {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
     {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
 
+cores    that the process might use, on a CPU
 clock    how far the clock of rank 0 is ahead of this one at a moment of this one; before and after what is recorded
 took     per op of the plan, in its order, how long it took: it starts where the op before ended, the first one at
          `begin`, so that they and `close` (what the step did after its last op) fill the step without a gap
@@ -116,6 +118,7 @@ class Writer:
         """
         path = run / FOLDER / phase / rank_file(head.rank)
         about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
+        about |= {} if head.cores is None else {"cores": head.cores}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _kept(path, behind) if behind and path.is_file() else []

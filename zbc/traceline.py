@@ -73,6 +73,11 @@ class Head:
     device: str
     process: str  # host:pid
     ops: int
+    cores: int | None = None  # that the process might use, where it computed on them; None in older traces, too
+
+    @property
+    def host(self) -> str:
+        return self.process.rpartition(":")[0]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -105,7 +110,10 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
     device, process = values.get("device"), values.get("process")
     if not isinstance(device, str) or not isinstance(process, str):
         raise damaged(place, "device and process have to be texts")
-    return Head(plan, rank, device, process, ops)
+    cores = values.get("cores")
+    if cores is not None and (isinstance(cores, bool) or not isinstance(cores, int) or cores < 1):
+        raise damaged(place, f"cores is {cores!r}, it has to be a whole number from 1 on")
+    return Head(plan, rank, device, process, ops, cores)
 
 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:

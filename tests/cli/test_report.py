@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 
 import pytest
 
@@ -37,6 +38,36 @@ def test_the_report_names_what_is_slow_and_how_to_plan_anew(run, zbc):
     ):
         assert text in ran.out, text
     assert all(len(line) <= 80 for line in ran.out.splitlines() if "zbc profile" not in line)
+
+
+@pytest.mark.parametrize(
+    ("cores", "said"), [(1, "4 ranks share the one core of host"), (3, "4 ranks share the 3 cores of host")]
+)
+def test_the_report_says_which_ranks_share_cores(run, zbc, tmp_path, cores, said):
+    copy = with_cores(run, tmp_path / "copy", cores)
+    assert said in zbc("report", copy).out
+    assert zbc("report", copy, "--json").json()["crowded"] == [{"host": "host", "ranks": 4, "cores": cores}]
+
+
+def test_ranks_with_a_core_each_share_none(run, zbc, tmp_path):
+    assert zbc("report", run, "--json").json()["crowded"] == []  # of a trace that does not say
+    found = zbc("report", with_cores(run, tmp_path / "copy", 4), "--json").json()
+    assert found["crowded"] == []
+
+
+@pytest.mark.parametrize("cores", [0, True, "two"])
+def test_a_trace_with_an_absurd_number_of_cores_is_damaged(run, zbc, tmp_path, cores):
+    ran = zbc("report", with_cores(run, tmp_path / "copy", cores))
+    assert ran.code == 4 and "E431" in ran.err and "rank-0000.jsonl:1" in ran.err
+
+
+def with_cores(run, folder, cores):
+    """A copy of a recorded run whose processes might use so many cores."""
+    shutil.copytree(run, folder)
+    for path in (folder / "trace").glob("rank-*.jsonl"):
+        first, _, rest = path.read_text().partition("\n")
+        path.write_text(json.dumps(json.loads(first) | {"cores": cores}) + "\n" + rest)
+    return folder
 
 
 def test_the_report_as_json_has_stable_keys(run, zbc):

@@ -26,6 +26,7 @@ from tests.processes.plans import (
 )
 from tests.runtime.small_plans import reference
 from zbc.compiler.check import check_all
+from zbc.cores import cores
 from zbc.errors import ZbcError
 from zbc.plan import Plan
 from zbc.runtime import local
@@ -58,7 +59,7 @@ def at_step(step, action):
 def test_a_run_shows_and_writes_the_losses_of_one_process(tmp_path, out):
     plan = write_plan(tmp_path, schedule={"kind": "zb-h1"}, optimizer={"lr": 0.01, "clip_grad_norm": 1.0})
     lines = run_here(plan, 4, out)
-    with threads(max(1, local.cores() // 4)):  # as many as each rank: sums depend on it
+    with threads(max(1, cores() // 4)):  # as many as each rank: sums depend on it
         expected = reference(Plan.read(plan), 3)
     found = metrics(out)
     assert [row["step"] for row in found] == [1, 2, 3]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import tempfile
 from pathlib import Path
 from types import ModuleType
 
 from zbc import __version__
+from zbc.cores import cores
 from zbc.text import size
 
 _OLDEST = (2, 11)  # torch, see pyproject.toml
@@ -23,8 +23,7 @@ def inspect() -> dict[str, list[str]]:
         torch, found["torch"] = module, [_torch_version(module)]
     except (ImportError, OSError) as error:  # OSError: a library torch needs is missing or damaged
         found["torch"] = [f"cannot be imported: {error}"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found["cpu"] = [f"{cores} cores"]
+    found["cpu"] = [f"{cores()} cores"]
     found["devices"] = _devices(torch)
     found["transports"] = _transports(torch)
     found["folder"] = [f"{Path.cwd()}: {'can' if _writable() else 'cannot'} be written"]

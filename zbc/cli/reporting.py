@@ -108,6 +108,10 @@ def _some(steps: int) -> str:
     return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))
 
 
+def _cores(count: int) -> str:
+    return "one core" if count == 1 else f"{count} cores"
+
+
 # ---- a recorded run ------------------------------------------------------------------------------------------
 
 
@@ -123,6 +127,13 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[Rend
         if made.clock_uncertainty_ms
         else "all ranks read the same clock",
     )
+    if made.crowded:
+        yield labelled(
+            "cores",
+            *(f"{one.ranks} ranks share the {_cores(one.cores)} of {one.host}" for one in made.crowded),
+            "those that compute at once take turns, of which estimates",
+            "know nothing: zbc profile measures with as many at work",
+        )
     others = [f"--phase {name}" if name else "the steps behind the ramp" for name in phases if name != made.phase]
     if made.phase or others:
         where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps behind a ramp"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from zbc.cores import cores
 from zbc.errors import RUN_FAILED, ZbcError
 from zbc.plan import Manifest
 from zbc.runtime.board import Board, Connect, connector, plain_name, prefixed
@@ -150,12 +151,6 @@ def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOpti
     finally:  # an exception may keep this frame, and with it the port, for long
         parent.board = None
         del store
-
-
-def cores() -> int:
-    """The processor cores this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 def _host_store() -> tuple[Store, int]:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from zbc import trace
+from zbc.cores import cores
 from zbc.ir import COMPUTE
 from zbc.runtime.aligned import compare_clocks
 from zbc.runtime.board import Board
@@ -168,7 +169,8 @@ def open_tracers(
         mine = frozenset(step for step in steps if course.leg(step) == number)
         if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
             continue
-        head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script))
+        own = cores() if worker.on_host else None
+        head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script), own)
         writer = Writer(folder, head, run_steps.start, phase)
         found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
     return Tracers(found)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbc.compiler import recall
 from zbc.compiler.cost import Costs
@@ -19,7 +19,7 @@ from zbc.compiler.recorded.view import Step, step_of, typical
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.ir import TRANSFER
-from zbc.trace import Trace
+from zbc.trace import Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
 MOST_STEPS = 32  # recorded steps that are looked at, the last ones
@@ -62,6 +62,14 @@ class RankMemory:
     peak: int
 
 
+class Crowd(NamedTuple):
+    """Ranks that compute on one machine, and the fewer cores they share there."""
+
+    host: str
+    ranks: int
+    cores: int
+
+
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """What a recorded run says beside its prediction; times in ms."""
@@ -74,6 +82,7 @@ class RunReport:
     steps: tuple[int, ...]  # those looked at
     median_step: int  # the one that is taken apart by cause
     clock_uncertainty_ms: float
+    crowded: tuple[Crowd, ...]  # machines with more ranks than cores
     step: Quantity  # with the optimizer, as steps follow one another
     makespan: Quantity
     span: Quantity
@@ -93,7 +102,7 @@ class RunReport:
         return {"format": FORMAT, "version": VERSION, **_plain(self._values())}
 
     def _values(self) -> dict[str, Any]:
-        kinds = ("slow_ranks", "slow_links", "stalls", "outliers", "ops", "links")
+        kinds = ("crowded", "slow_ranks", "slow_links", "stalls", "outliers", "ops", "links")
         values: dict[str, Any] = {name: asdict(getattr(self, name)) for name in _QUANTITIES}
         values |= {name: getattr(self, name) for name in _PLAIN}
         values |= {"clock_uncertainty_ms": self.clock_uncertainty_ms}
@@ -142,6 +151,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         steps=numbers,
         median_step=middle.number,
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
+        crowded=_crowded(trace),
         step=_quantity(settled(program, costs), [step.wall_ns / _MS for step in steps]),
         makespan=_quantity(timeline.makespan, [step.makespan_ns / _MS for step in steps]),
         span=_quantity(timeline.span, [step.span_ns / _MS for step in steps]),
@@ -157,6 +167,19 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         memory=_memory(trace),
         replan=_replan(trace, times, len(steps)) if again else None,
     )
+
+
+def _crowded(trace: Trace) -> tuple[Crowd, ...]:
+    """The machines whose ranks have to take turns on the cores; of ranks bound to cores of their own none."""
+    heads: dict[str, list[Head]] = {}
+    for rank in trace.ranks:
+        heads.setdefault(rank.head.host, []).append(rank.head)
+    found = []
+    for host, those in heads.items():
+        known = [head.cores for head in those if head.cores is not None]
+        if len(known) == len(those) > max(known):
+            found.append(Crowd(host, len(those), max(known)))
+    return tuple(found)
 
 
 def _replan(trace: Trace, times: Times, rounds: int) -> Replan:

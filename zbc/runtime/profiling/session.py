@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbc.cores import cores
 from zbc.errors import ZbcError
 from zbc.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
 from zbc.runtime import frames
 from zbc.runtime.forking import fork_server
-from zbc.runtime.local import cores
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.profiling.link import Pair, fit, host_copy
 from zbc.runtime.profiling.link import Samples as LinkSamples
