@@ -37,7 +37,25 @@ def unwritten_stdout(error: OSError) -> ZbcError:
     return ZbcError("E608", text, hint="make room where it goes to, or send it elsewhere")
 
 
-def is_hung_up(error: OSError) -> bool:
+def to_stdout(line: str) -> None:
+    """A line for whoever reads this command. Without a reader the run ends, as any command does.
+
+    A terminal that is gone has sent SIGHUP, which asks the run to end in order, if it is to end. Raises E608 where a
+    line cannot be written for another reason.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+        raise SystemExit(EXIT_PIPE) from None
+    except OSError as error:
+        if not _is_hung_up(error):
+            raise unwritten_stdout(error) from None
+        silence_stdout()
+
+
+def _is_hung_up(error: OSError) -> bool:
     """Whether stdout was a terminal, which is gone."""
     return error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
 

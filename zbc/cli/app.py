@@ -8,7 +8,7 @@ import typer
 
 from zbc import __version__
 from zbc.cli import data, differing, drawing, exchanging, jobs, planning, profiling, reporting, running, simulating
-from zbc.cli.console import show_line
+from zbc.closed_pipe import to_stdout
 
 app = typer.Typer(
     name="zbc",
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        show_line(f"zbc {__version__}")
+        to_stdout(f"zbc {__version__}")
         raise typer.Exit()
 
 

@@ -74,17 +74,6 @@ def show(*parts: RenderableType) -> None:
         raise unwritten_stdout(error) from None
 
 
-def show_line(text: str) -> None:
-    """Print a line on stdout as it is, without loading what draws. Raises E608 where that cannot be written."""
-    try:
-        print(text)
-    except BrokenPipeError:
-        silence_stdout()
-        raise SystemExit(EXIT_PIPE) from None
-    except OSError as error:
-        raise unwritten_stdout(error) from None
-
-
 def show_json(document: Mapping[str, Any]) -> None:
     show(json.dumps(document, indent=1, ensure_ascii=False))
 

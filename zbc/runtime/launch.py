@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbc.closed_pipe import EXIT_PIPE, is_hung_up, silence_stdout, unwritten_stdout
+from zbc.closed_pipe import to_stdout
 from zbc.errors import ZbcError
 from zbc.model_section import Model, check_runnable
 from zbc.plan import Manifest, read_manifest
@@ -29,24 +29,6 @@ if TYPE_CHECKING:
 
 _TORCH = (2, 11)
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
-
-
-def to_stdout(line: str) -> None:
-    """A line for whoever reads this command. Without a reader the run ends, as any command does.
-
-    A terminal that is gone has sent SIGHUP, which asks the run to end in order, if it is to end. Raises E608 where a
-    line cannot be written for another reason.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence_stdout()
-        raise SystemExit(EXIT_PIPE) from None
-    except OSError as error:
-        if not is_hung_up(error):
-            raise unwritten_stdout(error) from None
-        silence_stdout()
 
 
 def run(
