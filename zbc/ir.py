@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
@@ -36,6 +37,8 @@ BARRIER = frozenset(kind for kind in Kind if kind.row.closes == "barrier")
 AHEAD = frozenset(kind for kind in Kind if kind.row.closes == "ahead")
 SUM = frozenset(kind for kind in Kind if kind.sums)
 COLLECTIVE = frozenset(kind for kind in Kind if kind.is_collective)
+
+Edge = tuple[int, int]  # (source stage, sink stage)
 
 # Which coordinates an op prints: its stage, its microbatch (and slice).
 _PRINTS = {
@@ -112,44 +115,62 @@ def _not_an_op(text: str) -> ZbcError:
 
 
 class Message(NamedTuple):
-    """A tensor on its way: the output of a stage (`forward`) or a gradient, named by the stage that consumes it."""
+    """A tensor on its way from the stage that makes it to the one that reads it: an output, or a gradient back."""
 
-    forward: bool
-    stage: int
+    source: int
+    sink: int
     mb: int
     pipe: int
     slice: int
 
     @property
+    def forward(self) -> bool:
+        """Whether it is an output; stages are numbered along the edges that outputs take."""
+        return self.source < self.sink
+
+    @property
+    def edge(self) -> Edge:
+        """The edge it takes, in either direction."""
+        return (self.source, self.sink) if self.forward else (self.sink, self.source)
+
+    @property
     def send(self) -> Op:
-        """The op that starts the message on the producer's rank."""
-        kind, shift = (Kind.SEND_F, -1) if self.forward else (Kind.SEND_B, +1)
-        return Op(kind, self.stage + shift, self.mb, self.pipe, self.slice)
+        """The op that starts the message on the maker's rank."""
+        return Op(Kind.SEND_F if self.forward else Kind.SEND_B, self.source, *self[2:])
 
     @property
     def recv(self) -> Op:
-        """The op that posts its buffer on the consumer's rank."""
-        return Op(Kind.RECV_F if self.forward else Kind.RECV_B, *self[1:])
+        """The op that posts its buffer on the reader's rank."""
+        return Op(Kind.RECV_F if self.forward else Kind.RECV_B, self.sink, *self[2:])
 
 
-def message_of(op: Op) -> Message:
-    """The message a SEND starts or a RECV takes."""
-    kind, stage, mb, pipe, part = op
-    if kind is Kind.SEND_F:
-        return Message(True, stage + 1, mb, pipe, part)
-    if kind is Kind.SEND_B:
-        return Message(False, stage - 1, mb, pipe, part)
-    return Message(kind is Kind.RECV_F, stage, mb, pipe, part)
+def chain(stages: int) -> tuple[Edge, ...]:
+    """The edges of stages that follow one another."""
+    return tuple(pairwise(range(stages)))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage: `pipes[pipe][stage]` is the rank.
+    """Which rank holds which stage, and which stage reads what which other one makes.
 
-    One pipe for ordinary schedules; bidirectional schedules hold each stage twice, once per direction.
+    `pipes[pipe][stage]` is the rank. One pipe for ordinary schedules; bidirectional schedules hold each stage twice,
+    once per direction. A pipe need not have a stage on every rank, nor a rank as many stages as another.
+
+    `edges` are (source, sink), the same in every pipe: F of the sink reads what F of the source makes, and backward of
+    the source reads what that of the sink makes. Stages are numbered along them: source < sink. Left out: a chain.
     """
 
     pipes: tuple[tuple[int, ...], ...]
+    edges: tuple[Edge, ...] = ()
+    _sources: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _sinks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stages = range(self.stages)
+        edges = self.edges or chain(self.stages)
+        object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "_sources", tuple(tuple(a for a, b in edges if b == s) for s in stages))
+        object.__setattr__(self, "_sinks", tuple(tuple(b for a, b in edges if a == s) for s in stages))
 
     @classmethod
     def linear(cls, p: int) -> Placement:
@@ -192,19 +213,48 @@ class Placement:
         """The stages with a copy on `rank`, ascending."""
         return tuple(s for s in range(self.stages) if rank in self.holders(s))
 
-    def neighbours(self, a: int, b: int, pipe: int = 0) -> bool:
-        """Whether stages `a` and `b` both exist and live on different ranks, so that a tensor has to travel."""
-        stages = self.pipes[pipe]
-        return min(a, b) >= 0 and max(a, b) < len(stages) and stages[a] != stages[b]
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages whose output `stage` reads, ascending; none for one that reads the data."""
+        return self._sources[stage]
+
+    def sinks(self, stage: int) -> tuple[int, ...]:
+        """The stages that read the output of `stage`, ascending; none for one that ends in the loss."""
+        return self._sinks[stage]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The stages without sources or without sinks, ascending: those of a chain are its first and its last."""
+        return tuple(s for s in range(self.stages) if not (self._sources[s] and self._sinks[s]))
+
+    def crosses(self, a: int, b: int, pipe: int = 0) -> bool:
+        """Whether the two stages of an edge live on different ranks, so that a tensor has to travel."""
+        return self.pipes[pipe][a] != self.pipes[pipe][b]
+
+    def links(self, pipe: int = 0) -> tuple[tuple[int, int], ...]:
+        """The ranks at both ends of each edge, in the order of the edges; the same rank twice where nothing travels."""
+        homes = self.pipes[pipe]
+        return tuple((homes[a], homes[b]) for a, b in self.edges)
+
+    def message(self, op: Op) -> Message | None:
+        """What a transfer carries; None for other ops, and for one that names no edge: it leads out of the pipeline.
+
+        An op names an edge by the stage at one end of it. That says too little of a stage with several: None too.
+        """
+        kind, stage, mb, pipe, part = op
+        if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
+            return None
+        others = self._sinks[stage] if kind in (Kind.SEND_F, Kind.RECV_B) else self._sources[stage]
+        if len(others) != 1:
+            return None
+        ends = (stage, others[0]) if kind.is_send else (others[0], stage)
+        return Message(*ends, mb, pipe, part)
 
     def peer(self, op: Op) -> int | None:
-        """The rank at the other end of a transfer; None for other ops, and for a transfer out of the pipeline."""
-        if not op.kind.is_transfer:
+        """The rank at the other end of a transfer; None where it has no message."""
+        message = self.message(op)
+        if message is None:
             return None
-        other = op.stage + (1 if op.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-        if op.pipe >= len(self.pipes) or not 0 <= other < self.stages:
-            return None
-        return self.pipes[op.pipe][other]
+        return self.pipes[op.pipe][message.sink if op.kind.is_send else message.source]
 
     def text(self, op: Op) -> str:
         """The op with its peer, as plan files print it."""
@@ -263,7 +313,7 @@ class Program:
         if op.kind.everywhere:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
-            return tuple(sorted({*placement.holders(0), *placement.holders(placement.stages - 1)}))
+            return tuple(sorted({rank for stage in placement.ends for rank in placement.holders(stage)}))
         return tuple(sorted(set(placement.holders(op.stage))))
 
     def holders(self, op: Op) -> int:

@@ -10,7 +10,7 @@ import re
 import networkx as nx
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program, message_of, parse_line
+from zbc.ir import Kind, Op, Program, parse_line
 
 KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
 OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
@@ -51,17 +51,22 @@ def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
             assert goal.kind.is_collective, "nothing else waits for one that was started and has not happened"
 
 
+def reads(op: Op) -> tuple[bool, int, int, int, int]:
+    """Of a transfer: whether an output, and what reads it (stage, microbatch, pipe, slice)."""
+    further = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(op.kind, 0)
+    return op.kind in (Kind.SEND_F, Kind.RECV_F), op.stage + further, *op[2:]
+
+
 def waits_for(op: Op, other: Op, blocking: bool) -> bool:
     """Whether `op` cannot end before `other` was reached (before it ended, for compute)."""
     if op.kind.is_collective and op == other:
         return True  # a rendezvous
     if op.kind.is_transfer and other.kind.is_transfer:
-        return blocking and op.kind.is_send and other.kind.is_recv and message_of(op) == message_of(other)
+        return blocking and op.kind.is_send and other.kind.is_recv and reads(op) == reads(other)
     same = op[2:] == other[2:]
     if other.kind.is_transfer:
-        message = message_of(other)
-        uses = op.kind in (FORWARD if message.forward else BACKWARD)
-        return uses and message[1:] == op[1:]
+        forward, *unit = reads(other)
+        return op.kind in (FORWARD if forward else BACKWARD) and tuple(unit) == op[1:]
     if op.kind in FORWARD:
         return other.kind in FORWARD and (
             (same and other.stage == op.stage - 1)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zbc.ir import Kind, Message, Op, Placement, Program, message_of
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 Ranks = list[list[Op]]
 
@@ -99,26 +99,26 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
     """Sends behind their producers, some a while later; receives a random number of ops ahead, in channel order."""
     held_back = rng.choice([0.0, 0.0, 0.3])
     ahead = rng.choice([0, 1, 3, 100])
-    use: dict[Message, int] = {}
+    use: dict[tuple[bool, tuple[int, ...]], int] = {}
     sends: dict[tuple[int, int], list[tuple[int, Message]]] = defaultdict(list)
     for rank, ops in enumerate(ranks):
         for at, op in enumerate(ops):
             if op.kind is Kind.W:
                 continue
             forward = op.kind is Kind.F
-            use[Message(forward, *op[1:])] = at
+            use[forward, op[1:]] = at
             there = op.stage + (1 if forward else -1)
-            if place.neighbours(op.stage, there, op.pipe):
+            if 0 <= there < place.stages and place.crosses(op.stage, there, op.pipe):
                 late = rng.randint(1, 3) if rng.random() < held_back else 0
                 peer = place.rank_of(there, op.pipe)
-                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(forward, there, *op[2:])))
+                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(op.stage, there, *op[2:])))
     placed: list[list[tuple[int, int, int, Op]]] = [[(at, 1, 0, op) for at, op in enumerate(ops)] for ops in ranks]
     for (rank, peer), messages in sends.items():
         messages.sort(key=lambda sent: sent[0])
         limit = len(ranks[peer])
         for k, (at, message) in reversed(list(enumerate(messages))):
             placed[rank].append((at, 2, k, message.send))
-            limit = min(limit, max(0, use[message] - rng.randint(0, ahead)))
+            limit = min(limit, max(0, use[message.forward, message[1:]] - rng.randint(0, ahead)))
             placed[peer].append((limit, 0, k, message.recv))
     return [[op for *_, op in sorted(items, key=lambda item: item[:3])] for items in placed]
 
@@ -165,12 +165,13 @@ def broken(rng: random.Random, program: Program, how: str) -> Broken:
     """The program after one break; unchanged if it has nothing to break that way."""
     ranks = [list(ops) for ops in program.ranks]
     touched = BREAKS[how](rng, ranks, program.placement)
-    ends = {end for op in touched if op.kind.is_transfer for end in _ends(op)}
+    ends = {end for op in touched if op.kind.is_transfer for end in _ends(program.placement, op)}
     return Broken(replace(program, ranks=tuple(map(tuple, ranks))), how, frozenset({*touched, *ends}))
 
 
-def _ends(op: Op) -> tuple[Op, Op]:
-    return message_of(op).send, message_of(op).recv
+def _ends(place: Placement, op: Op) -> tuple[Op, ...]:
+    message = place.message(op)
+    return (op,) if message is None else (message.send, message.recv)
 
 
 def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int] | None:
@@ -231,7 +232,7 @@ def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[O
     spot = _pick(rng, ranks, lambda op: op.kind.is_send)
     if spot is None:
         return []
-    ends = _ends(ranks[spot[0]][spot[1]])
+    ends = _ends(place, ranks[spot[0]][spot[1]])
     for ops in ranks:
         for op in ends:
             if op in ops:
