@@ -72,8 +72,7 @@ def _rank(
             count += 1
         elif op.kind.is_send and not (op.kind is Kind.SEND_F and _keeps_result(costs, op.stage)):
             message = message_of(op)
-            first = min(op.stage, message.stage)
-            heappush(sending, max(begin, posted.get(message, begin)) + costs.transfer(first, op.pipe))
+            heappush(sending, max(begin, posted.get(message, begin)) + costs.link(op.pipe, op.stage, message.stage))
         yield count + len(sending) + leaving
 
 
