@@ -46,7 +46,7 @@ LAYERS = [
         "zbc.compiler.bounds",
         "zbc.compiler.check",
     ],
-    ["zbc.compiler.warmup"],
+    ["zbc.compiler.warmup", "zbc.compiler.context"],
     [
         "zbc.compiler.report",
         "zbc.interop.refused",
@@ -63,7 +63,7 @@ LAYERS = [
         "zbc.compiler.schedules.dualpipe",
         "zbc.compiler.passes",
     ],
-    ["zbc.compiler.steps"],
+    ["zbc.compiler.steps", "zbc.compiler.lowering"],
     ["zbc.compiler.search"],
     ["zbc.compiler.schedules"],
     ["zbc.compiler"],

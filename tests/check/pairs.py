@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 from tests.check import operational
+from tests.lowered import lower
 from zbc.compiler.check import check_all
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program

@@ -16,9 +16,9 @@ import pytest
 from tests.check import operational
 from tests.check.programs import BREAKS, Broken, broken, compute_order, placement
 from tests.listing import listing, show
+from tests.lowered import lower
 from zbc.compiler.check import check_all, check_deadlock, survives_blocking_sends
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.lowered import lower
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.ir import COMPUTE, Kind

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.jobs import job
+from tests.lowered import lower
 from zbc.compiler import cost, estimate
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
 from zbc.compiler.memory import curve, over_time, peaks
 from zbc.compiler.partition import partition
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program

@@ -8,8 +8,8 @@ from itertools import islice, pairwise
 import pytest
 
 from tests.compiler.grid import FIXED, make
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.compiler.grid import make
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.compiler.transit import in_transit
 from zbc.ir import COMPUTE

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from tests.lowered import lower
 from zbc import spec
 from zbc.compiler.check import check_all
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.course import Course
 from zbc.ir import Op, Placement, Program

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
 from zbc.plan import Plan

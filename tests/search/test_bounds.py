@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from zbc.compiler.bounds import bounds, with_sums
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request, slots
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.follow import Manner, follow

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
 from zbc.compiler.dag import build
-from zbc.compiler.passes.post_validate import post_validate
+from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.simulate import SAME, Timeline, lags, lengths, replay
 from zbc.ir import AHEAD, BARRIER, Kind, Program
 
@@ -75,5 +76,6 @@ def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[floa
     if not any(op.kind in AHEAD for op in program.ranks[0]):
         closing = {*BARRIER, Kind.GATHER}
         open_end = [[op for op in ops if op.kind not in closing] for ops in program.ranks]
-        program = post_validate(program.with_ranks(open_end, by="without-barrier"), costs)
+        open_program = program.with_ranks(open_end, by="without-barrier")
+        program = PostValidate().run(open_program, Context(open_program, costs))
     return with_barrier, settled(program, costs)

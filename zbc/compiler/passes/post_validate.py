@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs, PerStage
-from zbc.compiler.dag import Dag, build
+from zbc.compiler.dag import Dag
 from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
 from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
@@ -25,7 +26,8 @@ class _Places(NamedTuple):
     commit: list[int]
 
 
-def post_validate(program: Program, costs: Costs | None = None) -> Program:
+@dataclass(frozen=True, slots=True)
+class PostValidate:
     """Replace the barrier at the end of a step by ops in the warm-up of the next one.
 
     A step ends with TENTATIVE, which waits for nobody. The forwards of the next step run on the tentative weights, and
@@ -44,26 +46,28 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
                           ...
                           TENTATIVE s0
 
-    Where NORM and VERDICT stand depends on when their messages arrive, by `costs` (by default all ops take equally
-    long): behind the last forward that does not have to wait for them. REDO stands as early as its forwards can be run
-    again by themselves, so that little is lost when they are; all messages between them are received before it.
+    Where NORM and VERDICT stand depends on when their messages arrive, by what ops cost: behind the last forward that
+    does not have to wait for them. REDO stands as early as its forwards can be run again by themselves, so that little
+    is lost when they are; all messages between them are received before it.
 
     Where the copies of a stage share out its step, GATHER collects the tentative weights behind TENTATIVE.
     """
-    costs = costs or Costs.uniform(program.placement)
-    dag = build(program)
-    places = _places(dag, program, _positive(costs))
-    begun = _messages(program, places.redo)
-    ranks = []
-    for rank, ops in enumerate(program.ranks):
-        stages = program.placement.stages_of(rank)
-        inserted: dict[int, list[Op]] = {}
-        for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
-            inserted.setdefault(place[rank], []).append(Op(kind, 0))
-        inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
-        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
-        ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
-    return program.with_ranks(ranks, by="post-validate")
+
+    name: ClassVar[str] = "post-validate"
+
+    def run(self, program: Program, context: Context) -> Program:
+        places = _places(context.dag, program, _positive(context.costs))
+        begun = _messages(program, places.redo)
+        ranks = []
+        for rank, ops in enumerate(program.ranks):
+            stages = program.placement.stages_of(rank)
+            inserted: dict[int, list[Op]] = {}
+            for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
+                inserted.setdefault(place[rank], []).append(Op(kind, 0))
+            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
+            woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
+            ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
+        return program.with_ranks(ranks, by=self.name)
 
 
 def _tentative(program: Program, stage: int) -> list[Op]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes.reduce_grads import reduce_grads
+from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.search.shifting import annealed
@@ -127,7 +128,7 @@ def _timed(program: Program, costs: Costs, objective: str) -> Found:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
     summed, timeline = program, simulate(program, costs)
     if any(costs.reduce):
-        summed = reduce_grads(program, costs, timeline)
+        summed = ReduceGrads().run(program, Context(program, costs, timeline))
         timeline = with_sums(timeline, summed, costs)
     period = step_ms(summed, costs, objective, timeline) if objective == "period" else 0.0
     return Found(program, timeline.makespan, timeline.span, period)
