@@ -17,7 +17,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders", "zbc.linefile", "zbc.cores"],
     ["zbc.userobject"],
-    ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
+    ["zbc.ir", "zbc.toml", "zbc.section", "zbc.topology", "zbc.interop.megatron_layout"],
     ["zbc.idle", "zbc.dealing"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],
     ["zbc.flops"],
@@ -74,7 +74,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.closed_pipe", "zbc.folders", "zbc.linefile"],
     ["zbc.userobject"],
-    ["zbc.ir", "zbc.seats", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
+    ["zbc.ir", "zbc.topology", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section"],
     ["zbc.idle", "zbc.dealing"],
     ["zbc.extent", "zbc.model_section", "zbc.hfconfig", "zbc.learning_rate", "zbc.ramp", "zbc.flops"],

@@ -100,14 +100,14 @@ def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order(
 
 def test_with_copies_every_stage_is_summed_as_soon_as_its_last_weight_gradient_is_there():
     turn = program("F s0 m0\nF s1 m0\nB s1 m0\nW s1 m0\nB s0 m0\nW s0 m0", placement=Placement.vshape(1))
-    after = ran(ReduceGrads(), replace(turn, copies=2))
+    after = ran(ReduceGrads(), replace(turn, dp=2))
     assert listing(after) == [
         ["F s0 m0", "F s1 m0", "B s1 m0", "W s1 m0", "REDUCE s1", "B s0 m0", "W s0 m0", "REDUCE s0"]
     ]
 
 
 def test_a_sum_stands_behind_the_gradient_that_leaves_with_it():
-    rank1 = listing(lower(replace(make("1f1b", 2, 1), copies=2)))[1]
+    rank1 = listing(lower(replace(make("1f1b", 2, 1), dp=2)))[1]
     assert rank1 == ["RECV_F s1 m0 <r0", "F s1 m0", "BW s1 m0", "SEND_B s1 m0 >r0", "REDUCE s1", "VALIDATE", "STEP s1"]
 
 
@@ -120,11 +120,11 @@ def test_a_weight_shared_by_two_stages_is_summed_behind_both():
     ]
     turn = lower(replace(make("zb-v", 2, 2), tied=True))
     assert not any(op.kind is Kind.TIE for _, _, op in turn), "both stages are on rank 0, which shares the weight"
-    assert sum(op.kind is Kind.TIE for _, _, op in lower(replace(make("zb-v", 2, 2), tied=True, copies=2))) == 1
+    assert sum(op.kind is Kind.TIE for _, _, op in lower(replace(make("zb-v", 2, 2), tied=True, dp=2))) == 1
 
 
 def test_copies_that_step_parts_of_a_stage_gather_its_weights():
-    after = listing(lower(replace(make("zb-v", 2, 2), copies=2, sharded=True)))
+    after = listing(lower(replace(make("zb-v", 2, 2), dp=2, sharded=True)))
     assert [ops[-4:] for ops in after] == [
         ["STEP s0", "GATHER s0", "STEP s3", "GATHER s3"],
         ["STEP s1", "GATHER s1", "STEP s2", "GATHER s2"],
@@ -139,7 +139,7 @@ def test_sums_pass_all_checks_and_run_on_every_copy(name, copies, tied, sharded)
     for p, m in [(1, 2), (2, 3), (4, 5)]:
         for v in chunk_counts(name):
             made = make(name, p, m, v)
-            made = replace(made, copies=copies, tied=tied and made.placement.stages > 1, sharded=sharded)
+            made = replace(made, dp=copies, tied=tied and made.placement.stages > 1, sharded=sharded)
             after = lower(made)
             check_all(after)
             assert operational.run(after).ok
@@ -157,7 +157,7 @@ def test_sums_of_random_orders_and_placements_never_deadlock():
         for rank, op in compute_order(rng, place, pipes, 1):
             ranks[rank].append(op)
         made = replace(bare(place, m, 1), ranks=tuple(map(tuple, ranks)))
-        made = replace(made, copies=rng.choice([1, 2]), tied=place.stages > 1 and rng.random() < 0.5)
+        made = replace(made, dp=rng.choice([1, 2]), tied=place.stages > 1 and rng.random() < 0.5)
         after = ran(OptimizerStep(), ran(ReduceGrads(), ran(InsertComm(), made)))
         met += sum(op.kind is Kind.REDUCE for _, _, op in after)
         error = None

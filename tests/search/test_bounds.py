@@ -181,7 +181,7 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
         given = Costs.uniform(where) if even else costs(rng, where)
         reduce = [longest if even else rng.uniform(0, longest) for _ in range(where.stages)]
         given = replace(given, reduce=tuple(reduce), gather=tuple(reduce) if sharded else ())
-        program = replace(schedule.make(Request(p, m, v, costs=given)), copies=2, sharded=sharded)
+        program = replace(schedule.make(Request(p, m, v, costs=given)), dp=2, sharded=sharded)
         lowered = lower(program, "before-step", given)
         plain = bounds(where, given, m)
         least = with_sums(plain, where, given)

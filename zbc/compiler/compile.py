@@ -82,16 +82,9 @@ class Compiled:
             predicted=self.report.predicted(),
             planning=settled(self.job, self.found.again, self.program.placement).planning(),
             training=self.job.training(),
-            node=self.node,
             ramp=parts,
         )
         return manifest, {**files, **below}
-
-    @property
-    def node(self) -> tuple[int, ...]:
-        """Neighbours of a pipeline, and copies of each, on one node; () where copies just follow each other."""
-        node = self.costs.node
-        return () if node is None or node[0] == self.program.placement.ranks else node
 
     def write(self, folder: Path) -> plans.Manifest:
         """Write the plan directory; it appears complete or not at all."""

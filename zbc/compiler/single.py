@@ -113,7 +113,7 @@ class Prepared:
             budget=self.schedule.budget if budget is None else budget,
             **search,
         )
-        program = finished(job, self.schedule.make(request))
+        program = finished(job, self.schedule.make(request), self.costs)
         found = bounds_of(job, self.placement, self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.again)
 
@@ -206,11 +206,12 @@ def cut(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tupl
     return stages, cost.build(settled(job, (), placement), placement, stages, table)
 
 
-def finished(job: Job, program: Program) -> Program:
+def finished(job: Job, program: Program, costs: Costs) -> Program:
     """The program with what the job does to all its steps."""
     return replace(
         program,
-        copies=job.parallel.dp,
+        dp=job.parallel.dp,
+        node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         tied=job.model.tie_embeddings and program.placement.stages > 1,
         sharded=job.optimizer.zero1,
     )

@@ -122,7 +122,8 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
 def _sender(program: Program, op: Op, rank: int) -> int:
     """The rank of the run that a compute op's message comes from."""
     near = op.stage + (-1 if op.kind is Kind.F else 1)
-    return program.seats.rank(program.seats.of(rank).copy, program.placement.rank_of(near, op.pipe))
+    topology = program.topology
+    return topology.rank(topology.of(rank).dp, program.placement.rank_of(near, op.pipe))
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:

@@ -52,7 +52,7 @@ class Recording:
     def ranks(self) -> list[int]:
         """The ranks of this copy, of the run, in the order of the pipeline."""
         program = self.steps[0].program
-        return [program.seats.rank(self.copy, part) for part in range(program.placement.ranks)]
+        return [program.topology.rank(self.copy, part) for part in range(program.placement.ranks)]
 
     @cached_property
     def _kinds(self) -> set[Kind]:
@@ -76,7 +76,7 @@ class Recording:
 
     def _sums(self, step: Step) -> Iterator[Sum]:
         """Sums of gradients, from when all have come to them until the last has what it waited for."""
-        seats = step.program.seats
+        topology = step.program.topology
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}
         for rank in self.ranks():
@@ -90,7 +90,7 @@ class Recording:
         for op, places in begun.items():
             start = max(at for _, at in places)
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
-            members = tuple(seats.of(rank).part for rank, _ in places)
+            members = tuple(topology.of(rank).pp for rank, _ in places)
             yield Sum(op, members, self._ms(start), self._ms(end))
 
     @cached_property
