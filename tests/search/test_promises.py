@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from tests.jobs import job
+from tests.lowered import lower
 from tests.search.instances import PROFILES, costs, instance, placement
 from zbc.compiler import estimate
 from zbc.compiler.bounds import bounds
@@ -26,7 +27,6 @@ from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
 from zbc.compiler.oracles import over_of
 from zbc.compiler.order import order
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate

@@ -1,9 +1,9 @@
 """When does each op run? An op starts as soon as its rank is free and what it reads is there.
 
 A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
-`link` ms after it was sent. Collectives run beside compute too, on a lane of their own per rank, one after the other: one
-begins when all its ranks have come to it and are done with the one before. The order of every lane is fixed, so the
-clock is one walk over the nodes of the graph in the order that the proof found.
+`link` ms after it was sent. Collectives run beside compute too, on a lane of their own per rank, one after the other:
+one begins when all its ranks have come to it and are done with the one before. The order of every lane is fixed, so
+the clock is one walk over the nodes of the graph in the order that the proof found.
 
 The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
 group takes is up to the costs; its time is shown as the first op and behind it the second, each with its share.
@@ -109,6 +109,11 @@ class Timeline:
     def closes(self, rank: int) -> float:
         """When its last op and the last sum it takes part in are over."""
         return self._closes[rank]
+
+    def waited_for(self, op: int) -> int:
+        """The op on another rank that sent what an op (or its group) got last, -1 for none."""
+        last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
+        return self.graph.before[last] if last >= 0 else -1
 
     def busy(self, rank: int) -> float:
         return sum(self.end[i] - self.start[i] for i in self.ops(rank))

@@ -2,8 +2,8 @@
 
 Node i is op i, ranks one after the other; behind the ops come the messages, then the other events (collectives,
 copies). Per node: `before`, the node before it on the compute lane of its rank (of a message, the one it starts
-behind), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The first
-node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node behind which nothing stands, `NOTHING`.
+behind), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The
+first node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node behind which nothing stands, that.
 
 The walk keeps the cells of a rank as the runtime will keep its stores: empty, written (by which node) or freed. What it
 finds wrong on the way (read too early, written twice, no place here) is noted for the checks, which put it into words.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, members
+from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, Message, members
 from zbc.ir import Op, Program
 from zbc.ops import ROWS, Kind, Lane, Rows
 
@@ -134,12 +134,21 @@ class Graph:
         """Per op the compute op that made the tensor it works on, -1 for none (or none that the walk found)."""
         return _sources(self)
 
-    def feeds(self, op: int) -> Iterator[int]:
-        """The ops on other ranks that an op waits for, through the messages between them; of a group, its mark."""
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The mark of each op in a group."""
+        return {op: mark for mark in self.marks for op in (mark + 1, mark + 2)}
+
+    def arrivals(self, op: int) -> Iterator[int]:
+        """The messages that an op waits for; of an op in a group, those of the group."""
+        n, op = len(self.ops), self.group_of.get(op, op)
+        return (x for x in self.pred[self.ptr[op] : self.ptr[op + 1]] if n <= x < n + len(self.sender))
+
+    @property
+    def messages(self) -> Iterator[int]:
+        """All messages that an op waits for, in the order of these ops."""
         n = len(self.ops)
-        for node in self.pred[self.ptr[op] : self.ptr[op + 1]]:
-            if n <= node < n + len(self.sender) and self.before[node] >= 0:
-                yield self.before[node]
+        return (x for x in self.pred[: self.ptr[n]] if n <= x < n + len(self.sender))
 
 
 def build(program: Program, rows: Rows = ROWS) -> Graph:
@@ -447,6 +456,7 @@ def happens(g: Graph, done: bytearray) -> bool:
 def _sources(g: Graph) -> list[int]:
     """The maker of what each op works on, found by walking once more over what ops write."""
     n, made, found = len(g.ops), dict[int, int](), [-1] * len(g.ops)
+    brought = {base: g.layout.messages.get(Message(*key[:3])) for key, base in g.layout.columns.items() if key.end}
     for i, r in enumerate(g.row_of):
         if r >= 0 and g.rows[r].lane is Lane.COMPUTE:
             for c in g.rows[r].writes:
@@ -454,8 +464,12 @@ def _sources(g: Graph) -> list[int]:
     for i, r in enumerate(g.row_of):
         if r < 0 or not g.rows[r].kind.computes:
             continue
-        found[i] = next(g.feeds(i), -1)
+        row = g.rows[r]
+        j, part = g.ops[i][2] * row.step, row.slice
+        for c in row.reads:
+            message = brought.get(c - part)
+            if message is not None and g.before[n + message + j + part] >= 0:
+                found[i] = g.before[n + message + j + part]
         if found[i] < 0:
-            j = g.ops[i][2] * g.rows[r].step
-            found[i] = next((made[c + j] for c in reversed(g.rows[r].reads) if c + j in made), -1)
-    return [j if j < n else -1 for j in found]
+            found[i] = next((made[c + j] for c in reversed(row.reads) if c + j in made), -1)
+    return found
