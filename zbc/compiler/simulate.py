@@ -11,6 +11,7 @@ group takes is up to the costs; its time is shown as the first op and behind it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -189,7 +190,7 @@ def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
 def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
     """ms of every node: of ops that take a rank's time, of messages and of the other events.
 
-    Without `closing`, what closes a step takes no time, nor do the numbers that ranks agree with.
+    Without `closing`, what closes a step takes no time, and nobody waits for the numbers that ranks agree with.
     """
     per_row = []
     for row in graph.rows:
@@ -198,10 +199,8 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     own = [ms if row.kind.is_collective is False else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
     found = [own[r] for r in graph.row_of]
     layout = graph.layout
-    hop = costs.of("hop") if closing else 0.0
-    for (_, message), base, stop in zip(
-        layout.channels, layout.firsts, [*layout.firsts[1:], layout.events], strict=True
-    ):
+    hop = costs.of("hop") if closing else -math.inf
+    for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
         ms = hop if message.edge < 0 else costs.link(message.home, *layout.edges[message.edge])
         found += [ms] * (stop - base)
     found += [max(per_row[graph.row_of[i]] for i in ops) for ops in graph.met.values()]
@@ -259,17 +258,22 @@ def _slowly(
 
 def _stuck(graph: Graph, done: bytearray) -> ZbcError:
     """Why an order never finishes, in short; the checks say it at length."""
-    never = {one.op for one in graph.unmet} - {i for i, _ in graph.late}
-    missing = [i for i in sorted(never) if not _comes_later(graph, i)]
-    if missing:
-        i = missing[0]
-        text = f"program: {graph.ops[i]} on rank {graph.rank(i)} needs an op that no rank runs"
-        return ZbcError("E202", text)
-    stuck = [next((i for i in graph.mine(r) if not done[i]), -1) for r in range(len(graph.first) - 1)]
-    details = [f"{graph.text(i)} never runs" for i in stuck if i >= 0]
-    return ZbcError("E201", "deadlock: the order of ops can never finish", details=details[:8])
+    heads = [next((i for i in graph.mine(rank) if not done[i]), -1) for rank in range(len(graph.first) - 1)]
+    found = [(i, _awaited(graph, done, i)) for i in heads if i >= 0]
+    for i, other in found:
+        if other < 0:
+            text = f"program: {graph.ops[i]} on rank {graph.rank(i)} needs an op that no rank runs"
+            return ZbcError("E202", text)
+    details = [f"rank {graph.rank(i)}: {graph.ops[i]} waits for {graph.ops[other]}" for i, other in found[:8]]
+    return ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
 
 
-def _comes_later(graph: Graph, op: int) -> bool:
-    """Whether what an op finds missing is made behind it."""
-    return all(graph.layout.cells[one.cell] >= 0 for one in graph.unmet if one.op == op)
+def _awaited(graph: Graph, done: bytearray, op: int) -> int:
+    """The op that starts, or makes, what an op waits for; -1 if there is none."""
+    n, cells = len(graph.ops), graph.layout.cells
+    nodes = [x for x in graph.pred[graph.ptr[op] : graph.ptr[op + 1]] if not done[x]]
+    nodes += [cells[one.cell] for one in graph.unmet if one.op == op]
+    nodes += [behind for early, behind in graph.late if early == op]
+    nodes += [graph.party[op]] if not nodes else []
+    starts = [x if x < n else graph.met[x][0] if x in graph.met else graph.sender[x - n] for x in nodes]
+    return min(starts, default=-1)
