@@ -219,6 +219,13 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
 
 
+def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
+    """Raise E124 if `what` is an order of slices of microbatches: costs are known of whole ones only."""
+    if slices != 1:
+        text = f"{what} cuts microbatches into {slices} slices, which zbc can neither price nor run yet"
+        raise ZbcError("E124", text, where=where, hint="make ops of whole microbatches: slices = 1, no slice in an op")
+
+
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
     """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
 
