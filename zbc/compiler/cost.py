@@ -24,19 +24,6 @@ PerStage = tuple[float, ...]
 Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
 Links = Mapping[tuple[int, int], float]  # (stage, stage that reads from it) -> ms
 
-_COLUMNS = {
-    Kind.F: "f",
-    Kind.B: "b",
-    Kind.W: "w",
-    Kind.BW: "bw",
-    Kind.REDUCE: "reduce",
-    Kind.GATHER: "gather",
-    Kind.TIE: "tie",
-    Kind.VALIDATE: "agree",
-    Kind.STEP: "step",
-    Kind.COMMIT: "step",
-    Kind.TENTATIVE: "tentative",
-}
 _MAKES = {Kind.F: "kept", Kind.B: "left"}
 _FREES = {Kind.B: "kept", Kind.W: "left", Kind.BW: "kept"}
 
@@ -146,8 +133,8 @@ class Costs:
 
     def duration(self, op: Op) -> float:
         """ms of an op; 0 of one that takes no time of its own."""
-        column = _COLUMNS.get(op.kind)
-        return 0.0 if column is None else self.of(column, op.stage, op.slice)
+        column = op.kind.row.cost
+        return self.of(column, op.stage, op.slice) if column else 0.0
 
     def _column(self, name: str) -> Column:
         found = self.ms.get(name)

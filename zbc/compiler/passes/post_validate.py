@@ -9,7 +9,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
-from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
@@ -60,7 +60,7 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
         for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
             inserted.setdefault(place[rank], []).append(Op(kind, 0))
         inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
-        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
+        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), program.placement, begun)
         ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
     return program.with_ranks(ranks, by="post-validate")
 
@@ -174,7 +174,7 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
             done = count
             listed += inserted.get(count, ())
         listed.append(op)
-        count += op.kind in COMPUTE
+        count += op.kind.computes
     if done < count:
         listed += inserted.get(count, ())
     return listed
@@ -184,26 +184,26 @@ def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
     """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
     commit = max(i for i, op in enumerate(ops) if op.kind is Kind.COMMIT) + 1
     head, tail = ops[:commit], ops[commit:]
-    return [*(op for op in head if op.kind not in SUM), *(op for op in head if op.kind in SUM), *tail]
+    return [*(op for op in head if not op.kind.sums), *(op for op in head if op.kind.sums), *tail]
 
 
-def _messages(program: Program, reach: Sequence[int]) -> set[Message]:
+def _messages(program: Program, reach: Sequence[int]) -> set[Message | None]:
     """What the first `reach[r]` compute ops of each rank send."""
-    found = set()
+    found = set[Message | None]()
     for rank, ops in enumerate(program.ranks):
-        first = [op for op in ops if op.kind in COMPUTE][: reach[rank]]
+        first = [op for op in ops if op.kind.computes][: reach[rank]]
         made = {op.key for op in first}
-        found |= {message_of(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
+        found |= {program.placement.message(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
     return found
 
 
-def _receive_in_time(ops: Sequence[Op], begun: set[Message]) -> list[Op]:
+def _receive_in_time(ops: Sequence[Op], placement: Placement, begun: set[Message | None]) -> list[Op]:
     """Receive the messages that may come twice before REDO, and all others behind it."""
     redo = next(i for i, op in enumerate(ops) if op.kind is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
 
     def twice(op: Op) -> bool:
-        return message_of(op) in begun
+        return placement.message(op) in begun
 
     early = [op for op in tail if op.kind.is_recv and twice(op)]
     late = [op for op in head if op.kind.is_recv and not twice(op)]
