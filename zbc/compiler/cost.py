@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from operator import add, mul
 from typing import NamedTuple
 
@@ -17,15 +16,23 @@ from zbc.compiler.footprint import GRAD_BYTES
 from zbc.compiler.machine import Kernel, Machine
 from zbc.compiler.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import Edge, Kind, Op, Placement, chain
+from zbc.ops import VALUES, Ref
 from zbc.spec import Job
 
 PerStage = tuple[float, ...]
 Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
-Links = Mapping[tuple[int, int], float]  # (stage, stage that reads from it) -> ms
+Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
 
-_MAKES = {Kind.F: "kept", Kind.B: "left"}
-_FREES = {Kind.B: "kept", Kind.W: "left", Kind.BW: "kept"}
+
+def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
+    """Per kind the one of its values that is an activation, if there is one."""
+    found = ((kind, ref.what) for kind, each in refs.items() for ref in each)
+    return {kind: what for kind, what in found if VALUES[what].memory == "activations"}
+
+
+_MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
+_FREES = _activations_of({kind: kind.row.frees for kind in Kind})
 
 
 class Size(NamedTuple):
@@ -80,7 +87,7 @@ class Costs:
     ) -> Costs:
         """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms between stages s and s+1."""
         size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
-        links = tuple(dict(zip(pairwise(range(len(f))), pipe, strict=True)) for pipe in comm)
+        links = tuple(dict(zip(chain(len(f)), pipe, strict=True)) for pipe in comm)
         return cls({"f": f, "b": b, "w": w}, size, links)
 
     def with_ms(self, **columns: Column) -> Costs:
@@ -204,6 +211,13 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
     if not parts:
         return combine(*entries)
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
+
+
+def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
+    """Raise E124 if `what` is an order of slices of microbatches: costs are known of whole ones only."""
+    if slices != 1:
+        text = f"{what} cuts microbatches into {slices} slices, which zbc can neither price nor run yet"
+        raise ZbcError("E124", text, where=where, hint="make ops of whole microbatches: slices = 1, no slice in an op")
 
 
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
@@ -429,8 +443,8 @@ def _transfers(
 
 
 def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
-    """`ms` of every boundary of every pipe, from the stage before it and its two ranks; 0 within a rank."""
-    edges = list(pairwise(range(placement.stages)))
+    """`ms` of every edge of every pipe, from the stage it leaves and its two ranks; 0 within a rank."""
     return tuple(
-        {(a, b): ms(a, (pipe[a], pipe[b])) if pipe[a] != pipe[b] else 0.0 for a, b in edges} for pipe in placement.pipes
+        {(a, b): ms(a, (pipe[a], pipe[b])) if pipe[a] != pipe[b] else 0.0 for a, b in placement.edges}
+        for pipe in placement.pipes
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from zbc import userobject
 from zbc.compiler import estimate
 from zbc.compiler.auto import best_of_all
+from zbc.compiler.cost import refuse_slices
 from zbc.compiler.judging import Case
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.schedules import AUTO, Request, find
@@ -69,6 +70,7 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
     _refuse_what_is_no_op(program, name, where)
+    refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
     found, asked_for = (program.placement.ranks, program.microbatches), (job.parallel.pp, job.schedule.microbatches)
     if found != asked_for:
         text = f"schedule: plugin {name} made a program of {found[0]} ranks and {found[1]} microbatches"
