@@ -35,7 +35,7 @@ LAYERS = [
     ["zbc.trace"],
     ["zbc.compiler.footprint", "zbc.compiler.machine", "zbc.compiler.nodes"],
     ["zbc.compiler.work", "zbc.compiler.profiled", "zbc.compiler.balance"],
-    ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.dag"],
+    ["zbc.compiler.estimate", "zbc.compiler.partition", "zbc.compiler.graph"],
     ["zbc.compiler.stage_bytes"],
     ["zbc.compiler.cost"],
     ["zbc.compiler.ways"],

@@ -45,7 +45,7 @@ def test_an_optimizer_that_takes_no_time_costs_the_makespan_or_the_settled_span(
     timeline = simulate(program, costs)
     assert either_way(program, costs) == (
         pytest.approx(timeline.makespan),
-        pytest.approx(steady_state(timeline.dag, program, costs)),
+        pytest.approx(steady_state(timeline.graph, costs)),
     )
 
 

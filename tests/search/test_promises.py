@@ -21,7 +21,7 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Cut, of_stages
-from zbc.compiler.dag import build
+from zbc.compiler.graph.graph import build
 from zbc.compiler.judging import Case
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
@@ -275,7 +275,7 @@ def test_a_search_sees_the_period_that_is_reported(seed, plain, compiled):
             bench.decode(random_genes(rng, given.problem.v), "x")
         for candidate in bench.found:
             program = given.problem.program(candidate.order, "x")
-            assert candidate.period == pytest.approx(steady_state(build(program), program, given.costs), rel=1e-12)
+            assert candidate.period == pytest.approx(steady_state(build(program), given.costs), rel=1e-12)
             assert candidate.period >= given.bounds.of("period") * (1 - 1e-9)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import Dag, build
+from zbc.compiler.graph.graph import Graph, build
 from zbc.compiler.simulate import Timeline, run, steady_state
 from zbc.ir import Program
 
@@ -34,19 +34,19 @@ class Context:
         return Context(self.program, costs, twin=self.twin or self)
 
     @cached_property
-    def dag(self) -> Dag:
-        """What each op waits for. Raises E201 or E202 where that cannot be."""
+    def graph(self) -> Graph:
+        """What each op waits for."""
         if self.known is not None:
-            return self.known.dag
-        return build(self.program) if self.twin is None else self.twin.dag
+            return self.known.graph
+        return build(self.program) if self.twin is None else self.twin.graph
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each op runs. Raises E201 if the order can never finish."""
-        return self.known or run(self.dag, self.program, self.costs)
+        """When each op runs. Raises E201 or E202 if the order can never finish."""
+        return self.known or run(self.graph, self.costs)
 
     def step_ms(self, objective: str) -> float:
         """What a step costs, in ms, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
         if objective == "period":
-            return steady_state(self.dag, self.program, self.costs)
+            return steady_state(self.graph, self.costs)
         return self.timeline.makespan if objective == "makespan" else self.timeline.span

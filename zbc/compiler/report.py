@@ -189,7 +189,7 @@ def build(
         span_ms=timeline.span,
         bubble_rate_makespan=timeline.bubble_rate_makespan,
         bubble_rate_span=timeline.bubble_rate_span,
-        steady_state_ms=steady_state(timeline.dag, program, costs),
+        steady_state_ms=steady_state(timeline.graph, costs),
         barrier_ms=timeline.makespan,
         ahead_ms=None,
         lower_bound_makespan_ms=bounds.makespan,

@@ -275,7 +275,8 @@ def _route(worker: Worker, op: Op) -> Route | None:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        return Route(key, stage, placement.message(op), worker.topology.rank(worker.replica, peer), None, not sinks)
+        rank = worker.topology.rank(worker.replica, peer)
+        return Route(key, stage, placement.message(op), rank, None, not sinks)
     taken, given = (sources, sinks) if kind is Kind.F else (sinks, sources)
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]

@@ -118,6 +118,11 @@ class Layout:
         new.program, new.cells = program, made.fresh[:]
         return new
 
+    @property
+    def stops(self) -> list[int]:
+        """Per message column, the event behind its last."""
+        return [*self.firsts[1:], self.events] if self.firsts else []
+
     def settle(self) -> None:
         """After the walk: columns that another program of the same shape adds are none of this one's."""
         self.columns, self.widths = dict(self.columns), dict(self.widths)
