@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zbc import trace
 from zbc.compiler.compile import Compiled
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.plan import Plan
 from zbc.trace import Cause, Clock, Head, Memory, Timing, Writer
 
@@ -91,7 +91,7 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
         for r, rank in enumerate(ranks):
             while rank.at < len(rank.ops) and rank.ops[rank.at].kind is not Kind.VALIDATE:
                 op = rank.ops[rank.at]
-                if op.kind in COMPUTE:
+                if op.kind.computes:
                     message = _needed(plan, op)
                     if message is not None and (r, message) not in sent:
                         break

@@ -18,70 +18,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.ops import Kind as Kind
+from zbc.ops import Scope
 from zbc.seats import Seats
 
-
-class Kind(StrEnum):
-    """What an op does. This enum is the glossary."""
-
-    F = "F"  # forward of one stage for one microbatch
-    B = "B"  # backward, gradient of the stage input
-    W = "W"  # backward, gradient of the stage weights
-    BW = "BW"  # B and W in one walk of the graph
-    SEND_F = "SEND_F"  # start sending a stage output to the rank of the next stage; does not wait
-    RECV_F = "RECV_F"  # post the buffer for the output of the stage before; the F that needs it waits
-    SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage before; does not wait
-    RECV_B = "RECV_B"  # post the buffer for the gradient from the stage after; the B or BW that needs it waits
-    OVERLAP = "OVERLAP"  # the next two ops, an F and a B or BW, are one group: both start when both have their input
-    REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a copy of it; VALIDATE waits
-    TIE = "TIE"  # the same for the one weight that the first and the last stage share
-    VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
-    STEP = "STEP"  # optimizer step of one stage
-    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
-    NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
-    VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
-    REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
-    COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
-    GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
-
-    # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
-    __hash__ = str.__hash__
-
-    @property
-    def is_compute(self) -> bool:
-        return self in COMPUTE
-
-    @property
-    def is_send(self) -> bool:
-        return self is Kind.SEND_F or self is Kind.SEND_B
-
-    @property
-    def is_recv(self) -> bool:
-        return self is Kind.RECV_F or self is Kind.RECV_B
-
-    @property
-    def is_transfer(self) -> bool:
-        return self in TRANSFER
-
-
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
-TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER, Kind.TENTATIVE, Kind.COMMIT})
-RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO})
-MARK = frozenset({Kind.OVERLAP})  # does nothing; as many as there are groups
-EVERYWHERE = RANK_WIDE - {Kind.TIE}  # once on every rank
-BARRIER = frozenset({Kind.VALIDATE, Kind.STEP})  # the end of a step that all ranks come to together
-AHEAD = frozenset({Kind.TENTATIVE, Kind.NORM, Kind.VERDICT, Kind.REDO, Kind.COMMIT})  # what stands in for it otherwise
-SUM = frozenset({Kind.REDUCE, Kind.TIE})  # of gradients
-COLLECTIVE = frozenset({Kind.REDUCE, Kind.TIE, Kind.VALIDATE, Kind.GATHER})
+# Sets of kinds for code that has yet to ask the kinds themselves.
+COMPUTE = frozenset(kind for kind in Kind if kind.computes)
+TRANSFER = frozenset(kind for kind in Kind if kind.is_transfer)
+STAGE_WIDE = frozenset(kind for kind in Kind if kind.stage_wide)
+RANK_WIDE = frozenset(kind for kind in Kind if kind.rank_wide)
+MARK = frozenset(kind for kind in Kind if kind.is_mark)
+EVERYWHERE = frozenset(kind for kind in Kind if kind.everywhere)
+BARRIER = frozenset(kind for kind in Kind if kind.row.closes == "barrier")
+AHEAD = frozenset(kind for kind in Kind if kind.row.closes == "ahead")
+SUM = frozenset(kind for kind in Kind if kind.sums)
+COLLECTIVE = frozenset(kind for kind in Kind if kind.is_collective)
 
 Edge = tuple[int, int]  # (source stage, sink stage)
 
+# Which coordinates an op prints: its stage, its microbatch (and slice).
+_PRINTS = {
+    Scope.UNIT: (True, True),
+    Scope.EVERY: (False, True),
+    Scope.STAGE: (True, False),
+    Scope.RANK: (False, False),
+}
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d+))?(?: m(?P<mb>\d+)(?:\.(?P<slice>\d+))?)?"
@@ -104,15 +69,12 @@ class Op(NamedTuple):
         return Key(self.stage, self.mb, self.pipe, self.slice)
 
     def __str__(self) -> str:
-        kind = self.kind
-        if kind in STAGE_WIDE:
-            text = f"{kind.value} s{self.stage}"
-        elif kind in RANK_WIDE or kind in MARK:
-            return kind.value
-        else:
-            text = f"{kind.value} s{self.stage} m{self.mb}"
-            if self.slice:
-                text = f"{text}.{self.slice}"
+        has_stage, has_mb = _PRINTS[self.kind.row.scope]
+        if not (has_stage or has_mb):
+            return self.kind.value
+        text = f"{self.kind.value} s{self.stage}" if has_stage else self.kind.value
+        if has_mb:
+            text = f"{text} m{self.mb}.{self.slice}" if self.slice else f"{text} m{self.mb}"
         return f"{text} {'up' if self.pipe == 1 else f'pipe{self.pipe}'}" if self.pipe else text
 
     @classmethod
@@ -137,7 +99,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     if match is None or kind is None:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
-    wants_stage, wants_mb = kind not in RANK_WIDE and kind not in MARK, kind in COMPUTE or kind in TRANSFER
+    wants_stage, wants_mb = _PRINTS[kind.row.scope]
     if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
@@ -302,7 +264,7 @@ class Placement:
 
 def groups(ops: Sequence[Op]) -> dict[int, int]:
     """For every step inside a group, its OVERLAP included, the step of that OVERLAP."""
-    return {step: first for first, op in enumerate(ops) if op.kind in MARK for step in range(first, first + 3)}
+    return {step: first for first, op in enumerate(ops) if op.kind.is_mark for step in range(first, first + 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +298,11 @@ class Program:
         return sum(len(ops) for ops in self.ranks)
 
     @property
+    def ahead(self) -> bool:
+        """Whether its steps close without a barrier."""
+        return any(op.kind.row.closes == "ahead" for op in self.ranks[0])
+
+    @property
     def alone(self) -> bool:
         """Whether no rank sums gradients with another: one copy, one pipe, no shared weight."""
         return self.copies == 1 and len(self.placement.pipes) == 1 and not self.tied
@@ -343,7 +310,7 @@ class Program:
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
         placement = self.placement
-        if op.kind in EVERYWHERE:
+        if op.kind.everywhere:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
             return tuple(sorted({rank for stage in placement.ends for rank in placement.holders(stage)}))
@@ -359,7 +326,7 @@ class Program:
 
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
-        return {op: (rank, step) for rank, step, op in self if op.kind not in COLLECTIVE and op.kind not in MARK}
+        return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
 
     def text(self, rank: int, step: int) -> str:
         """One op for a message: `rank 0 step 3: SEND_F s0 m1 >r1`."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zbc.ir import RANK_WIDE, SUM, Kind, Message, Op, Placement, Program
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 Ranks = list[list[Op]]
 
@@ -135,7 +135,7 @@ def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
         mine = [op for op in sums if rank in program.members(op)]
         for op in rng.sample(mine, len(mine)) if disorder else mine:
             stages = (0, place.stages - 1) if op.kind is Kind.TIE else (op.stage,)
-            ends = [i + 1 for i, other in enumerate(listed) if other.kind.is_compute and other.stage in stages]
+            ends = [i + 1 for i, other in enumerate(listed) if other.kind.computes and other.stage in stages]
             floor = max(floor, max(ends, default=len(listed)))
             floor += rng.randint(0, min(spread, len(listed) - floor))
             listed.insert(floor, op)
@@ -278,7 +278,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
     for op, other in ((first, second), (second, first)):
         if op.kind in (Kind.VALIDATE, Kind.STEP, Kind.GATHER):
             return True
-        if op.kind in SUM and other.kind.is_compute and (op.kind is Kind.TIE or op.stage == other.stage):
+        if op.kind.sums and other.kind.computes and (op.kind is Kind.TIE or op.stage == other.stage):
             return True
     if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
         return place.peer(first) == place.peer(second)
@@ -311,13 +311,13 @@ def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 
 def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """One field of an op changes, perhaps to something that does not exist."""
-    spot = _pick(rng, ranks, lambda op: op.kind not in RANK_WIDE)
+    spot = _pick(rng, ranks, lambda op: not op.kind.rank_wide)
     if spot is None:
         return []
     old = ranks[spot[0]][spot[1]]
-    keyed = old.kind.is_compute or old.kind.is_transfer
+    keyed = old.kind.computes or old.kind.is_transfer
     field = rng.choice(["kind", "stage", "mb", "pipe", "slice"]) if keyed else "stage"
-    kinds = [kind for kind in Kind if kind.is_compute] if old.kind.is_compute else [k for k in Kind if k.is_transfer]
+    kinds = [kind for kind in Kind if kind.computes] if old.kind.computes else [k for k in Kind if k.is_transfer]
     new = rng.choice(kinds) if field == "kind" else max(0, getattr(old, field) + rng.choice([-1, 1]))
     ranks[spot[0]][spot[1]] = op = old._replace(**{field: new})
     return [old, op]
@@ -328,12 +328,12 @@ BREAKS: dict[str, Callable[[random.Random, Ranks, Placement], list[Op]]] = {
     "swap adjacent": swap_adjacent,
     "swap any": swap_any,
     "move any": move_any,
-    "drop compute": _drop(lambda op: op.kind.is_compute),
+    "drop compute": _drop(lambda op: op.kind.computes),
     "drop transfer": _drop(lambda op: op.kind.is_transfer),
-    "drop step op": _drop(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
-    "repeat compute": _repeat(lambda op: op.kind.is_compute),
+    "drop step op": _drop(lambda op: not op.kind.computes and not op.kind.is_transfer),
+    "repeat compute": _repeat(lambda op: op.kind.computes),
     "repeat transfer": _repeat(lambda op: op.kind.is_transfer),
-    "repeat step op": _repeat(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
+    "repeat step op": _repeat(lambda op: not op.kind.computes and not op.kind.is_transfer),
     "repeat message": repeat_message,
     "reorder receives": reorder_receives,
     "legal moves": legal_moves,

@@ -11,7 +11,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
-from zbc.ir import COMPUTE, Kind
+from zbc.ir import Kind
 
 PAPERS = [("chimera", 1), ("bitpipe", 2)]
 SPLIT = [("chimera-zb", 1), ("bitpipe-zb", 2)]
@@ -61,8 +61,8 @@ def test_a_sum_starts_right_behind_the_last_gradient_of_its_stage_unless_another
     for ops in program.ranks:
         sums = [i for i, op in enumerate(ops) if op.kind is Kind.REDUCE]
         for k, i in enumerate(sums):
-            last = max(j for j, op in enumerate(ops) if op.kind in COMPUTE and op.stage == ops[i].stage)
-            between = [op for op in ops[last + 1 : i] if op.kind in COMPUTE]
+            last = max(j for j, op in enumerate(ops) if op.kind.computes and op.stage == ops[i].stage)
+            between = [op for op in ops[last + 1 : i] if op.kind.computes]
             assert last < i
             assert not between or sums[k - 1] > last, "or it stands behind the sum before it"
 

@@ -13,7 +13,7 @@ from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete
-from zbc.ir import AHEAD, Kind, Placement
+from zbc.ir import Kind, Placement
 
 UNIT = 1.0
 
@@ -78,7 +78,7 @@ def test_the_ops_of_a_step_without_a_barrier_run_in_the_order_they_need(name):
     costs = costs_of(program, comm=0.1, hop=0.3, step=1.0)
     for timeline in islice(consecutive(program, costs), 3):
         at = {(span.rank, span.op): span for span in timeline}
-        find = {(span.rank, span.op.kind): span for span in timeline if span.op.kind in AHEAD}
+        find = {(span.rank, span.op.kind): span for span in timeline if span.op.kind.row.closes == "ahead"}
         for rank in range(4):
             if rank:
                 assert find[rank, Kind.NORM].start >= find[rank - 1, Kind.NORM].end + 0.3 - 1e-9

@@ -11,7 +11,6 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.compiler.transit import in_transit
-from zbc.ir import COMPUTE
 
 
 def moving(microbatches, f):
@@ -20,7 +19,7 @@ def moving(microbatches, f):
     costs = replace(Costs.uniform(program.placement), f=f)
     found = in_transit(program, costs, simulate(program, costs))
     return [
-        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind in COMPUTE}
+        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind.computes}
         for ops, counts in zip(program.ranks, found, strict=True)
     ]
 

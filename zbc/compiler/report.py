@@ -11,7 +11,7 @@ from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
-from zbc.ir import SUM, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 
 FORMAT = "zbc-report"
 VERSION = 1
@@ -250,7 +250,7 @@ def _rank(
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(_message(program, costs, op) for op in program.ranks[rank] if op.kind.is_send)),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind in SUM)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind.sums)),
     )
 
 

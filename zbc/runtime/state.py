@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zbc.course import Course
 from zbc.errors import ZbcError
-from zbc.ir import MARK, RANK_WIDE, Key, Kind, Message, Op
+from zbc.ir import Key, Kind, Message, Op
 from zbc.plan import RankPlan
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
@@ -263,7 +263,7 @@ class Worker:
 
 def _route(worker: Worker, op: Op) -> Route | None:
     kind, placement = op.kind, worker.placement
-    if kind in RANK_WIDE or kind in MARK:
+    if kind.rank_wide or kind.is_mark:
         return None
     stage = worker.stages.get(op.stage)
     if stage is None:

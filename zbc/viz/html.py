@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from zbc.compiler.why import chain
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.viz.look import chunks, look, odd_stages
 from zbc.viz.strip import Drawn, longest
 from zbc.viz.words import title, verdict
@@ -71,7 +71,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "fills": found.fills,
         "ink": found.ink,
         "fills_at_start": kind is Kind.F,
-        "alone": kind not in COMPUTE,
+        "alone": not kind.computes,
     }
 
 

@@ -10,7 +10,7 @@ from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
-from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Placement, Program
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
@@ -177,7 +177,7 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
             done = count
             listed += inserted.get(count, ())
         listed.append(op)
-        count += op.kind in COMPUTE
+        count += op.kind.computes
     if done < count:
         listed += inserted.get(count, ())
     return listed
@@ -187,14 +187,14 @@ def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
     """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
     commit = max(i for i, op in enumerate(ops) if op.kind is Kind.COMMIT) + 1
     head, tail = ops[:commit], ops[commit:]
-    return [*(op for op in head if op.kind not in SUM), *(op for op in head if op.kind in SUM), *tail]
+    return [*(op for op in head if not op.kind.sums), *(op for op in head if op.kind.sums), *tail]
 
 
 def _messages(program: Program, reach: Sequence[int]) -> set[Message | None]:
     """What the first `reach[r]` compute ops of each rank send."""
     found = set[Message | None]()
     for rank, ops in enumerate(program.ranks):
-        first = [op for op in ops if op.kind in COMPUTE][: reach[rank]]
+        first = [op for op in ops if op.kind.computes][: reach[rank]]
         made = {op.key for op in first}
         found |= {program.placement.message(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
     return found

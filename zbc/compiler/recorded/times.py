@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Step
-from zbc.ir import COMPUTE, TRANSFER, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.trace import Cause
 
 _MS = 1e6
@@ -57,11 +57,11 @@ def _rank(found: Times, step: Step, rank: int) -> None:
     around = 0
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
-        if op.kind in COMPUTE:
+        if op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
             found.cost[op.kind, op.stage].append(max(0, took) + around)
             around = 0
-        elif op.kind in TRANSFER:
+        elif op.kind.is_transfer:
             around += max(0, took)
         else:
             found.closing[op.kind, op.stage].append(max(0, took))
