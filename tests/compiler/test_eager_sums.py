@@ -21,7 +21,7 @@ def lowered(name, v, p, m, each, **how):
     """The complete program, its costs with sums that take `each` ms, and the makespan without."""
     compute = SCHEDULES[name].make(Request(p, m, v))
     free = Costs.uniform(compute.placement)
-    costs = replace(free, reduce=(each,) * compute.placement.stages)
+    costs = free.with_ms(reduce=(each,) * compute.placement.stages)
     program = lower(replace(compute, **how), costs=costs)
     check_all(program)
     return program, costs, simulate(compute, free).makespan
@@ -90,7 +90,7 @@ def test_a_searched_order_leaves_its_sums_time(name, v):
     """The search times candidates with their sums."""
     placement = SCHEDULES[name].placement(4, v)
     free = Costs.uniform(placement)
-    slow = replace(free, reduce=(2.0,) * placement.stages)
+    slow = free.with_ms(reduce=(2.0,) * placement.stages)
     found = []
     for known in (free, slow):
         program = SCHEDULES[name].make(Request(4, 8, v, costs=known))

@@ -275,7 +275,7 @@ def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow
 
 def test_a_new_plan_where_nothing_deviates_is_the_plan(tmp_path):
     plan = compiled("1f1b", costs={**GIVEN, "per": "layer"})
-    world = as_predicted(plan, optimizer=lambda rank: plan.costs.step[rank])
+    world = as_predicted(plan, optimizer=lambda rank: plan.costs.of("step", rank))
     found = report.build(record(plan, tmp_path, world)).replan
     assert not found.changed and found.gain == pytest.approx(0.0, abs=1e-9) and found.cut == plan.layers
     assert found.present_ms == pytest.approx(plan.settled_ms, rel=1e-3)

@@ -217,11 +217,11 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], reco
         stage=s,
         ranks=program.placement.holders(s),
         layers=layers,
-        f_ms=costs.f[s],
-        b_ms=costs.b[s],
-        w_ms=costs.w[s],
+        f_ms=costs.of("f", s),
+        b_ms=costs.of("b", s),
+        w_ms=costs.of("w", s),
         state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
-        activation_bytes=round(size.act_b) if size else 0,
+        activation_bytes=round(costs.bytes_of("kept")[s]),
         recompute=recompute,
     )
 

@@ -72,8 +72,8 @@ def _rank(
             count += 1
         elif op.kind.is_send and not (op.kind is Kind.SEND_F and _keeps_result(costs, op.stage)):
             message = program.placement.message(op)
-            first = op.stage if op.kind is Kind.SEND_F else op.stage - 1
-            heappush(sending, max(begin, posted.get(message, begin)) + costs.transfer(first, op.pipe))
+            ms = 0.0 if message is None else costs.link(op.pipe, message.source, message.sink)
+            heappush(sending, max(begin, posted.get(message, begin)) + ms)
         yield count + len(sending) + leaving
 
 

@@ -174,8 +174,7 @@ class _State:
         end = self.ended.get(source)
         if end is None:
             return None
-        pipe = self.program.placement.pipes[0]
-        return end + (self.costs.transfer(low) if pipe[low] != pipe[high] else 0.0)
+        return end + self.costs.link(0, low, high)
 
     def start(self, rank: int, place: int, time: float) -> float:
         """Run the op at `place` among what is left; returns when it ends."""

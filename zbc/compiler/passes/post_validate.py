@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from zbc.compiler.cost import Costs, PerStage
+from zbc.compiler.cost import Costs
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
@@ -87,13 +86,14 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
         periods = [b - a for a, b in zip(last, ends, strict=True)]
         if max(periods) - min(periods) <= SAME * max(periods):
             break
+    hop = costs.of("hop")
     hops = _Hops(dag, timeline.start, timeline.end, last, reach, costs)
     norm, down = [0] * ranks, 0.0
     for r in range(ranks):
-        norm[r], down = hops.place(r, last[r] if r == 0 else down + costs.hop, 0, hops.late_norm[r])
+        norm[r], down = hops.place(r, last[r] if r == 0 else down + hop, 0, hops.late_norm[r])
     verdict, up = [0] * ranks, 0.0
     for r in reversed(range(ranks)):
-        arrival = down if r == ranks - 1 else up + costs.hop
+        arrival = down if r == ranks - 1 else up + hop
         verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
     commit = []
     for r in range(ranks):
@@ -104,12 +104,9 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
 
 def _positive(costs: Costs) -> Costs:
     """The costs with no op that takes no time: what an op needs then begins before it, and so stands before it too."""
-    least = 1e-6 * (max(*costs.f, *costs.b, *costs.w) or 1.0)
-
-    def floor(table: PerStage) -> PerStage:
-        return tuple(max(ms, least) for ms in table)
-
-    return replace(costs, f=floor(costs.f), b=floor(costs.b), w=floor(costs.w), bw=floor(costs.bw))
+    names = [name for name in ("f", "b", "w", "bw") if name in costs.ms]
+    least = 1e-6 * (max(ms for name in ("f", "b", "w") for ms in costs.column(name)) or 1.0)
+    return costs.with_ms(**{name: costs.each(lambda ms: max(ms, least), name) for name in names})
 
 
 class _Hops:
@@ -125,11 +122,11 @@ class _Hops:
         costs: Costs,
     ) -> None:
         self.dag, self.start, self.end, self.last, self.reach = dag, start, end, last, reach
-        ranks = len(reach)
+        ranks, hop = len(reach), costs.of("hop")
         self.late_verdict = [self._begin(r, reach[r]) for r in range(ranks)]
         for r in range(1, ranks):
-            self.late_verdict[r] = min(self.late_verdict[r], self.late_verdict[r - 1] - costs.hop)
-        self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * costs.hop for r in range(ranks)]
+            self.late_verdict[r] = min(self.late_verdict[r], self.late_verdict[r - 1] - hop)
+        self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * hop for r in range(ranks)]
 
     def place(self, rank: int, arrival: float, least: int, latest: float, *, own: bool = False) -> tuple[int, float]:
         """(before which op, when) a rank takes a message that arrives at `arrival`: with some slack, if there is time.

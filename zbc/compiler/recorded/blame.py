@@ -135,7 +135,8 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
     found = []
     for rank in ranks:
         idle = timeline.idle(rank)
-        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, idle.sums + costs.agree, steps[rank])
+        sums = idle.sums + costs.of("agree")
+        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, sums, steps[rank])
         one.drain += max(steps) - steps[rank]
         one.senders = dict(_waits(timeline, rank))
         found.append(one)
