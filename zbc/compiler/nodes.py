@@ -46,7 +46,7 @@ def between(
         for pipe in placement.pipes:
             node = [seats.rank(copy, rank) // size for rank in pipe]
             each = 2 * microbatches / len(placement.pipes)
-            total += sum(each * sent for (a, b), sent in zip(pairwise(node), boundaries, strict=True) if a != b)
+            total += sum(each * boundaries[a] for a, b in placement.edges if node[a] != node[b])
     for stage, grad in enumerate(grads):
         ring = sorted({seats.rank(copy, rank) for copy in range(seats.copies) for rank in placement.holders(stage)})
         leaving = sum(a // size != b // size for a, b in pairwise([*ring, ring[0]]))
