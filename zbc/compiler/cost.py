@@ -77,7 +77,7 @@ class Costs:
     def per_stage(
         cls, f: PerStage, b: PerStage, w: PerStage, kept: PerStage, left: PerStage, comm: Sequence[PerStage]
     ) -> Costs:
-        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms between stages s and s+1."""
+        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms from stage s on."""
         size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
         links = tuple(dict(zip(chain(len(f)), pipe, strict=True)) for pipe in comm)
         return cls({"f": f, "b": b, "w": w}, size, links)

@@ -102,7 +102,8 @@ def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
 
 def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> None:
     """Raises E121 for pipes of different lengths, for stages that are not in a row, and for a rank without any."""
-    idle = next((rank for rank in range(placement.ranks) if not placement.stages_of(rank)), None)
+    homes = {rank for pipe in placement.pipes for rank in pipe}
+    idle = next((rank for rank in range(placement.ranks) if rank not in homes), None)
     problems = [
         (len(set(map(len, placement.pipes))) > 1, "pipes of different lengths", "every pipe holds all stages"),
         (placement.edges != chain(placement.stages), "stages that are not in a row", "leave out the placement's edges"),
