@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.compiler.grid import WAVES
+from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
 from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind, Placement
 from zbc.runtime.threads import run_threads
