@@ -85,7 +85,7 @@ class Costs:
     def per_stage(
         cls, f: PerStage, b: PerStage, w: PerStage, kept: PerStage, left: PerStage, comm: Sequence[PerStage]
     ) -> Costs:
-        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms between stages s and s+1."""
+        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms from stage s on."""
         size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
         links = tuple(dict(zip(chain(len(f)), pipe, strict=True)) for pipe in comm)
         return cls({"f": f, "b": b, "w": w}, size, links)
@@ -336,7 +336,7 @@ def _with_sums(
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
         weight = 2 if job.model.parameters == "bfloat16" else 4
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
-    ends = [*placement.holders(0), *placement.holders(len(stages) - 1)]
+    ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
     summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
@@ -380,8 +380,8 @@ def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
     if per == "stage":
         return tuple(numbers)
-    v = placement.stages / placement.ranks
-    return tuple(numbers[placement.rank_of(s)] / v for s in range(placement.stages))
+    homes = placement.pipes[0]
+    return tuple(numbers[rank] / homes.count(rank) for rank in homes)
 
 
 def _sizes(
@@ -443,8 +443,11 @@ def _transfers(
 
 
 def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
-    """`ms` of every edge of every pipe, from the stage it leaves and its two ranks; 0 within a rank."""
+    """`ms` of every edge of every pipe, from its source and its two ranks; 0 within a rank."""
     return tuple(
-        {(a, b): ms(a, (pipe[a], pipe[b])) if pipe[a] != pipe[b] else 0.0 for a, b in placement.edges}
-        for pipe in placement.pipes
+        {
+            edge: ms(edge[0], ends) if placement.crosses(*edge, pipe) else 0.0
+            for edge, ends in zip(placement.edges, placement.links(pipe), strict=True)
+        }
+        for pipe in range(len(placement.pipes))
     )
