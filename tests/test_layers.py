@@ -42,7 +42,7 @@ LAYERS = [
     ["zbc.compiler.bounds_mirrored"],
     [
         "zbc.compiler.simulate",
-        "zbc.compiler.transit",
+        "zbc.compiler.ledger",
         "zbc.compiler.memory",
         "zbc.compiler.bounds",
         "zbc.compiler.check",
