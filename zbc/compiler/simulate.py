@@ -159,14 +159,6 @@ def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *,
     return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
 
 
-def step_ms(program: Program, costs: Costs, objective: str, timeline: Timeline | None = None) -> float:
-    """What a step costs by an objective: "makespan", "span", or "period" (see `steady_state`)."""
-    timeline = timeline or simulate(program, costs)
-    if objective == "period":
-        return steady_state(timeline.graph, costs)
-    return timeline.makespan if objective == "makespan" else timeline.span
-
-
 def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
     """What a step costs, in ms, when steps follow one another without a barrier.
 
