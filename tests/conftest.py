@@ -1,13 +1,20 @@
-"""Golden files: texts a person has looked at. `pytest --update-golden` writes them anew; read the diff."""
+"""Golden files, and which tests run.
+
+Golden files are texts a person has looked at. `pytest --update-golden` writes them anew; read the diff.
+Tests marked `repeats` run with `--all`, or where the command line names a test (`pytest tests/x.py::test_y`).
+"""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-GOLDEN = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+WAITING = ("docs", "processes")  # mostly wait for processes they have started
 
 settings.register_profile("zbc", settings.default, deadline=None)  # a busy machine may stop a test for a moment
 settings.load_profile("zbc")
@@ -15,6 +22,34 @@ settings.load_profile("zbc")
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code prints now")
+    parser.addoption("--all", action="store_true", help="run tests that are marked `repeats`, too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all") and not any("::" in name for name in config.args):
+        repeats = [item for item in items if item.get_closest_marker("repeats")]
+        config.hook.pytest_deselected(items=repeats)
+        items[:] = [item for item in items if not item.get_closest_marker("repeats")]
+    if config.pluginmanager.hasplugin("xdist"):
+        items[:] = _in_groups(items)
+
+
+def _in_groups(items):
+    """Tests of a file stay on one worker unless they say otherwise; files that wait take turns with those that compute.
+
+    So one worker waits while the other computes, and neither is left with a long wait at the end.
+    """
+    groups = {}
+    for item in items:
+        marker = item.get_closest_marker("xdist_group")
+        name = str(item.path.relative_to(TESTS)) if marker is None else marker.args[0]
+        if marker is None:
+            item.add_marker(pytest.mark.xdist_group(name))
+        groups.setdefault(name, []).append(item)
+    waiting = [group for group in groups.values() if group[0].path.parent.name in WAITING]
+    others = [group for group in groups.values() if group[0].path.parent.name not in WAITING]
+    return [item for pair in zip_longest(waiting, others, fillvalue=()) for group in pair for item in group]
 
 
 @pytest.fixture
