@@ -36,16 +36,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _in_groups(items):
-    """Tests of a file stay on one worker unless they say otherwise; files that wait take turns with those that compute.
+    """Tests of a file stay on one worker unless they are marked `apart`; what waits takes turns with what computes.
 
     So one worker waits while the other computes, and neither is left with a long wait at the end.
     """
     groups = {}
     for item in items:
-        marker = item.get_closest_marker("xdist_group")
-        name = str(item.path.relative_to(TESTS)) if marker is None else marker.args[0]
-        if marker is None:
-            item.add_marker(pytest.mark.xdist_group(name))
+        name = item.nodeid if item.get_closest_marker("apart") else str(item.path.relative_to(TESTS))
+        item.add_marker(pytest.mark.xdist_group(name))
         groups.setdefault(name, []).append(item)
     waiting = [group for group in groups.values() if group[0].path.parent.name in WAITING]
     others = [group for group in groups.values() if group[0].path.parent.name not in WAITING]

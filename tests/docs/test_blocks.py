@@ -17,6 +17,7 @@ import pytest
 import zbc.cli
 from bench.readme import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
 from tests.limits import at_most
+from tests.tiers import few
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,7 +60,7 @@ def made(lines):
     return {name.split("/")[0] for option, name in pairs if option in ("-o", "--out", "--save-hf", "init", ">")}
 
 
-CHAINS = [chain for page in PAGES for chain in chains(page)]
+CHAINS = sorted((chain for page in PAGES for chain in chains(page)), key=lambda chain: -len(chain.lines))
 
 
 def runnable(line):
@@ -100,7 +101,13 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=str)
+def once(chain):
+    """Whether this is no other torchrun than that of the README."""
+    return chain.page == README or not any(line.startswith("torchrun") for line in chain.lines)
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("chain", few(CHAINS, once), ids=str)
 def test_the_command_blocks_of_a_page_work(chain, clone):
     for line in chain.lines:
         assert run_line(line) == 0, f"{chain.page.name}: {line}"

@@ -103,7 +103,7 @@ def _serve(rank, ranks, port, pipe):
             pipe.send((False, error))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool():
     """Four ranks."""
     pool = Pool(4)
@@ -111,7 +111,7 @@ def pool():
     pool.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pair():
     """Two ranks."""
     pair = Pool(2)

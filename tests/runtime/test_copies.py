@@ -12,6 +12,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_gradients import VECTORS, user, without_step
+from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -64,7 +65,7 @@ def results(workers):
     return every[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_two_copies_train_like_one_process_with_all_microbatches(schedule):
     workers, expected = trained(schedule, 2, 4, 2), whole(2, 4)
     for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
@@ -276,7 +277,7 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
 # ---- a weight that two stages share --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_tied_embeddings_have_the_gradients_of_one_process(schedule):
     """Two terms of a sum in another order, so 1e-6."""
     plan = copies_of(schedule, 2, 4, 1, tied=True, keep=without_step)

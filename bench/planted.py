@@ -1,0 +1,392 @@
+"""Plants old bugs again, one at a time, and sees which tier of the tests catches each: `make test`, or only `--all`.
+
+    python bench/planted.py [-o bench/results/DATE-planted.txt] [--only WORD]
+
+A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests of the folders it concerns as `make test`
+does; where they stay green, `all` runs them with those that only repeat. A bug whose text is no longer found is stale:
+the code has moved on, and the bug is to be written anew. Exits with 1 if a bug is stale or escapes either tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("zbc", "tests", "bench", "plans", "docs", "pyproject.toml", "constraints.txt", "Makefile")
+COPIED += ("README.md", "CONTRIBUTING.md")
+LIMIT_S = 1200
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    file: str
+    old: str  # stands in the file once
+    new: str
+    tests: tuple[str, ...]
+
+
+RUNTIME = "tests/runtime/"
+BUGS = (
+    # ---- runtime
+    Bug(
+        "NORM of the second copy comes from a rank of the first",
+        "zbc/runtime/ahead.py",
+        "worker.seats.rank(worker.copy, part - 1)",
+        "worker.seats.rank(0, part - 1)",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "REDO does not wait for the messages still on their way",
+        "zbc/runtime/ahead.py",
+        "    for message in ahead.outstanding:\n        worker.wait(message)\n",
+        "",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a forward that runs again counts twice in running statistics",
+        "zbc/runtime/ahead.py",
+        "ahead.buffers.restore()",
+        "ahead.buffers.save()",
+        (RUNTIME + "test_ahead.py", RUNTIME + "test_modules.py"),
+    ),
+    Bug(
+        "a step that is made again is made without its clip",
+        "zbc/runtime/ahead.py",
+        "            masters.commit(scale)",
+        "            masters.commit(None)",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a tentative step loses the optimizer's state",
+        "zbc/runtime/optimizer.py",
+        "                    if state is not None:\n                        optimizer.state[master] = state\n",
+        "",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a gradient below the limit of the clip is scaled up",
+        "zbc/runtime/validate.py",
+        "return scale if scale < 1.0 else None",
+        "return scale",
+        (RUNTIME + "test_execute.py", RUNTIME + "test_validate.py"),
+    ),
+    Bug(
+        "a step with gradients that are not finite is made",
+        "zbc/runtime/handlers.py",
+        "    if not verdict.skipped:\n        set_rate",
+        "    if True:\n        set_rate",
+        (RUNTIME + "test_execute.py",),
+    ),
+    Bug(
+        "copies write their losses into each other's places",
+        "zbc/runtime/handlers.py",
+        "losses = {first + mb: loss",
+        "losses = {mb: loss",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "all copies read the data of the first",
+        "zbc/runtime/handlers.py",
+        "number, takes = act.first + key.mb, stage.takes",
+        "number, takes = key.mb, stage.takes",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "a weight that two stages share counts twice in the norm",
+        "zbc/runtime/state.py",
+        "        if self.tied is not None and self.tied not in self.primary():\n            found.pop(self.tied, None)\n"
+        "        return found\n\n    def prepare",
+        "        return found\n\n    def prepare",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "both pipes answer for a stage in the norm",
+        "zbc/runtime/state.py",
+        "if isinstance(optimizer, Sharded) or (self.copy == 0 and placement.rank_of(s) == rank)",
+        "if isinstance(optimizer, Sharded) or self.copy == 0",
+        (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
+    ),
+    Bug(
+        "a parameter without a gradient on any copy gets zeros",
+        "zbc/runtime/bucket.py",
+        "if there != 0 else None",
+        "if there >= 0 else None",
+        (RUNTIME + "test_gradients.py",),
+    ),
+    Bug(
+        "the chunks of a dealt parameter are all put in the first place",
+        "zbc/runtime/sharded.py",
+        "entry[piece.start // dealing.CHUNK : piece.start // dealing.CHUNK + len(own)] = own",
+        "entry[: len(own)] = own",
+        (RUNTIME + "test_sharded.py", RUNTIME + "test_copies.py"),
+    ),
+    Bug(
+        "W runs what B left in the reverse order",
+        "zbc/runtime/slot.py",
+        "work = self._work[::-1]",
+        "work = self._work[:]",
+        (RUNTIME + "test_split.py", RUNTIME + "test_gradients.py"),
+    ),
+    Bug(
+        "a checkpoint forgets the optimizer's count of steps",
+        "zbc/runtime/checkpoint/state.py",
+        "        if name.startswith(OPTIM):\n",
+        '        if name.startswith(OPTIM) and not name.endswith(".step"):\n',
+        (RUNTIME + "test_checkpoints.py",),
+    ),
+    Bug(
+        "a checkpoint forgets buffers that are not in the state_dict",
+        "zbc/runtime/checkpoint/state.py",
+        " or (id(module), key) in changing:",
+        ":",
+        (RUNTIME + "test_checkpoints.py", RUNTIME + "test_modules.py"),
+    ),
+    Bug(
+        "the warm-up of the learning rate ends one step early",
+        "zbc/learning_rate.py",
+        "return lr * done / schedule.warmup_steps",
+        "return lr * (done + 1) / schedule.warmup_steps",
+        ("tests/test_learning_rate.py",),
+    ),
+    # ---- processes
+    Bug(
+        "a Ctrl-C that the launcher forwards counts as a second one",
+        "zbc/runtime/signals.py",
+        "elif now - first <= self._apart or expected:",
+        "elif now - first <= self._apart:",
+        ("tests/processes/test_signals.py",),
+    ),
+    Bug(
+        "a run that was asked to stop is started again",
+        "zbc/runtime/local.py",
+        "if parent.asked is not None or not worth_a_restart(failure):",
+        "if not worth_a_restart(failure):",
+        ("tests/processes/test_restarts.py",),
+    ),
+    Bug(
+        "a run that was interrupted ends like one that was not",
+        "zbc/runtime/local.py",
+        "child.done, parent.stopped = True, content is not None",
+        "child.done, parent.stopped = True, False",
+        ("tests/processes/test_local.py",),
+    ),
+    Bug(
+        "messages of one step share their tags",
+        "zbc/runtime/network.py",
+        "index = (stage * 2 + forward) * manifest.microbatches + mb",
+        "index = stage * manifest.microbatches + mb",
+        ("tests/processes/test_gloo.py",),
+    ),
+    # ---- schedules and passes
+    Bug(
+        "1F1B warms up with one forward too many",
+        "zbc/compiler/schedules/lagged.py",
+        '_lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)',
+        '_lagged("1f1b", request, warmup=lambda r: request.p - r)',
+        ("tests/compiler/test_schedules.py",),
+    ),
+    Bug(
+        "ZB-H1 lets W lag one microbatch too far",
+        "zbc/compiler/schedules/lagged.py",
+        "warmup=lambda r: request.p - 1 - r, lag=lambda r: r)",
+        "warmup=lambda r: request.p - 1 - r, lag=lambda r: r + 1)",
+        ("tests/compiler/test_schedules.py",),
+    ),
+    Bug(
+        "the rounds of interleaved 1F1B warm up one forward short",
+        "zbc/compiler/schedules/looped.py",
+        "+ (v - 1) * max(sizes), len(forwards))",
+        "+ (v - 1) * max(sizes) - 1, len(forwards))",
+        ("tests/compiler/test_schedules.py", "tests/check/test_deadlock.py"),
+    ),
+    Bug(
+        "DualPipe puts off the newest W instead of the oldest",
+        "zbc/compiler/schedules/dualpipe.py",
+        "self.due.pop(0)",
+        "self.due.pop()",
+        ("tests/compiler/test_schedules.py",),
+    ),
+    Bug(
+        "receives are posted in the order of use, not of their channel",
+        "zbc/compiler/passes/insert_comm.py",
+        "position = min(position, inside[receiver].get(post, post))",
+        "position = inside[receiver].get(post, post)",
+        ("tests/compiler/test_passes.py", "tests/check/test_pairing.py"),
+    ),
+    Bug(
+        "a B is fused with the W of another microbatch",
+        "zbc/compiler/passes/fuse_backward.py",
+        "fused[-1][1:] == op[1:]",
+        "fused[-1][1] == op[1]",
+        ("tests/compiler/test_passes.py",),
+    ),
+    # ---- cost, simulation, search
+    Bug(
+        "a transfer is charged twice",
+        "zbc/compiler/simulate.py",
+        "arrival += lag[i]",
+        "arrival += 2 * lag[i]",
+        ("tests/compiler/test_simulate.py",),
+    ),
+    Bug(
+        "the lower bound counts the first warm-up twice",
+        "zbc/compiler/bounds.py",
+        "warm + tail if forced else max(warm, tail)",
+        "warm + tail",
+        ("tests/search/test_bounds.py",),
+    ),
+    Bug(
+        "the search may hold one unit more than its limit",
+        "zbc/compiler/search/listing.py",
+        "ROOM = 1e-6",
+        "ROOM = 1.0",
+        ("tests/search/test_promises.py", "tests/search/test_search.py"),
+    ),
+    # ---- check and memory
+    Bug(
+        "the check does not look at the order of a channel",
+        "zbc/compiler/check/pairing.py",
+        "            yield from _disorder(n, channel, pairs)",
+        "            pass",
+        ("tests/check",),
+    ),
+    Bug(
+        "the fullest rank is compared with the limit of another",
+        "zbc/compiler/check/memory.py",
+        "rank = max(range(len(memory)), key=lambda r: memory[r].bytes)",
+        "rank = 0",
+        ("tests/check", "tests/compiler/test_costs.py", "tests/cli/test_errors.py"),
+    ),
+    # ---- files, pictures, commands
+    Bug(
+        "torch's letters for the input gradient and the whole backward change places",
+        "zbc/interop/torch_csv.py",
+        'Kind.B: "I", Kind.W: "W", Kind.BW: "B"',
+        'Kind.B: "B", Kind.W: "W", Kind.BW: "I"',
+        ("tests/interop",),
+    ),
+    Bug(
+        "torch sums a stage's gradients before its last W",
+        "zbc/interop/torch_lowered.py",
+        "if op.kind in (Kind.BW, Kind.W)}",
+        "if op.kind in (Kind.BW, Kind.B)}",
+        ("tests/interop",),
+    ),
+    Bug(
+        "a suggested order charges transfers between stages of one rank",
+        "zbc/interop/repair.py",
+        "self.costs.transfer(low) if pipe[low] != pipe[high] else 0.0",
+        "self.costs.transfer(low)",
+        ("tests/interop/test_repair.py",),
+    ),
+    Bug(
+        "microbatches of a trace are numbered by stage",
+        "zbc/viz/perfetto.py",
+        '"microbatch":{op.mb}{more}',
+        '"microbatch":{op.stage}{more}',
+        ("tests/viz/test_perfetto.py",),
+    ),
+    Bug(
+        "an idle cell shows the op that covers less than half of it",
+        "zbc/viz/cells.py",
+        "busy[c] < 0.5 - _ALMOST",
+        "busy[c] < 0.25 - _ALMOST",
+        ("tests/viz/test_cells.py", "tests/viz/test_terminal.py"),
+    ),
+    Bug(
+        "a zoomed picture is drawn as if it began at 0",
+        "zbc/viz/svg.py",
+        "(start - window[0]) * scale, (end - start) * scale, tip",
+        "start * scale, (end - start) * scale, tip",
+        ("tests/viz",),
+    ),
+    Bug(
+        "the last number of a range on the command line is left out",
+        "zbc/cli/numbers.py",
+        "range(first, last + 1)",
+        "range(first, last)",
+        ("tests/cli", "tests/viz"),
+    ),
+    Bug(
+        "a closed pipe ends as a success",
+        "zbc/cli/__init__.py",
+        "    except BrokenPipeError:\n        return EXIT_PIPE\n",
+        "    except BrokenPipeError:\n        return 0\n",
+        ("tests/cli/test_closed_pipe.py",),
+    ),
+)
+
+
+@contextmanager
+def copy_of_the_tree() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            ignore = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(source, folder / part, ignore=ignore) if source.is_dir() else shutil.copy(source, folder)
+        yield folder
+
+
+def green(tree: Path, *arguments: str) -> bool:
+    """Whether the tests pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT_S).returncode == 0
+
+
+def caught(tree: Path, bug: Bug) -> tuple[str, str]:
+    """By `quick` and by `all`: "yes", "no" or "stale". All catch what quick ones do."""
+    path = tree / bug.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(bug.old) != 1:
+        return "stale", "stale"
+    path.write_text(text.replace(bug.old, bug.new))
+    try:
+        if not green(tree, *bug.tests):
+            return "yes", "yes"
+        return "no", "no" if green(tree, "--all", *bug.tests) else "yes"
+    finally:
+        path.write_text(text)
+
+
+def rows(tree: Path, bugs: list[Bug]) -> Iterator[tuple[str, str, str, str]]:
+    for bug in bugs:
+        yield (bug.what, bug.file, *caught(tree, bug))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", default="", help="bugs with this word in their text or file")
+    options = parser.parse_args()
+    bugs = [bug for bug in BUGS if options.only in bug.what or options.only in bug.file]
+    lines = [f"{'bug':<72} {'file':<40} quick all"]
+    with copy_of_the_tree() as tree:
+        tests = sorted({test for bug in bugs for test in bug.tests})
+        if not green(tree, *tests):
+            print("the tests fail without a bug", file=sys.stderr)
+            return 2
+        for what, file, quick, every in rows(tree, bugs):
+            lines.append(f"{what:<72} {file:<40} {quick:<5} {every}")
+            print(lines[-1], flush=True)
+    found = [line.split()[-2:] for line in lines[1:]]
+    lines.append(f"{len(found)} bugs: {found.count(['yes', 'yes'])} caught by both tiers")
+    print(lines[-1])
+    if options.output is not None:
+        options.output.write_text("\n".join(lines) + "\n")
+    return 0 if all(pair == ["yes", "yes"] for pair in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
