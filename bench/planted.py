@@ -2,8 +2,8 @@
 
     python bench/planted.py [-o bench/results/DATE-planted.txt] [--only WORD]
 
-A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests of the folders it concerns as `make test`
-does; where they stay green, `all` runs them with those that only repeat. A bug whose text is no longer found is stale:
+A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests it concerns as `make test` does;
+where they stay green, `all` runs them with those that only repeat. A bug whose text is no longer found is stale:
 the code has moved on, and the bug is to be written anew. Exits with 1 if a bug is stale or escapes either tier.
 """
 
@@ -104,9 +104,8 @@ BUGS = (
     Bug(
         "a weight that two stages share counts twice in the norm",
         "zbc/runtime/state.py",
-        "        if self.tied is not None and self.tied not in self.primary():\n            found.pop(self.tied, None)\n"
-        "        return found\n\n    def prepare",
-        "        return found\n\n    def prepare",
+        "if self.tied is not None and self.tied not in self.primary():",
+        "if self.tied is None and self.tied not in self.primary():",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(

@@ -1,11 +1,12 @@
-"""A time limit for tests that start processes, which must not hang."""
+"""Waiting in tests that start processes and threads: not for ever, and not at the cost of those waited for."""
 
 from __future__ import annotations
 
 import faulthandler
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,3 +27,9 @@ def at_most(seconds: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def until(happened: Callable[[], object]) -> None:
+    """Wait until this is so; the core is left to whoever makes it so."""
+    while not happened():
+        time.sleep(0.002)

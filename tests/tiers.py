@@ -16,8 +16,11 @@ SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
 
 
 def few(cases: Iterable[Any], always: Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
-    """Values for `parametrize`, of which those that `always` does not choose are marked `repeats`."""
-    chosen = always if callable(always) else always.__contains__
+    """Values for `parametrize`, of which those that `always` does not choose are marked `repeats`.
+
+    `always` holds values, the first ones of those that are tuples, or says of each whether it is chosen.
+    """
+    chosen = always if callable(always) else lambda case: _values(case)[0] in always
     return [case if chosen(case) else _repeat(case) for case in cases]
 
 
