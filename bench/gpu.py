@@ -253,7 +253,7 @@ def optimizers(record: Record, device: torch.device, pp: int) -> None:
     record(f"# pp = {pp}: ms of the ops that end a step (median)")
     for sync in ("before-step", "post-validate"):
         times = Case(device, pp=pp, kind="zb-h1", sync=sync).timed()
-        shown = ", ".join(f"{kind} {ms:.3f}" for kind, ms in times.items() if kind not in COMPUTE and "_" not in kind)
+        shown = ", ".join(f"{kind} {ms:.3f}" for kind, ms in times.items() if not kind.computes and "_" not in kind)
         record(f"{sync:14} {shown}")
 
 

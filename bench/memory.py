@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,7 +153,7 @@ def with_times(costs: Costs, ranks: Sequence[Pace]) -> Costs:
         return tuple(1e3 * seconds.get((kind, stage), 0.0) for stage in range(costs.stages))
 
     whole = ms(Kind.BW) if any(kind is Kind.BW for kind, _ in seconds) else ()
-    return replace(costs, f=ms(Kind.F), b=ms(Kind.B), w=ms(Kind.W), bw=whole)
+    return costs.with_ms(f=ms(Kind.F), b=ms(Kind.B), w=ms(Kind.W), bw=whole)
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def uneven(rng: Random, where: Placement) -> Costs:
     act_w = tuple(round(a * act_w * rng.uniform(0.7, 1.3), 2) for a in act_b)
     pipe = where.pipes[0]
     links = tuple(round(comm * rng.uniform(0.5, 2), 1) if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
-    return Costs(*times, act_b, act_w, (links,))
+    return Costs.per_stage(*times, act_b, act_w, (links,))
 
 
 def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
@@ -126,7 +126,7 @@ def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[f
         act_b, share = tuple(round(rng.uniform(0.5, 1.5) / v, 2) for _ in range(n)), rng.choice((0, 0.4, 1, 1.4))
         comm = rng.choice((0.0, 0.3, 3.0, 20.0))
         links = tuple(comm if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
-        costs = Costs(f, b, w, act_b, tuple(round(a * share, 2) for a in act_b), (links,))
+        costs = Costs.per_stage(f, b, w, act_b, tuple(round(a * share, 2) for a in act_b), (links,))
         needs = least(Problem.make(where, costs, m, None))
         limit = tuple(round(need * rng.choice((1, 1.3, 2, 3)) + 0.005, 2) for need in needs)
         objective = rng.choice(("span", "makespan"))
@@ -183,8 +183,9 @@ def prove(seconds: float) -> None:
             missing.append(name)
             continue
         row = {"name": name, "ranks": where.pipes[0], "m": m, "limit": limit, "objective": objective}
-        row |= {key: getattr(costs, key) for key in ("f", "b", "w", "act_b", "act_w")}
-        rows.append(row | {"comm": costs.comm[0], "optimum": round(proof.cost, 6)})
+        row |= {key: costs.column(key) for key in ("f", "b", "w")}
+        row |= {"act_b": costs.units("kept"), "act_w": costs.units("left")}
+        rows.append(row | {"comm": list(costs.links[0].values()), "optimum": round(proof.cost, 6)})
     FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     print(f"{len(rows)} proven, in {FILE.name}; not proven: {', '.join(missing) or 'none'}")
 

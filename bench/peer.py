@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
-from zbc.ir import COMPUTE, Program
+from zbc.ir import Program
 from zbc.plan import Plan
 from zbc.runtime import model
 from zbc.runtime.slot import Slot, using
@@ -118,4 +118,4 @@ def write_order(program: Program, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         for ops in program.ranks:
-            writer.writerow(f"{op.stage}{LETTERS[op.kind.value]}{op.mb}" for op in ops if op.kind in COMPUTE)
+            writer.writerow(f"{op.stage}{LETTERS[op.kind.value]}{op.mb}" for op in ops if op.kind.computes)

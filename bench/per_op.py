@@ -149,14 +149,13 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
     """Seconds that the ops of microbatches take in a step if nothing is waited for; torch's transfers are not in it."""
     import torch
 
-    from zbc.ir import COMPUTE, TRANSFER
     from zbc.plan import RankPlan
     from zbc.runtime.execute import run_ops
     from zbc.runtime.worker import build_worker
 
     own = RankPlan(rank, plan.program.ranks[rank], plan.manifest)
     worker = build_worker(own, cast("Transport", Present(rank)), torch.device("cpu"))
-    worker.act.script = [entry for entry in worker.script if entry[1].kind in COMPUTE | TRANSFER]
+    worker.act.script = [entry for entry in worker.script if entry[1].kind.computes or entry[1].kind.is_transfer]
 
     def run(step: int) -> float:
         worker.step = step
@@ -188,12 +187,12 @@ def bare_transfers(worker: Any, ops: tuple[Op, ...]) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
-    from zbc.ir import TRANSFER, Kind
+    from zbc.ir import Kind
 
     cpu, number, there = torch.device("cpu"), torch.zeros(1), 1 - worker.rank
     ways: list[Any] = [dist.new_group([0, 1], timeout=PATIENCE) for _ in range(RANKS)]  # one for what each rank sends
     out, back = (ways[rank]._get_backend(cpu) for rank in (worker.rank, there))
-    waiting = TRANSFER | {Kind.F, Kind.B, Kind.BW}
+    waiting = {kind for kind in Kind if kind.is_transfer} | {Kind.F, Kind.B, Kind.BW}
     routes = [(op, worker.routes[op].message) for op in ops if op.kind in waiting]
     todo = [(op.kind, 2 * op.mb + message.forward, torch.zeros(1)) for op, message in routes if message is not None]
 

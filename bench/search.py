@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -218,9 +217,9 @@ def _uneven(what: str, profile: str) -> Iterator[Costs]:
 def _scaled(costs: Costs, factors: list[list[float]]) -> Costs:
     f, b, w = (
         tuple(x * factor for x, factor in zip(times, row, strict=True))
-        for times, row in zip((costs.f, costs.b, costs.w), factors, strict=True)
+        for times, row in zip(map(costs.column, ("f", "b", "w")), factors, strict=True)
     )
-    return replace(costs, f=f, b=b, w=w)
+    return costs.with_ms(f=f, b=b, w=w)
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------

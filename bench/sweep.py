@@ -53,7 +53,7 @@ def costs(rng: Random, where: Placement) -> Costs:
     act_b, share = column(1.0), rng.choice((0.0, 0.4, 1.0))
     pipe = where.pipes[0]
     links = tuple(comm if pipe[s] != pipe[s + 1] else 0.0 for s in range(n - 1))
-    return Costs(column(f), column(b), column(w), act_b, tuple(a * share for a in act_b), (links,))
+    return Costs.per_stage(column(f), column(b), column(w), act_b, tuple(a * share for a in act_b), (links,))
 
 
 def request(rng: Random, name: str) -> tuple[Request, Placement]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import csv
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -135,14 +134,10 @@ def balanced_ms(job: Job) -> float:
     f, b, w = (sum(column) for column in zip(*ends, strict=True))
     again = 2 * 4 * (job.model.vocab or 0) / P * (job.model.seq_len or 0)
     b += Machine.of(job).ms([Kernel(0, again)])
-    costs = replace(
-        costs,
-        f=tuple(x + f for x in costs.f),
-        b=tuple(x + b for x in costs.b),
-        w=tuple(x + w for x in costs.w),
-    )
+    more = {"f": f, "b": b, "w": w}
+    costs = costs.with_ms(**{name: tuple(x + ms for x in costs.column(name)) for name, ms in more.items()})
     program = card.make(Request(P, MICROBATCHES))
-    interval = costs.f[0] + costs.b[0] + costs.w[0]
+    interval = costs.of("f") + costs.of("b") + costs.of("w")
     return simulate(program, costs).makespan + EXTRA_INTERVALS * interval
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zbc import trace
 from zbc.compiler.compile import Compiled
-from zbc.ir import COMPUTE, Kind, Op, message_of
+from zbc.ir import Kind, Op
 from zbc.plan import Plan
 from zbc.trace import Cause, Clock, Head, Memory, Timing, Writer
 
@@ -91,7 +91,7 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
         for r, rank in enumerate(ranks):
             while rank.at < len(rank.ops) and rank.ops[rank.at].kind is not Kind.VALIDATE:
                 op = rank.ops[rank.at]
-                if op.kind in COMPUTE:
+                if op.kind.computes:
                     message = _needed(plan, op)
                     if message is not None and (r, message) not in sent:
                         break
@@ -106,7 +106,7 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
                     if op.kind.is_send:
                         peer = placement.peer(op)
                         to = seats.rank(seats.of(r).copy, 0 if peer is None else peer)
-                        sent[to, message_of(op)] = rank.now + round(world.link(r, to) * MS)
+                        sent[to, placement.message(op)] = rank.now + round(world.link(r, to) * MS)
                     rank.spend(round(world.transfer * MS) if op.kind.is_transfer else 0)
                 moved = True
     return _finish(ranks, world, step, begins)
@@ -128,7 +128,7 @@ def _finish(ranks: list[_Rank], world: World, step: int, begins: list[int]) -> l
 
 def _needed(plan: Plan, op: Op) -> object | None:
     """The message an op waits for, None if there is none."""
-    near = op.stage - 1 if op.kind is Kind.F else op.stage + 1
-    if op.kind is Kind.W or not plan.program.placement.neighbours(op.stage, near, op.pipe):
+    if op.kind is Kind.W:
         return None
-    return message_of(Op(Kind.RECV_F if op.kind is Kind.F else Kind.RECV_B, *op[1:]))
+    message = plan.program.placement.message(Op(Kind.RECV_F if op.kind is Kind.F else Kind.RECV_B, *op[1:]))
+    return message if message and plan.program.placement.crosses(*message.edge, op.pipe) else None

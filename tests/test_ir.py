@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbc.errors import Problems, ZbcError, raise_all
-from zbc.ir import COMPUTE, MARK, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program, message_of, parse_line
+from zbc.ir import Kind, Op, Placement, Program, parse_line
 
 small = st.integers(0, 300)
 
@@ -17,9 +18,9 @@ small = st.integers(0, 300)
 @st.composite
 def ops(draw):
     kind = draw(st.sampled_from(sorted(Kind)))
-    if kind in RANK_WIDE | MARK:
+    if kind.rank_wide or kind.is_mark:
         return Op(kind, 0)
-    if kind in STAGE_WIDE:
+    if kind.stage_wide:
         return Op(kind, draw(small))
     return Op(kind, draw(small), draw(small), draw(st.integers(0, 3)), draw(st.integers(0, 5)))
 
@@ -66,11 +67,6 @@ def test_anything_else_is_not_an_op(text):
     assert caught.value.code == "E404"
 
 
-def test_kinds_fall_into_groups_that_do_not_overlap():
-    assert not (COMPUTE & TRANSFER or COMPUTE & STAGE_WIDE or TRANSFER & RANK_WIDE)
-    assert set(Kind) == COMPUTE | TRANSFER | STAGE_WIDE | RANK_WIDE | MARK
-
-
 def test_placements_put_stages_where_their_names_say():
     assert Placement.linear(3).pipes == ((0, 1, 2),)
     assert Placement.looped(2, 3).pipes == ((0, 1, 0, 1, 0, 1),)
@@ -85,17 +81,50 @@ def test_placements_put_stages_where_their_names_say():
 
 def test_the_turn_of_a_v_is_no_transfer():
     v = Placement.vshape(3)
-    assert not v.neighbours(2, 3)
-    assert v.neighbours(1, 2) and v.neighbours(3, 4)
-    assert not v.neighbours(-1, 0) and not v.neighbours(5, 6)
+    assert not v.crosses(2, 3)
+    assert v.crosses(1, 2) and v.crosses(3, 4)
+    assert v.links() == ((0, 1), (1, 2), (2, 2), (2, 1), (1, 0))
+
+
+def test_stages_are_a_chain_unless_edges_say_otherwise():
+    plain = Placement.linear(4)
+    assert plain.edges == ((0, 1), (1, 2), (2, 3))
+    assert plain == Placement(((0, 1, 2, 3),), ((0, 1), (1, 2), (2, 3)))
+    assert hash(plain) == hash(Placement(((0, 1, 2, 3),), ((0, 1), (1, 2), (2, 3))))
+    assert [plain.sources(s) for s in range(4)] == [(), (0,), (1,), (2,)]
+    assert [plain.sinks(s) for s in range(4)] == [(1,), (2,), (3,), ()]
+    assert plain.ends == (0, 3)
+    assert Placement.linear(1).edges == () and Placement.linear(1).ends == (0,)
+    assert pickle.loads(pickle.dumps(plain)).sinks(2) == (3,)
+    assert replace(plain, pipes=((3, 2, 1, 0),)).sources(3) == (2,)
+
+
+def test_two_stages_may_feed_one():
+    towers = Placement(((0, 1, 2),), ((0, 2), (1, 2)))
+    assert towers != Placement.linear(3)
+    assert [towers.sources(s) for s in range(3)] == [(), (), (0, 1)]
+    assert [towers.sinks(s) for s in range(3)] == [(2,), (2,), ()]
+    assert towers.ends == (0, 1, 2)
+    assert towers.peer(Op(Kind.SEND_F, 0)) == towers.peer(Op(Kind.RECV_B, 0)) == 2
+    assert towers.peer(Op(Kind.RECV_F, 1)) is None, "it reads the data"
+    assert towers.peer(Op(Kind.RECV_F, 2)) is None, "of which of the two?"
 
 
 @given(st.sampled_from([Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B]), st.integers(1, 9), small)
 def test_both_ends_of_a_transfer_name_the_same_message(kind, stage, mb):
-    op = Op(kind, stage, mb)
-    message = message_of(op)
+    op, placement = Op(kind, stage, mb), Placement.linear(11)
+    message = placement.message(op)
     assert op in (message.send, message.recv)
-    assert message_of(message.send) == message_of(message.recv) == message
+    assert placement.message(message.send) == placement.message(message.recv) == message
+
+
+def test_a_transfer_out_of_the_pipeline_has_no_message():
+    placement = Placement.linear(3)
+    for op in (Op(Kind.SEND_F, 2), Op(Kind.RECV_B, 2), Op(Kind.SEND_B, 0), Op(Kind.RECV_F, 0)):
+        assert placement.message(op) is None and placement.peer(op) is None
+    assert placement.message(Op(Kind.SEND_F, 3)) is None, "no such stage"
+    assert placement.message(Op(Kind.SEND_F, 0, pipe=1)) is None, "no such pipe"
+    assert placement.message(Op(Kind.F, 0)) is None
 
 
 def test_errors_render_with_place_and_fix_and_survive_pickling():

@@ -16,6 +16,7 @@ MODULES = {
 LAYERS = [
     ["zbc.errors", "zbc.explain", "zbc.closed_pipe", "zbc.folders", "zbc.linefile", "zbc.cores"],
     ["zbc.userobject"],
+    ["zbc.ops"],
     ["zbc.ir", "zbc.toml", "zbc.section", "zbc.seats", "zbc.interop.megatron_layout"],
     ["zbc.idle", "zbc.dealing"],
     ["zbc.model_section", "zbc.learning_rate", "zbc.ramp", "zbc.extent"],

@@ -11,7 +11,6 @@ from tests.jobs import job
 from zbc import trace
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE
 from zbc.trace import Cause, Clock, Head, Memory, Timing, Wait, Writer
 
 
@@ -33,7 +32,7 @@ def writer(run, rank):
 
 
 def timing(ops, step, begin=1000, *, took=10, lead=4, waits=(), close=5):
-    compute = sum(op.kind in COMPUTE for op in ops)
+    compute = sum(op.kind.computes for op in ops)
     return Timing(step, begin, [took] * len(ops), [lead] * compute, list(waits), close)
 
 
@@ -80,7 +79,7 @@ def test_an_op_works_from_when_it_has_what_it_needs(run):
     one.close()
     step = trace.read(run).recorded(0, 3)
     for i, op in enumerate(ops):
-        lead = 4 if op.kind in COMPUTE or i == validate else 0  # of VALIDATE the wait for sums, not that for all ranks
+        lead = 4 if op.kind.computes or i == validate else 0  # of VALIDATE the wait for sums, not that for all ranks
         assert step.work[i] == step.start[i] + lead, op
 
 
@@ -199,7 +198,7 @@ def test_a_rank_without_a_file_is_named(run):
 def test_a_large_step_is_compact(run):
     ops = ops_of(run, 0)
     one = writer(run, 0)
-    waits = [number for index, op in enumerate(ops) if op.kind in COMPUTE for number in (index, 0, 1_234_567)]
+    waits = [number for index, op in enumerate(ops) if op.kind.computes for number in (index, 0, 1_234_567)]
     one.step(timing(ops, 3, begin=10**15, took=1_234_567, lead=4_567, waits=waits))
     one.close()
     line = (run / "trace" / trace.rank_file(0)).read_text().splitlines()[1]

@@ -16,20 +16,16 @@ def forward_only(placement: Placement, microbatches: int) -> Program:
 
         rank 1 of 2      RECV_F s1 m0, RECV_F s1 m1, F s1 m0, F s1 m1
     """
-    pipe, last = placement.pipes[0], placement.stages - 1
-    waves = sorted((stage + mb, -stage, mb) for stage in range(placement.stages) for mb in range(microbatches))
+    stages = range(placement.stages)
+    into = [[(a, s) for a in placement.sources(s) if placement.crosses(a, s)] for s in stages]
+    out = [[(s, b) for b in placement.sinks(s) if placement.crosses(s, b)] for s in stages]
+    waves = sorted((stage + mb, -stage, mb) for stage in stages for mb in range(microbatches))
     ranks: list[list[Op]] = []
     for rank in range(placement.ranks):
-        mine = [Op(Kind.F, -back, mb) for _, back, mb in waves if pipe[-back] == rank]
-        posts = [[_arrival(op)] if op.stage > 0 and pipe[op.stage - 1] != rank else [] for op in mine]
+        mine = [Op(Kind.F, -back, mb) for _, back, mb in waves if placement.rank_of(-back) == rank]
+        posts = [[Message(*edge, op.mb, 0, 0).recv for edge in into[op.stage]] for op in mine]
         ops = list(posts[0]) if posts else []
         for op, ahead in zip(mine, [*posts[1:], []], strict=True):
-            ops += [*ahead, op]
-            if op.stage < last and pipe[op.stage + 1] != rank:
-                ops.append(Message(True, op.stage + 1, op.mb, 0, 0).send)
+            ops += [*ahead, op, *(Message(*edge, op.mb, 0, 0).send for edge in out[op.stage])]
         ranks.append(ops)
     return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",))
-
-
-def _arrival(op: Op) -> Op:
-    return Message(True, op.stage, op.mb, 0, 0).recv

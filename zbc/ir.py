@@ -17,68 +17,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.ops import Kind as Kind
+from zbc.ops import Scope
 from zbc.seats import Seats
 
+# Sets of kinds for code that has yet to ask the kinds themselves.
+COMPUTE = frozenset(kind for kind in Kind if kind.computes)
+TRANSFER = frozenset(kind for kind in Kind if kind.is_transfer)
+STAGE_WIDE = frozenset(kind for kind in Kind if kind.stage_wide)
+RANK_WIDE = frozenset(kind for kind in Kind if kind.rank_wide)
+MARK = frozenset(kind for kind in Kind if kind.is_mark)
+EVERYWHERE = frozenset(kind for kind in Kind if kind.everywhere)
+BARRIER = frozenset(kind for kind in Kind if kind.row.closes == "barrier")
+AHEAD = frozenset(kind for kind in Kind if kind.row.closes == "ahead")
+SUM = frozenset(kind for kind in Kind if kind.sums)
+COLLECTIVE = frozenset(kind for kind in Kind if kind.is_collective)
 
-class Kind(StrEnum):
-    """What an op does. This enum is the glossary."""
+Edge = tuple[int, int]  # (source stage, sink stage)
 
-    F = "F"  # forward of one stage for one microbatch
-    B = "B"  # backward, gradient of the stage input
-    W = "W"  # backward, gradient of the stage weights
-    BW = "BW"  # B and W in one walk of the graph
-    SEND_F = "SEND_F"  # start sending a stage output to the rank of the next stage; does not wait
-    RECV_F = "RECV_F"  # post the buffer for the output of the stage before; the F that needs it waits
-    SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage before; does not wait
-    RECV_B = "RECV_B"  # post the buffer for the gradient from the stage after; the B or BW that needs it waits
-    OVERLAP = "OVERLAP"  # the next two ops, an F and a B or BW, are one group: both start when both have their input
-    REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a copy of it; VALIDATE waits
-    TIE = "TIE"  # the same for the one weight that the first and the last stage share
-    VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
-    STEP = "STEP"  # optimizer step of one stage
-    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
-    NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
-    VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
-    REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
-    COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
-    GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
-
-    # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
-    __hash__ = str.__hash__
-
-    @property
-    def is_compute(self) -> bool:
-        return self in COMPUTE
-
-    @property
-    def is_send(self) -> bool:
-        return self is Kind.SEND_F or self is Kind.SEND_B
-
-    @property
-    def is_recv(self) -> bool:
-        return self is Kind.RECV_F or self is Kind.RECV_B
-
-    @property
-    def is_transfer(self) -> bool:
-        return self in TRANSFER
-
-
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
-TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-STAGE_WIDE = frozenset({Kind.REDUCE, Kind.STEP, Kind.GATHER, Kind.TENTATIVE, Kind.COMMIT})
-RANK_WIDE = frozenset({Kind.TIE, Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO})
-MARK = frozenset({Kind.OVERLAP})  # does nothing; as many as there are groups
-EVERYWHERE = RANK_WIDE - {Kind.TIE}  # once on every rank
-BARRIER = frozenset({Kind.VALIDATE, Kind.STEP})  # the end of a step that all ranks come to together
-AHEAD = frozenset({Kind.TENTATIVE, Kind.NORM, Kind.VERDICT, Kind.REDO, Kind.COMMIT})  # what stands in for it otherwise
-SUM = frozenset({Kind.REDUCE, Kind.TIE})  # of gradients
-COLLECTIVE = frozenset({Kind.REDUCE, Kind.TIE, Kind.VALIDATE, Kind.GATHER})
-
+# Which coordinates an op prints: its stage, its microbatch (and slice).
+_PRINTS = {
+    Scope.UNIT: (True, True),
+    Scope.EVERY: (False, True),
+    Scope.STAGE: (True, False),
+    Scope.RANK: (False, False),
+}
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d+))?(?: m(?P<mb>\d+)(?:\.(?P<slice>\d+))?)?"
@@ -101,15 +69,12 @@ class Op(NamedTuple):
         return Key(self.stage, self.mb, self.pipe, self.slice)
 
     def __str__(self) -> str:
-        kind = self.kind
-        if kind in STAGE_WIDE:
-            text = f"{kind.value} s{self.stage}"
-        elif kind in RANK_WIDE or kind in MARK:
-            return kind.value
-        else:
-            text = f"{kind.value} s{self.stage} m{self.mb}"
-            if self.slice:
-                text = f"{text}.{self.slice}"
+        has_stage, has_mb = _PRINTS[self.kind.row.scope]
+        if not (has_stage or has_mb):
+            return self.kind.value
+        text = f"{self.kind.value} s{self.stage}" if has_stage else self.kind.value
+        if has_mb:
+            text = f"{text} m{self.mb}.{self.slice}" if self.slice else f"{text} m{self.mb}"
         return f"{text} {'up' if self.pipe == 1 else f'pipe{self.pipe}'}" if self.pipe else text
 
     @classmethod
@@ -134,7 +99,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     if match is None or kind is None:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
-    wants_stage, wants_mb = kind not in RANK_WIDE and kind not in MARK, kind in COMPUTE or kind in TRANSFER
+    wants_stage, wants_mb = _PRINTS[kind.row.scope]
     if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
@@ -150,44 +115,62 @@ def _not_an_op(text: str) -> ZbcError:
 
 
 class Message(NamedTuple):
-    """A tensor on its way: the output of a stage (`forward`) or a gradient, named by the stage that consumes it."""
+    """A tensor on its way from the stage that makes it to the one that reads it: an output, or a gradient back."""
 
-    forward: bool
-    stage: int
+    source: int
+    sink: int
     mb: int
     pipe: int
     slice: int
 
     @property
+    def forward(self) -> bool:
+        """Whether it is an output; stages are numbered along the edges that outputs take."""
+        return self.source < self.sink
+
+    @property
+    def edge(self) -> Edge:
+        """The edge it takes, in either direction."""
+        return (self.source, self.sink) if self.forward else (self.sink, self.source)
+
+    @property
     def send(self) -> Op:
-        """The op that starts the message on the producer's rank."""
-        kind, shift = (Kind.SEND_F, -1) if self.forward else (Kind.SEND_B, +1)
-        return Op(kind, self.stage + shift, self.mb, self.pipe, self.slice)
+        """The op that starts the message on the maker's rank."""
+        return Op(Kind.SEND_F if self.forward else Kind.SEND_B, self.source, *self[2:])
 
     @property
     def recv(self) -> Op:
-        """The op that posts its buffer on the consumer's rank."""
-        return Op(Kind.RECV_F if self.forward else Kind.RECV_B, *self[1:])
+        """The op that posts its buffer on the reader's rank."""
+        return Op(Kind.RECV_F if self.forward else Kind.RECV_B, self.sink, *self[2:])
 
 
-def message_of(op: Op) -> Message:
-    """The message a SEND starts or a RECV takes."""
-    kind, stage, mb, pipe, part = op
-    if kind is Kind.SEND_F:
-        return Message(True, stage + 1, mb, pipe, part)
-    if kind is Kind.SEND_B:
-        return Message(False, stage - 1, mb, pipe, part)
-    return Message(kind is Kind.RECV_F, stage, mb, pipe, part)
+def chain(stages: int) -> tuple[Edge, ...]:
+    """The edges of stages that follow one another."""
+    return tuple(pairwise(range(stages)))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage: `pipes[pipe][stage]` is the rank.
+    """Which rank holds which stage, and which stage reads what which other one makes.
 
-    One pipe for ordinary schedules; bidirectional schedules hold each stage twice, once per direction.
+    `pipes[pipe][stage]` is the rank. One pipe for ordinary schedules; bidirectional schedules hold each stage twice,
+    once per direction. A pipe need not have a stage on every rank, nor a rank as many stages as another.
+
+    `edges` are (source, sink), the same in every pipe: F of the sink reads what F of the source makes, and backward of
+    the source reads what that of the sink makes. Stages are numbered along them: source < sink. Left out: a chain.
     """
 
     pipes: tuple[tuple[int, ...], ...]
+    edges: tuple[Edge, ...] = ()
+    _sources: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _sinks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        stages = range(self.stages)
+        edges = self.edges or chain(self.stages)
+        object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "_sources", tuple(tuple(a for a, b in edges if b == s) for s in stages))
+        object.__setattr__(self, "_sinks", tuple(tuple(b for a, b in edges if a == s) for s in stages))
 
     @classmethod
     def linear(cls, p: int) -> Placement:
@@ -230,19 +213,48 @@ class Placement:
         """The stages with a copy on `rank`, ascending."""
         return tuple(s for s in range(self.stages) if rank in self.holders(s))
 
-    def neighbours(self, a: int, b: int, pipe: int = 0) -> bool:
-        """Whether stages `a` and `b` both exist and live on different ranks, so that a tensor has to travel."""
-        stages = self.pipes[pipe]
-        return min(a, b) >= 0 and max(a, b) < len(stages) and stages[a] != stages[b]
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages whose output `stage` reads, ascending; none for one that reads the data."""
+        return self._sources[stage]
+
+    def sinks(self, stage: int) -> tuple[int, ...]:
+        """The stages that read the output of `stage`, ascending; none for one that ends in the loss."""
+        return self._sinks[stage]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The stages without sources or without sinks, ascending: those of a chain are its first and its last."""
+        return tuple(s for s in range(self.stages) if not (self._sources[s] and self._sinks[s]))
+
+    def crosses(self, a: int, b: int, pipe: int = 0) -> bool:
+        """Whether the two stages of an edge live on different ranks, so that a tensor has to travel."""
+        return self.pipes[pipe][a] != self.pipes[pipe][b]
+
+    def links(self, pipe: int = 0) -> tuple[tuple[int, int], ...]:
+        """The ranks at both ends of each edge, in the order of the edges; the same rank twice where nothing travels."""
+        homes = self.pipes[pipe]
+        return tuple((homes[a], homes[b]) for a, b in self.edges)
+
+    def message(self, op: Op) -> Message | None:
+        """What a transfer carries; None for other ops, and for one that names no edge: it leads out of the pipeline.
+
+        An op names an edge by the stage at one end of it. That says too little of a stage with several: None too.
+        """
+        kind, stage, mb, pipe, part = op
+        if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
+            return None
+        others = self._sinks[stage] if kind in (Kind.SEND_F, Kind.RECV_B) else self._sources[stage]
+        if len(others) != 1:
+            return None
+        ends = (stage, others[0]) if kind.is_send else (others[0], stage)
+        return Message(*ends, mb, pipe, part)
 
     def peer(self, op: Op) -> int | None:
-        """The rank at the other end of a transfer; None for other ops, and for a transfer out of the pipeline."""
-        if not op.kind.is_transfer:
+        """The rank at the other end of a transfer; None where it has no message."""
+        message = self.message(op)
+        if message is None:
             return None
-        other = op.stage + (1 if op.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-        if op.pipe >= len(self.pipes) or not 0 <= other < self.stages:
-            return None
-        return self.pipes[op.pipe][other]
+        return self.pipes[op.pipe][message.sink if op.kind.is_send else message.source]
 
     def text(self, op: Op) -> str:
         """The op with its peer, as plan files print it."""
@@ -252,7 +264,7 @@ class Placement:
 
 def groups(ops: Sequence[Op]) -> dict[int, int]:
     """For every step inside a group, its OVERLAP included, the step of that OVERLAP."""
-    return {step: first for first, op in enumerate(ops) if op.kind in MARK for step in range(first, first + 3)}
+    return {step: first for first, op in enumerate(ops) if op.kind.is_mark for step in range(first, first + 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +298,11 @@ class Program:
         return sum(len(ops) for ops in self.ranks)
 
     @property
+    def ahead(self) -> bool:
+        """Whether its steps close without a barrier."""
+        return any(op.kind.row.closes == "ahead" for op in self.ranks[0])
+
+    @property
     def alone(self) -> bool:
         """Whether no rank sums gradients with another: one copy, one pipe, no shared weight."""
         return self.copies == 1 and len(self.placement.pipes) == 1 and not self.tied
@@ -293,10 +310,10 @@ class Program:
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
         placement = self.placement
-        if op.kind in EVERYWHERE:
+        if op.kind.everywhere:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
-            return tuple(sorted({*placement.holders(0), *placement.holders(placement.stages - 1)}))
+            return tuple(sorted({rank for stage in placement.ends for rank in placement.holders(stage)}))
         return tuple(sorted(set(placement.holders(op.stage))))
 
     def holders(self, op: Op) -> int:
@@ -309,7 +326,7 @@ class Program:
 
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
-        return {op: (rank, step) for rank, step, op in self if op.kind not in COLLECTIVE and op.kind not in MARK}
+        return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
 
     def text(self, rank: int, step: int) -> str:
         """One op for a message: `rank 0 step 3: SEND_F s0 m1 >r1`."""

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, TRANSFER, Kind, Op, parse_line
+from zbc.ir import Kind, Op, parse_line
 from zbc.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
 
 REPLAN = "make it again with `zbc plan JOB.toml`"
@@ -148,7 +148,7 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
 
 
 def _out_of_range(op: Op, manifest: Manifest) -> bool:
-    if op.kind in COMPUTE or op.kind in TRANSFER:
+    if op.kind.computes or op.kind.is_transfer:
         return (
             op.stage >= manifest.stages
             or op.mb >= manifest.microbatches

@@ -38,7 +38,7 @@ from typing import Any
 
 import zbc.plan as plans
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, Op
+from zbc.ir import Op
 from zbc.linefile import LineFile
 from zbc.traceline import (
     FORMAT,
@@ -234,7 +234,7 @@ class RankTrace:
         at = begins
         for index, (op, took) in enumerate(zip(self.ops, timing.took_ns, strict=True)):
             start.append(at)
-            lead = next(leads) if op.kind in COMPUTE else min(ahead[index], took)
+            lead = next(leads) if op.kind.computes else min(ahead[index], took)
             own += took
             close = aligned(own)
             work.append(min(at + lead, close))

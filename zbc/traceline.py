@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, Op
+from zbc.ir import Op
 
 FORMAT, VERSION = "zbc-trace", 1
 RECORD = "record it again with `zbc run PLAN --trace STEPS`"
@@ -121,7 +121,7 @@ def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
     if values.keys() != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
-    compute = sum(op.kind in COMPUTE for op in ops)
+    compute = sum(op.kind.computes for op in ops)
     took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
     for name, column, count in (("took_ns", took, len(ops)), ("lead_ns", lead, compute)):
         if len(column) != count:

@@ -10,7 +10,7 @@ import re
 import networkx as nx
 
 from zbc.errors import ZbcError
-from zbc.ir import COLLECTIVE, SUM, Kind, Op, Program, message_of, parse_line
+from zbc.ir import Kind, Op, Program, parse_line
 
 KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
 OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
@@ -46,22 +46,27 @@ def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
         assert following.group(1, 2) == (other_rank, behind or other_step)
         assert behind is None or int(behind) < int(other_step)
         after, goal = parse_line(following.group(3))[0], parse_line(other_text)[0]
-        only_started = after.kind in COLLECTIVE and after.kind is not Kind.VALIDATE
+        only_started = after.kind.is_collective and after.kind is not Kind.VALIDATE
         if behind is not None and only_started and parse_line(following.group(6))[0] == after:
-            assert goal.kind in COLLECTIVE, "nothing else waits for one that was started and has not happened"
+            assert goal.kind.is_collective, "nothing else waits for one that was started and has not happened"
+
+
+def reads(op: Op) -> tuple[bool, int, int, int, int]:
+    """Of a transfer: whether an output, and what reads it (stage, microbatch, pipe, slice)."""
+    further = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(op.kind, 0)
+    return op.kind in (Kind.SEND_F, Kind.RECV_F), op.stage + further, *op[2:]
 
 
 def waits_for(op: Op, other: Op, blocking: bool) -> bool:
     """Whether `op` cannot end before `other` was reached (before it ended, for compute)."""
-    if op.kind in COLLECTIVE and op == other:
+    if op.kind.is_collective and op == other:
         return True  # a rendezvous
     if op.kind.is_transfer and other.kind.is_transfer:
-        return blocking and op.kind.is_send and other.kind.is_recv and message_of(op) == message_of(other)
+        return blocking and op.kind.is_send and other.kind.is_recv and reads(op) == reads(other)
     same = op[2:] == other[2:]
     if other.kind.is_transfer:
-        message = message_of(other)
-        uses = op.kind in (FORWARD if message.forward else BACKWARD)
-        return uses and message[1:] == op[1:]
+        forward, *unit = reads(other)
+        return op.kind in (FORWARD if forward else BACKWARD) and tuple(unit) == op[1:]
     if op.kind in FORWARD:
         return other.kind in FORWARD and (
             (same and other.stage == op.stage - 1)
@@ -80,11 +85,11 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         made = FORWARD if op.kind is Kind.SEND_F else BACKWARD
         return other.kind in made and op[1:] == other[1:]
     if op.kind is Kind.REDUCE:
-        return other.kind.is_compute and op.stage == other.stage
+        return other.kind.computes and op.stage == other.stage
     if op.kind is Kind.TIE:
-        return other.kind.is_compute
+        return other.kind.computes
     if op.kind is Kind.VALIDATE:
-        return other.kind.is_compute or other.kind in SUM
+        return other.kind.computes or other.kind.sums
     if op.kind is Kind.GATHER:
         return other.kind in (Kind.STEP, Kind.TENTATIVE) and op.stage == other.stage
     return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
@@ -102,7 +107,7 @@ def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
         for r2, k2, other in ops:
             if r == r2 and k2 <= k:
                 continue  # what stands before an op on its rank costs no wait
-            if op.kind in COLLECTIVE or other.kind in COLLECTIVE or not waits_for(op, other, blocking):
+            if op.kind.is_collective or other.kind.is_collective or not waits_for(op, other, blocking):
                 continue
             own = op.kind.is_send and other.kind.is_recv
             here, there = ("end" if own else "start", r, k), ("start" if other.kind.is_transfer else "end", r2, k2)
@@ -124,7 +129,7 @@ def _add_collectives(graph: nx.DiGraph, ops: list[tuple[int, int, Op]]) -> None:
     One is over when all who meet in it are next in their queues, and have started it. VALIDATE is the one that holds up
     its rank. For programs with each collective once and no op late.
     """
-    collectives = [entry for entry in ops if entry[2].kind in COLLECTIVE]
+    collectives = [entry for entry in ops if entry[2].kind.is_collective]
     for r, k, op in collectives:
         before = [k2 for r2, k2, _ in collectives if r2 == r and k2 < k]
         graph.add_edge(("over", r, k), ("next", r, k), weight=0)

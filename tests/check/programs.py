@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zbc.ir import RANK_WIDE, SUM, Kind, Message, Op, Placement, Program, message_of
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 Ranks = list[list[Op]]
 
@@ -99,26 +99,26 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
     """Sends behind their producers, some a while later; receives a random number of ops ahead, in channel order."""
     held_back = rng.choice([0.0, 0.0, 0.3])
     ahead = rng.choice([0, 1, 3, 100])
-    use: dict[Message, int] = {}
+    use: dict[tuple[bool, tuple[int, ...]], int] = {}
     sends: dict[tuple[int, int], list[tuple[int, Message]]] = defaultdict(list)
     for rank, ops in enumerate(ranks):
         for at, op in enumerate(ops):
             if op.kind is Kind.W:
                 continue
             forward = op.kind is Kind.F
-            use[Message(forward, *op[1:])] = at
+            use[forward, op[1:]] = at
             there = op.stage + (1 if forward else -1)
-            if place.neighbours(op.stage, there, op.pipe):
+            if 0 <= there < place.stages and place.crosses(op.stage, there, op.pipe):
                 late = rng.randint(1, 3) if rng.random() < held_back else 0
                 peer = place.rank_of(there, op.pipe)
-                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(forward, there, *op[2:])))
+                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(op.stage, there, *op[2:])))
     placed: list[list[tuple[int, int, int, Op]]] = [[(at, 1, 0, op) for at, op in enumerate(ops)] for ops in ranks]
     for (rank, peer), messages in sends.items():
         messages.sort(key=lambda sent: sent[0])
         limit = len(ranks[peer])
         for k, (at, message) in reversed(list(enumerate(messages))):
             placed[rank].append((at, 2, k, message.send))
-            limit = min(limit, max(0, use[message] - rng.randint(0, ahead)))
+            limit = min(limit, max(0, use[message.forward, message[1:]] - rng.randint(0, ahead)))
             placed[peer].append((limit, 0, k, message.recv))
     return [[op for *_, op in sorted(items, key=lambda item: item[:3])] for items in placed]
 
@@ -135,7 +135,7 @@ def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
         mine = [op for op in sums if rank in program.members(op)]
         for op in rng.sample(mine, len(mine)) if disorder else mine:
             stages = (0, place.stages - 1) if op.kind is Kind.TIE else (op.stage,)
-            ends = [i + 1 for i, other in enumerate(listed) if other.kind.is_compute and other.stage in stages]
+            ends = [i + 1 for i, other in enumerate(listed) if other.kind.computes and other.stage in stages]
             floor = max(floor, max(ends, default=len(listed)))
             floor += rng.randint(0, min(spread, len(listed) - floor))
             listed.insert(floor, op)
@@ -165,12 +165,13 @@ def broken(rng: random.Random, program: Program, how: str) -> Broken:
     """The program after one break; unchanged if it has nothing to break that way."""
     ranks = [list(ops) for ops in program.ranks]
     touched = BREAKS[how](rng, ranks, program.placement)
-    ends = {end for op in touched if op.kind.is_transfer for end in _ends(op)}
+    ends = {end for op in touched if op.kind.is_transfer for end in _ends(program.placement, op)}
     return Broken(replace(program, ranks=tuple(map(tuple, ranks))), how, frozenset({*touched, *ends}))
 
 
-def _ends(op: Op) -> tuple[Op, Op]:
-    return message_of(op).send, message_of(op).recv
+def _ends(place: Placement, op: Op) -> tuple[Op, ...]:
+    message = place.message(op)
+    return (op,) if message is None else (message.send, message.recv)
 
 
 def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int] | None:
@@ -231,7 +232,7 @@ def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[O
     spot = _pick(rng, ranks, lambda op: op.kind.is_send)
     if spot is None:
         return []
-    ends = _ends(ranks[spot[0]][spot[1]])
+    ends = _ends(place, ranks[spot[0]][spot[1]])
     for ops in ranks:
         for op in ends:
             if op in ops:
@@ -277,7 +278,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
     for op, other in ((first, second), (second, first)):
         if op.kind in (Kind.VALIDATE, Kind.STEP, Kind.GATHER):
             return True
-        if op.kind in SUM and other.kind.is_compute and (op.kind is Kind.TIE or op.stage == other.stage):
+        if op.kind.sums and other.kind.computes and (op.kind is Kind.TIE or op.stage == other.stage):
             return True
     if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
         return place.peer(first) == place.peer(second)
@@ -310,13 +311,13 @@ def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 
 def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
     """One field of an op changes, perhaps to something that does not exist."""
-    spot = _pick(rng, ranks, lambda op: op.kind not in RANK_WIDE)
+    spot = _pick(rng, ranks, lambda op: not op.kind.rank_wide)
     if spot is None:
         return []
     old = ranks[spot[0]][spot[1]]
-    keyed = old.kind.is_compute or old.kind.is_transfer
+    keyed = old.kind.computes or old.kind.is_transfer
     field = rng.choice(["kind", "stage", "mb", "pipe", "slice"]) if keyed else "stage"
-    kinds = [kind for kind in Kind if kind.is_compute] if old.kind.is_compute else [k for k in Kind if k.is_transfer]
+    kinds = [kind for kind in Kind if kind.computes] if old.kind.computes else [k for k in Kind if k.is_transfer]
     new = rng.choice(kinds) if field == "kind" else max(0, getattr(old, field) + rng.choice([-1, 1]))
     ranks[spot[0]][spot[1]] = op = old._replace(**{field: new})
     return [old, op]
@@ -327,12 +328,12 @@ BREAKS: dict[str, Callable[[random.Random, Ranks, Placement], list[Op]]] = {
     "swap adjacent": swap_adjacent,
     "swap any": swap_any,
     "move any": move_any,
-    "drop compute": _drop(lambda op: op.kind.is_compute),
+    "drop compute": _drop(lambda op: op.kind.computes),
     "drop transfer": _drop(lambda op: op.kind.is_transfer),
-    "drop step op": _drop(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
-    "repeat compute": _repeat(lambda op: op.kind.is_compute),
+    "drop step op": _drop(lambda op: not op.kind.computes and not op.kind.is_transfer),
+    "repeat compute": _repeat(lambda op: op.kind.computes),
     "repeat transfer": _repeat(lambda op: op.kind.is_transfer),
-    "repeat step op": _repeat(lambda op: not op.kind.is_compute and not op.kind.is_transfer),
+    "repeat step op": _repeat(lambda op: not op.kind.computes and not op.kind.is_transfer),
     "repeat message": repeat_message,
     "reorder receives": reorder_receives,
     "legal moves": legal_moves,

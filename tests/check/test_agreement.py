@@ -17,7 +17,7 @@ from tests.check.programs import BREAKS, Broken, broken, correct
 from tests.listing import listing, show
 from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
 from zbc.errors import ZbcError
-from zbc.ir import COLLECTIVE, Program
+from zbc.ir import Program
 
 PROGRAMS = 2500
 BATCHES = [range(start, start + 250) for start in range(0, PROGRAMS, 250)]
@@ -159,7 +159,7 @@ def test_the_programs_are_of_every_kind():
     codes, breaks, states, collectives = Counter(), Counter(), Counter(), Counter()
     for seed in range(PROGRAMS):
         program, result = case(seed)
-        kinds = {op.kind.value for _, _, op in program if op.kind in COLLECTIVE}
+        kinds = {op.kind.value for _, _, op in program if op.kind.is_collective}
         collectives.update([*kinds, f"{program.copies} copies"])
         error = rejected(seed)
         codes[error.code if error else "passes"] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 import pytest
 
 from tests.jobs import job
@@ -21,23 +23,28 @@ def costs(description, placement=LINEAR):
     return cost.build(description, placement, partition(description, placement, table), table)
 
 
+def comm(found):
+    """ms from each stage of the first pipe to the next."""
+    return tuple(found.links[0].values())
+
+
 def test_a_number_per_rank_is_shared_by_the_chunks_of_the_rank():
     given = costs(job(costs={"f": 8.0, "b": 6.0, "w": 4.0, "comm": 0.5}), V)
-    assert given.f == (4.0,) * 8 and given.b == (3.0,) * 8 and given.w == (2.0,) * 8
-    assert given.comm == ((0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5),)
-    assert given.act_b == (0.5,) * 8
+    assert given.column("f") == (4.0,) * 8 and given.column("b") == (3.0,) * 8 and given.column("w") == (2.0,) * 8
+    assert comm(given) == (0.5, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5)
+    assert given.units("kept") == (0.5,) * 8
     assert given.source == "given"
 
 
 def test_a_list_per_rank_follows_the_placement():
     given = costs(job(costs={"f": [2.0, 4.0, 6.0, 8.0], "b": 1.0, "w": 1.0}), V)
-    assert given.f == (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)
+    assert given.column("f") == (1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0)
 
 
 def test_a_list_per_stage_is_taken_as_it_is():
     given = costs(job(costs={"per": "stage", "f": [1.0, 2.0, 3.0, 4.0], "b": 1.0, "w": 0.5}))
-    assert given.f == (1.0, 2.0, 3.0, 4.0)
-    assert given.b == (1.0,) * 4
+    assert given.column("f") == (1.0, 2.0, 3.0, 4.0)
+    assert given.column("b") == (1.0,) * 4
 
 
 def test_a_list_of_the_wrong_length_is_refused():
@@ -53,22 +60,22 @@ def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
             partition={"layers_per_stage": [2, 2, 2, 2]},
         )
     )
-    assert given.f == (2.5, 2.0, 2.0, 2.0)
-    assert given.w == (6.0, 6.0, 6.0, 15.0)
+    assert given.column("f") == (2.5, 2.0, 2.0, 2.0)
+    assert given.column("w") == (6.0, 6.0, 6.0, 15.0)
 
 
 def test_given_costs_without_comm_mean_transfers_that_take_no_time():
-    assert costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0})).comm == ((0.0, 0.0, 0.0),)
+    assert comm(costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0}))) == (0.0,) * 3
 
 
 def test_activation_units_are_shares_of_one_rank_whatever_unit_was_given():
     given = costs(job(costs={"f": 1.0, "b": 1.0, "w": 1.0, "act_b": 34.0, "act_w": 17.0}), V)
-    assert given.act_b == pytest.approx((0.5,) * 8)
-    assert given.act_w == pytest.approx((0.25,) * 8)
+    assert given.units("kept") == pytest.approx((0.5,) * 8)
+    assert given.units("left") == pytest.approx((0.25,) * 8)
 
 
 def test_what_an_op_holds_sums_to_nothing_over_a_microbatch():
-    given = Costs.uniform(LINEAR, act_w=0.4)
+    given = Costs.uniform(LINEAR, left=0.4)
     split = [Op(kind, 1, 0) for kind in (Kind.F, Kind.B, Kind.W)]
     assert [given.held(op) for op in split] == [1.0, pytest.approx(-0.6), -0.4]
     assert given.held(Op(Kind.F, 1, 0)) + given.held(Op(Kind.BW, 1, 0)) == 0.0
@@ -103,8 +110,8 @@ def test_transfers_are_latency_plus_bytes_over_the_link():
     hardware = {"link_gbps": 8.0, "link_us": 100.0}
     estimated = costs(job(hardware=hardware))
     size = 2 * 16 * 32 * 4
-    assert estimated.comm[0] == pytest.approx((0.1 + size / 1e6,) * 3)
-    assert costs(job(hardware=hardware, costs={"comm": 0.25})).comm[0] == (0.25,) * 3
+    assert comm(estimated) == pytest.approx((0.1 + size / 1e6,) * 3)
+    assert comm(costs(job(hardware=hardware, costs={"comm": 0.25}))) == (0.25,) * 3
 
 
 NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0, "inter_node_us": 50.0}
@@ -115,11 +122,11 @@ def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():
     near, far = size / 1e8, 0.05 + size / 1e7
     for node, expected in ((2, (near, far, near)), (3, (near, near, far)), (1, (far,) * 3), (4, (near,) * 3)):
         estimated = costs(job(hardware={**NODES, "ranks_per_node": node}))
-        assert estimated.comm[0] == pytest.approx(expected), node
+        assert comm(estimated) == pytest.approx(expected), node
     folded = costs(job(hardware={**NODES, "ranks_per_node": 2}), V)  # ranks 0 1 2 3 3 2 1 0
-    assert folded.comm[0] == pytest.approx((near, far, near, 0.0, near, far, near))
+    assert comm(folded) == pytest.approx((near, far, near, 0.0, near, far, near))
     same = {key: value for key, value in NODES.items() if not key.startswith("inter")}
-    assert costs(job(hardware={**same, "ranks_per_node": 2})).comm[0] == pytest.approx((near,) * 3)
+    assert comm(costs(job(hardware={**same, "ranks_per_node": 2}))) == pytest.approx((near,) * 3)
 
 
 def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
@@ -127,7 +134,7 @@ def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
     crossing = costs(
         job(parallel={"pp": 3, "dp": 2}, layers=9, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(3)
     )
-    assert crossing.comm[0][0] > 10 * crossing.comm[0][1]
+    assert crossing.link(0, 0, 1) > 10 * crossing.link(0, 1, 2)
 
 
 def test_sums_over_copies_take_the_slowest_link_of_their_ring():
@@ -140,8 +147,8 @@ def test_sums_over_copies_take_the_slowest_link_of_their_ring():
         for dp in (2, 4)
     )
     gradients = inside.bytes[1].gradients
-    assert inside.reduce[1] == pytest.approx(gradients / 1e8)
-    assert outside.reduce[1] == pytest.approx(0.05 + 2 * 3 / 4 * gradients / 1e7)
+    assert inside.of("reduce", 1) == pytest.approx(gradients / 1e8)
+    assert outside.of("reduce", 1) == pytest.approx(0.05 + 2 * 3 / 4 * gradients / 1e7)
 
 
 def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
@@ -178,7 +185,7 @@ def test_an_optimizer_step_takes_the_memory_traffic_of_every_built_in_family():
     for family in ("gpt", "llama"):
         estimated = costs(job(model={"family": family}, hardware={"memory_gbps": 1.0}))
         params = [s.gradients / 4 for s in estimated.bytes]
-        assert estimated.step == pytest.approx([28 * count / 1e6 for count in params])
+        assert estimated.column("step") == pytest.approx([28 * count / 1e6 for count in params])
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------
@@ -273,39 +280,44 @@ def test_layers_of_a_factory_are_assumed_equal_and_say_so():
     assumed = costs(plain)
     assert assumed.source == "assumed equal"
     assert assumed.bytes is None
-    assert assumed.f == (2.0,) * 4
+    assert assumed.column("f") == (2.0,) * 4
 
 
 def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inputs_only():
     plain, every = costs(job()), costs(job(memory={"activations": "recompute"}))
-    assert every.b == pytest.approx(tuple(b + f for b, f in zip(plain.b, plain.f, strict=True)))
-    assert (every.f, every.w, every.act_w) == (plain.f, plain.w, plain.act_w)
+    assert every.column("b") == pytest.approx(tuple(map(add, plain.column("b"), plain.column("f"))))
+    assert [every.column(name) for name in ("f", "w")] == [plain.column(name) for name in ("f", "w")]
+    assert every.units("left") == plain.units("left")
+    kept, left = every.bytes_of("kept"), every.bytes_of("left")
     tokens = 16 * 2
     inputs = 4 * 32 * tokens  # of a block: float32, hidden
-    assert every.bytes[3].act_b == 3 * inputs + 8 * tokens  # of the head, and the targets
-    assert every.bytes[1].act_b == 2 * inputs and every.bytes[0].act_b == 8 * tokens + 2 * inputs
+    assert kept[3] == 3 * inputs + 8 * tokens  # of the head, and the targets
+    assert kept[1] == 2 * inputs and kept[0] == 8 * tokens + 2 * inputs
     for s in range(4):
-        share = every.bytes[s].act_b / plain.bytes[s].act_b
-        assert every.act_b[s] == pytest.approx(share * plain.act_b[s])  # units stay those of all activations
-    assert every.bytes[1].act_w == plain.bytes[1].act_w > every.bytes[1].act_b
+        share = kept[s] / plain.bytes_of("kept")[s]  # units stay those of all activations
+        assert every.units("kept")[s] == pytest.approx(share * plain.units("kept")[s])
+    assert left[1] == plain.bytes_of("left")[1] > kept[1]
 
 
 def test_stages_recompute_one_by_one():
     plain, some = costs(job()), costs(job(memory={"activations": {"1": "recompute", "2": "keep"}}))
     for s in range(4):
-        assert (some.b[s] == plain.b[s]) == (s != 1) and (some.act_b[s] == plain.act_b[s]) == (s != 1)
+        assert (some.of("b", s) == plain.of("b", s)) == (s != 1)
+        assert (some.units("kept")[s] == plain.units("kept")[s]) == (s != 1)
 
 
 def test_given_times_and_activations_follow_the_same_rule():
     given = {"costs": {"f": 3.0, "b": 2.0, "w": 1.0, "act_b": 10.0}}
     kept, again = costs(job(**given)), costs(job(**given, memory={"activations": "recompute"}))
-    assert again.b == (5.0,) * 4 and again.f == kept.f and again.w == kept.w
+    assert again.column("b") == (5.0,) * 4
+    assert [again.column(name) for name in ("f", "w")] == [kept.column(name) for name in ("f", "w")]
     estimated, less = costs(job()), costs(job(memory={"activations": "recompute"}))
     for s in range(4):
-        assert again.act_b[s] / kept.act_b[s] == pytest.approx(less.bytes[s].act_b / estimated.bytes[s].act_b)
+        share = less.bytes_of("kept")[s] / estimated.bytes_of("kept")[s]
+        assert again.units("kept")[s] / kept.units("kept")[s] == pytest.approx(share)
     factory = {"model": {"family": "a:b", "layers": 8}, "data": {"kind": "c:d"}}
     unknown = costs(job(**factory, **given, memory={"activations": "recompute"}))
-    assert unknown.act_b == (1.0,) * 4 and unknown.b == (5.0,) * 4
+    assert unknown.units("kept") == (1.0,) * 4 and unknown.column("b") == (5.0,) * 4
 
 
 def test_a_stage_that_does_not_exist_cannot_recompute():
@@ -329,7 +341,8 @@ def test_zero1_shares_out_the_optimizer_state_and_nothing_else():
         dealt, _ = most((count for i in layers for count in table[i].parts), 4)
         assert part.optimizer == pytest.approx(8 * dealt) == pytest.approx(one.optimizer / 4, rel=0.01)
         assert (part.weights, part.gradients) == (one.weights, one.gradients)
-    assert parts.gather == parts.reduce and parts.reduce[0] < whole.reduce[0] and not any(whole.gather)
+    assert parts.column("gather") == parts.column("reduce") and not any(whole.column("gather"))
+    assert parts.of("reduce") < whole.of("reduce")
 
 
 def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_one_that_gets_most():
@@ -338,8 +351,8 @@ def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_on
     counts = [count for one in estimate.layers(job(**changes)) for count in one.parts]
     row, _ = most(counts, 3)
     assert row == 3000 * 32 > 1.1 * sum(counts) / 3  # the embedding alone is more than a third
-    assert parts.reduce[0] / whole.reduce[0] == pytest.approx(3 * row / sum(counts) / 2)
-    assert parts.gather == parts.reduce
+    assert parts.of("reduce") / whole.of("reduce") == pytest.approx(3 * row / sum(counts) / 2)
+    assert parts.column("gather") == parts.column("reduce")
 
 
 def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
@@ -348,11 +361,11 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
     tied = {"tie_embeddings": True}
     apart, alike = bytes_of(), bytes_of(model=tied)
     assert [s.weights for s in apart.bytes] == [s.weights for s in alike.bytes]
-    assert alike.tied == size and apart.tied == 0.0 and alike.tie > 0.0 == apart.tie
+    assert alike.tied == size and apart.tied == 0.0 and alike.of("tie") > 0.0 == apart.of("tie")
     v = Placement.vshape(2)
     apart, alike = bytes_of(v), bytes_of(v, model=tied)
     saved = [one.weights - both.weights for one, both in zip(apart.bytes, alike.bytes, strict=True)]
-    assert saved == [0.0, 0.0, 0.0, size] and alike.tie == 0.0
+    assert saved == [0.0, 0.0, 0.0, size] and alike.of("tie") == 0.0
     copies = {"parallel": {"pp": 2, "dp": 2}, "optimizer": {"zero1": True}}
     shared = bytes_of(model=tied, **copies).bytes[0]
     assert shared.optimizer == pytest.approx((2 * shared.weights - 8 * 32 - 2 * size) / 2 + 2 * size, rel=0.01)

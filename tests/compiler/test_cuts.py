@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -239,9 +238,10 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
     held = fullest(program)
     for _ in range(4):
         some = Costs.uniform(program.placement)
-        act_b = tuple(rng.random() for _ in some.f)
-        costs = replace(some, act_b=act_b, act_w=tuple(size * rng.uniform(0.2, 1.5) for size in act_b))
-        assert held_peaks(held, costs.act_b, costs.act_w) == pytest.approx([r.units for r in peaks(program, costs)])
+        kept = tuple(rng.random() for _ in range(some.stages))
+        left = tuple(size * rng.uniform(0.2, 1.5) for size in kept)
+        costs = some.with_units(kept=kept, left=left)
+        assert held_peaks(held, kept, left) == pytest.approx([r.units for r in peaks(program, costs)])
 
 
 def with_head(layers, head, **parts):

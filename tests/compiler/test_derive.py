@@ -56,9 +56,9 @@ def recorded(compiled):
                 times.cost[op.kind, op.stage] = ns
             elif op.kind is Kind.STEP:
                 times.closing[op.kind, op.stage] = ns
-    for pipe, links in enumerate(costs.comm):
-        times.lags |= {(pipe, edge): [round(1e6 * ms)] * 3 for edge, ms in enumerate(links) if ms}
-    times.norm, times.sums = [round(0.25e6 * costs.agree)], [round(0.75e6 * costs.agree)]
+    for pipe, links in enumerate(costs.links):
+        times.lags |= {(pipe, first): [round(1e6 * ms)] * 3 for (first, _), ms in links.items() if ms}
+    times.norm, times.sums = [round(0.25e6 * costs.of("agree"))], [round(0.75e6 * costs.of("agree"))]
     return times
 
 
@@ -86,8 +86,8 @@ def test_a_plan_made_with_wrong_costs_gets_the_right_ones_from_its_run(kind, act
     for op in {op._replace(mb=0) for ops in planned.program.ranks for op in ops}:
         if op.kind in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.STEP):
             assert found.duration(op) == pytest.approx(costs.duration(op), rel=0.05), op
-    assert found.agree == pytest.approx(costs.agree, rel=1e-3)
-    for mine, theirs in zip(found.comm, costs.comm, strict=True):
+    assert found.of("agree") == pytest.approx(costs.of("agree"), rel=1e-3)
+    for mine, theirs in zip(found.links, costs.links, strict=True):
         assert mine == pytest.approx(theirs, rel=0.01)
     assert derived.profile.on.source == "trace"
     if known:  # what ranks add is not part of the layers
@@ -110,14 +110,14 @@ def test_a_slow_rank_makes_the_layers_of_its_stages_kinds_of_their_own(known):
     described = replace(described, profile=profile_of(described, layers=TRUE) if known else None)
     compiled = compile_job(described)
     manifest = compiled.assemble()[0]
-    slow = replace(
-        compiled.costs,
-        **{key: tuple(ms * (1 + (s == 2)) for s, ms in enumerate(getattr(compiled.costs, key))) for key in "fbw"},
+    columns = {name: compiled.costs.column(name) for name in ("f", "b", "w")}
+    slow = compiled.costs.with_ms(
+        **{name: tuple(ms * (1 + (s == 2)) for s, ms in enumerate(column)) for name, column in columns.items()}
     )
     derived = derive_from(manifest, recorded(replace(compiled, costs=slow)), rounds=3, device="cpu")
     assert len(derived.profile.order) == 18 and any("share of its stage" in note for note in derived.notes)
     again = with_profile(manifest, derived.profile)
-    assert recall.costs_for(again, manifest).f == pytest.approx(slow.f, rel=1e-4)
+    assert recall.costs_for(again, manifest).column("f") == pytest.approx(slow.column("f"), rel=1e-4)
     fewer = compile_job(again).layers[2]
     assert len(fewer) < len(compiled.layers[2])
     if known:
@@ -131,7 +131,7 @@ def test_a_slow_rank_makes_the_layers_of_its_stages_kinds_of_their_own(known):
 def test_a_factorys_layers_share_the_time_of_their_stage():
     described = job(kind="zb-h1", **MINE)
     compiled = compile_job(described)
-    slow = replace(compiled.costs, f=(2.0, 2.0, 8.0, 2.0))
+    slow = compiled.costs.with_ms(f=(2.0, 2.0, 8.0, 2.0))
     derived = derive_from(compiled.assemble()[0], recorded(replace(compiled, costs=slow)), rounds=3, device="cpu")
     assert [derived.profile.layers[kind].f.ms for kind in derived.profile.order] == pytest.approx(
         [1, 1, 1, 1, 4, 4, 1, 1]
@@ -145,8 +145,9 @@ def test_what_ran_in_one_piece_on_one_stage_only_says_nothing_of_the_size_of_oth
     apart = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.B}
     assert fused < apart and len(apart) == 4
     ms = {stage: 10.0 + 10.0 * stage for stage in apart}
-    true = replace(planned.costs, b=tuple(ms[s] * 0.6 for s in range(4)), w=tuple(ms[s] * 0.4 for s in range(4)))
-    times = recorded(replace(planned, costs=replace(true, bw=tuple(ms[s] * 0.9 for s in range(4)))))
+    shares = {"b": 0.6, "w": 0.4, "bw": 0.9}
+    true = planned.costs.with_ms(**{name: tuple(ms[s] * x for s in range(4)) for name, x in shares.items()})
+    times = recorded(replace(planned, costs=true))
     found = derive_from(planned.assemble()[0], times, rounds=3, device="cpu").profile.layers
     for stage in apart:
         assert 2 * found[f"stage-{stage}"].bw.ms == pytest.approx(0.9 * ms[stage], rel=1e-3)
@@ -161,7 +162,7 @@ def test_planning_anew_says_what_the_command_plans():
     described = job(kind="zb-h1", **MINE)
     compiled = compile_job(described)
     manifest = compiled.assemble()[0]
-    slow = replace(compiled.costs, f=(2.0, 2.0, 8.0, 2.0), b=(2.0, 2.0, 8.0, 2.0), w=(2.0, 2.0, 8.0, 2.0))
+    slow = compiled.costs.with_ms(f=(2.0, 2.0, 8.0, 2.0), b=(2.0, 2.0, 8.0, 2.0), w=(2.0, 2.0, 8.0, 2.0))
     profile = derive_from(manifest, recorded(replace(compiled, costs=slow)), rounds=3, device="cpu").profile
     again = replan(manifest, compiled.program, profile)
     assert again.changed and again.gain > 0.1

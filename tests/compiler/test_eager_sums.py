@@ -11,7 +11,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
-from zbc.ir import COMPUTE, Kind
+from zbc.ir import Kind
 
 PAPERS = [("chimera", 1), ("bitpipe", 2)]
 SPLIT = [("chimera-zb", 1), ("bitpipe-zb", 2)]
@@ -21,7 +21,7 @@ def lowered(name, v, p, m, each, **how):
     """The complete program, its costs with sums that take `each` ms, and the makespan without."""
     compute = SCHEDULES[name].make(Request(p, m, v))
     free = Costs.uniform(compute.placement)
-    costs = replace(free, reduce=(each,) * compute.placement.stages)
+    costs = free.with_ms(reduce=(each,) * compute.placement.stages)
     program = lower(replace(compute, **how), costs=costs)
     check_all(program)
     return program, costs, simulate(compute, free).makespan
@@ -61,8 +61,8 @@ def test_a_sum_starts_right_behind_the_last_gradient_of_its_stage_unless_another
     for ops in program.ranks:
         sums = [i for i, op in enumerate(ops) if op.kind is Kind.REDUCE]
         for k, i in enumerate(sums):
-            last = max(j for j, op in enumerate(ops) if op.kind in COMPUTE and op.stage == ops[i].stage)
-            between = [op for op in ops[last + 1 : i] if op.kind in COMPUTE]
+            last = max(j for j, op in enumerate(ops) if op.kind.computes and op.stage == ops[i].stage)
+            between = [op for op in ops[last + 1 : i] if op.kind.computes]
             assert last < i
             assert not between or sums[k - 1] > last, "or it stands behind the sum before it"
 
@@ -90,7 +90,7 @@ def test_a_searched_order_leaves_its_sums_time(name, v):
     """The search times candidates with their sums."""
     placement = SCHEDULES[name].placement(4, v)
     free = Costs.uniform(placement)
-    slow = replace(free, reduce=(2.0,) * placement.stages)
+    slow = free.with_ms(reduce=(2.0,) * placement.stages)
     found = []
     for known in (free, slow):
         program = SCHEDULES[name].make(Request(4, 8, v, costs=known))

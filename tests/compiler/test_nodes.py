@@ -87,8 +87,8 @@ def test_slow_links_between_nodes_are_paid_by_what_crosses_them():
     slow = {"ranks_per_node": 2, "inter_node_us": 5000.0}
     near = compiled(m=4, hardware=slow, parallel={"dp": 2, "node": [2, 1]})
     far = compiled(m=4, hardware=slow, parallel={"dp": 2, "node": [1, 2]})
-    assert near.costs.comm[0][0] < 5.0 <= far.costs.comm[0][0]
-    assert far.costs.reduce[0] < 5.0 <= near.costs.reduce[0]
+    assert near.costs.link(0, 0, 1) < 5.0 <= far.costs.link(0, 0, 1)
+    assert far.costs.of("reduce") < 5.0 <= near.costs.of("reduce")
 
 
 def test_a_ramp_keeps_its_ranks_where_they_are():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
@@ -28,10 +27,10 @@ def unit(made, comm=0.0):
 def slowed(made, costs, rank, share):
     """Costs with everything on one rank slower; stages of a linear placement are ranks."""
     changed = {
-        key: tuple(ms * (1 + share * (s == rank)) for s, ms in enumerate(getattr(costs, key)))
-        for key in ("f", "b", "w")
+        name: tuple(ms * (1 + share * (s == rank)) for s, ms in enumerate(costs.column(name)))
+        for name in ("f", "b", "w")
     }
-    return replace(costs, **changed)
+    return costs.with_ms(**changed)
 
 
 @pytest.mark.parametrize("name", NAMES)

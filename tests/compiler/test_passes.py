@@ -175,7 +175,7 @@ def test_lowering_changes_neither_the_compute_order_nor_the_prediction(name, p, 
     for v in chunk_counts(name):
         before = make(name, p, m, v)
         commed = insert_comm(before)
-        kept = [tuple(op for op in ops if op.kind.is_compute) for ops in commed.ranks]
+        kept = [tuple(op for op in ops if op.kind.computes) for ops in commed.ranks]
         assert kept == list(before.ranks)
         after = lower(before)
         for comm in (0.0, 0.25):

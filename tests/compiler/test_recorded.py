@@ -15,7 +15,7 @@ from zbc.compiler.recorded.replan import replan
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import step_of, typical
 from zbc.compiler.simulate import simulate
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 
 GIVEN = {"per": "stage", "f": 4.0, "b": 5.0, "w": 3.0, "comm": 0.5, "optimizer": 2.0, "reduce": 0.0}
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"]
@@ -255,7 +255,8 @@ def test_two_of_four_ranks_that_are_out_of_line_at_once_are_named(tmp_path):
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_path, kind):
     plan = compiled(kind)
-    times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in range(plan.costs.stages) for kind in COMPUTE}
+    computing, stages = [kind for kind in Kind if kind.computes], range(plan.costs.stages)
+    times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in stages for kind in computing}
     world = as_predicted(plan, op=lambda op, rank, step: times[op.kind, op.stage], transfer=0.05, data=0.1, agree=1.0)
     trace = record(plan, tmp_path, world)
     steps = [step_of(trace, number) for number in typical(trace)]
@@ -274,7 +275,7 @@ def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow
 
 def test_a_new_plan_where_nothing_deviates_is_the_plan(tmp_path):
     plan = compiled("1f1b", costs={**GIVEN, "per": "layer"})
-    world = as_predicted(plan, optimizer=lambda rank: plan.costs.step[rank])
+    world = as_predicted(plan, optimizer=lambda rank: plan.costs.of("step", rank))
     found = report.build(record(plan, tmp_path, world)).replan
     assert not found.changed and found.gain == pytest.approx(0.0, abs=1e-9) and found.cut == plan.layers
     assert found.present_ms == pytest.approx(plan.settled_ms, rel=1e-3)

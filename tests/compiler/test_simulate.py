@@ -79,7 +79,7 @@ def test_both_bubble_rates_say_what_they_are_a_share_of():
 def test_uneven_stages_wait_for_the_slowest():
     placement = Placement.linear(2)
     program = make("gpipe", 2, 3)
-    costs = Costs((1.0, 3.0), (1.0, 3.0), (0.0, 0.0), (1.0, 1.0), (1.0, 1.0), ((0.5,),))
+    costs = Costs.per_stage((1.0, 3.0), (1.0, 3.0), (0.0, 0.0), (1.0, 1.0), (1.0, 1.0), ((0.5,),))
     timeline = simulate(program, costs)
     assert timeline.makespan == 1 + 0.5 + 3 * 3 + 3 * 3 + 0.5 + 1
     assert placement.ranks == timeline.ranks
@@ -110,7 +110,7 @@ def test_an_op_whose_input_no_rank_makes_is_refused():
 @every
 def test_the_memory_curve_reaches_the_peak_and_ends_empty(name):
     program = make(name, 4, 8)
-    costs = Costs.uniform(program.placement, act_w=0.5)
+    costs = Costs.uniform(program.placement, left=0.5)
     timeline = simulate(program, costs)
     for rank, found in enumerate(peaks(program, costs)):
         held = [units for _, units in curve(timeline, rank, costs)]
@@ -134,8 +134,8 @@ def test_memory_over_time_by_category_peaks_where_the_report_says(kind):
 def test_putting_off_weight_gradients_costs_what_they_hold():
     """ZB-H2 at act_w = 0: B frees everything, so no rank holds more than its forwards in flight."""
     program = make("zb-h2", 4, 12)
-    light = peaks(program, Costs.uniform(program.placement, act_w=0.0))
-    full = peaks(program, Costs.uniform(program.placement, act_w=1.0))
+    light = peaks(program, Costs.uniform(program.placement, left=0.0))
+    full = peaks(program, Costs.uniform(program.placement, left=1.0))
     assert [rank.units for rank in full] == [7.0] * 4
     assert [rank.units for rank in light] == [7.0, 5.0, 3.0, 1.0]
 
@@ -148,7 +148,7 @@ def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):
     program = lower(replace(make(name, p, m), **how))
     costs = Costs.uniform(program.placement)
     stages = program.placement.stages
-    return simulate(program, replace(costs, reduce=(reduce,) * stages, gather=(gather,) * stages, tie=tie))
+    return simulate(program, costs.with_ms(reduce=(reduce,) * stages, gather=(gather,) * stages, tie=(tie,)))
 
 
 def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
@@ -192,10 +192,10 @@ def test_sums_over_copies_cost_what_a_ring_moves():
     three = {"pp": 2, "dp": 3}
     ring = cost_of(parallel=three, hardware=hardware)
     params = [ring.bytes[s].gradients for s in range(2)]
-    assert ring.reduce == pytest.approx([0.5 + 4 / 3 * size / 1e6 for size in params])
+    assert ring.column("reduce") == pytest.approx([0.5 + 4 / 3 * size / 1e6 for size in params])
     assert cost_of(parallel={"pp": 2}, hardware=hardware).reduce == (0.0, 0.0)
     given = cost_of(parallel=three, costs={"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 7.0})
-    assert given.reduce == (7.0, 7.0)
+    assert given.column("reduce") == (7.0, 7.0)
 
 
 def cost_of(**changes):

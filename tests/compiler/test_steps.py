@@ -13,7 +13,7 @@ from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete
-from zbc.ir import AHEAD, Kind, Placement
+from zbc.ir import Kind, Placement
 
 UNIT = 1.0
 
@@ -23,7 +23,7 @@ def costs_of(program, *, f=UNIT, b=UNIT, w=UNIT, comm=0.0, hop=0.0, step=0.0, te
     stages, ranks = program.placement.stages, program.placement.ranks
     made = Costs.uniform(program.placement, f, b, w, comm)
     each = [(ms * ranks / stages,) * stages for ms in (step, step if tentative is None else tentative)]
-    return replace(made, step=each[0], tentative=each[1], hop=hop)
+    return made.with_ms(step=each[0], tentative=each[1], hop=(hop,))
 
 
 def either_way(order, costs):
@@ -78,7 +78,7 @@ def test_the_ops_of_a_step_without_a_barrier_run_in_the_order_they_need(name):
     costs = costs_of(program, comm=0.1, hop=0.3, step=1.0)
     for timeline in islice(consecutive(program, costs), 3):
         at = {(span.rank, span.op): span for span in timeline}
-        find = {(span.rank, span.op.kind): span for span in timeline if span.op.kind in AHEAD}
+        find = {(span.rank, span.op.kind): span for span in timeline if span.op.kind.row.closes == "ahead"}
         for rank in range(4):
             if rank:
                 assert find[rank, Kind.NORM].start >= find[rank - 1, Kind.NORM].end + 0.3 - 1e-9
@@ -99,7 +99,7 @@ def test_steps_follow_one_another_without_a_gap_they_do_not_need():
 def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_parts():
     """Behind each step, with a barrier or without: a forward needs all of them."""
     program = replace(make("1f1b", 2, 4), copies=2, sharded=True)
-    free, gathered = (replace(costs_of(program), gather=(ms,) * 2) for ms in (0.0, 2.0))
+    free, gathered = (costs_of(program).with_ms(gather=(ms,) * 2) for ms in (0.0, 2.0))
     (barrier, less), (longer, more) = either_way(program, free), either_way(program, gathered)
     assert longer == pytest.approx(barrier + 2.0)
     assert more == pytest.approx(less + 2.0)
@@ -107,10 +107,10 @@ def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_part
 
 def test_the_sum_over_copies_holds_up_the_tentative_step():
     program = replace(make("1f1b", 2, 4), copies=2)
-    costs = replace(costs_of(program), reduce=(5.0, 5.0))
+    costs = costs_of(program).with_ms(reduce=(5.0, 5.0))
     assert either_way(program, costs)[1] == pytest.approx(simulate(program, costs).makespan + 5.0)
 
 
 def test_linear_placements_have_one_step_per_stage():
-    assert costs_of(make("1f1b", 4, 4), step=3.0).step == (3.0,) * 4
-    assert Costs.uniform(Placement.linear(2)).tentative_ms((0, 1)) == 0.0
+    assert costs_of(make("1f1b", 4, 4), step=3.0).column("step") == (3.0,) * 4
+    assert Costs.uniform(Placement.linear(2)).total("tentative", (0, 1)) == 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.compiler.grid import make
@@ -11,16 +9,15 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.compiler.transit import in_transit
-from zbc.ir import COMPUTE
 
 
 def moving(microbatches, f):
     """Per rank and compute op of GPipe on two ranks the tensors on their way; B and W take 1."""
     program = lower(make("gpipe", 2, microbatches))
-    costs = replace(Costs.uniform(program.placement), f=f)
+    costs = Costs.uniform(program.placement).with_ms(f=f)
     found = in_transit(program, costs, simulate(program, costs))
     return [
-        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind in COMPUTE}
+        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind.computes}
         for ops, counts in zip(program.ranks, found, strict=True)
     ]
 
@@ -41,7 +38,7 @@ def test_a_tensor_that_leaves_in_the_middle_of_an_op_counts_for_its_share_of_it(
 def test_what_is_sent_right_before_a_tentative_step_leaves_while_it_runs(ms, share):
     """The last rank's last gradient takes 1 ms to the first rank, which has posted for it."""
     program = lower(make("1f1b", 2, 3), "post-validate")
-    costs = replace(Costs.uniform(program.placement, comm=1.0), tentative=(ms, ms))
+    costs = Costs.uniform(program.placement, comm=1.0).with_ms(tentative=(ms, ms))
     counts = in_transit(program, costs, simulate(program, costs))[1]
     assert str(program.ranks[1][-1]) == "TENTATIVE s1" and str(program.ranks[1][-2]) == "SEND_B s1 m2"
     assert counts[-1] == pytest.approx(share)

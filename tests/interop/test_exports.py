@@ -13,7 +13,7 @@ from tests.jobs import job
 from zbc.api import EXPORTS
 from zbc.errors import ZbcError
 from zbc.interop import megatron_layout, torch_csv
-from zbc.ir import COMPUTE, Op
+from zbc.ir import Op
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,7 @@ def test_torchtitan_gets_its_settings_and_the_order(plans):
     assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "output"])
     assert [name for part in parts for name in part if "layers" in name] == [f"layers.{i}" for i in range(8)]
     order = torch_csv.loads(files[".csv"]).program
-    assert [list(ops) for ops in order.ranks] == [
-        [op for op in ops if op.kind in COMPUTE] for ops in plan.program.ranks
-    ]
+    assert [list(ops) for ops in order.ranks] == [[op for op in ops if op.kind.computes] for ops in plan.program.ranks]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
 from zbc.interop.sheet_check import check_sheet
-from zbc.ir import COMPUTE, Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -134,7 +134,7 @@ def test_idle_slots_spaces_pairs_and_line_ends_read_as_torch_reads_them():
     sheet = torch_csv.loads("0F0 , ,0F1,0B0,0B1\r\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\r\n")
     cells = actions("0F0 , ,0F1,0B0,0B1\n ,1F0,(1B0;1F1)OVERLAP_F_B,,1B1\n")
     theirs = [[str(a) for cell in row if cell for a in (cell.sub_actions or (cell,))] for row in cells.values()]
-    ours = [[torch_csv.action(op) for op in ops if op.kind in COMPUTE] for ops in sheet.program.ranks]
+    ours = [[torch_csv.action(op) for op in ops if op.kind.computes] for ops in sheet.program.ranks]
     assert ours == theirs
     assert sheet.columns == ((0, 2, 3, 4), (1, 2, 2, 2, 4))
     assert [str(op) for op in sheet.program.ranks[1]][1:4] == ["OVERLAP", "BW s1 m0", "F s1 m1"]
@@ -167,7 +167,7 @@ def test_plan_to_csv_to_plan_keeps_order_and_times(name, data):
     again = lower(sheet.program)
     check_all(again)
     assert torch_csv.dumps(again) == text
-    compute = [[op for op in ops if op.kind in COMPUTE] for ops in plan.ranks]
+    compute = [[op for op in ops if op.kind.computes] for ops in plan.ranks]
     assert [list(ops) for ops in sheet.program.ranks] == compute
     assert again.placement == plan.placement
     costs = Costs.uniform(plan.placement, *(data.draw(st.sampled_from([0.5, 1.0, 1.7])) for _ in range(3)), comm=0.3)

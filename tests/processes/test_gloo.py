@@ -68,7 +68,7 @@ def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
 
 
 def message(mb, stage=1):
-    return Message(True, stage, mb, 0, 0)
+    return Message(stage - 1, stage, mb, 0, 0)
 
 
 def out_of_order(rank, plan):
@@ -187,9 +187,9 @@ def tags(rank, plan):
     network = open_network(plan)
     m = plan.manifest
     every = [
-        Message(forward, stage, mb, pipe, part)
-        for forward in (True, False)
-        for stage in range(m.stages)
+        Message(*ends, mb, pipe, part)
+        for edge in m.to_placement().edges
+        for ends in (edge, edge[::-1])
         for mb in range(m.microbatches)
         for pipe in range(len(m.placement[0]))
         for part in range(m.slices)
@@ -202,7 +202,7 @@ def test_every_message_of_a_step_has_a_tag_of_its_own(pool):
     plan = make_plan(make_program("1f1b", 4, 4))
     update = {"slices": 3, "microbatches": 5, "placement": [[0, 3], [1, 2], [2, 1], [3, 0]]}
     plan = type(plan)(plan.manifest.model_copy(update=update), plan.program)
-    count = 2 * 4 * 5 * 2 * 3
+    count = 2 * 3 * 5 * 2 * 3
     assert pool.run(tags, plan) == [(count, count, 0, 2 * count - 2)] * 4  # odd: forwards that run again
 
 

@@ -13,7 +13,6 @@ from tests.processes.gloo_ranks import open_worker
 from tests.profiles import layer, profile_of
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
-from zbc.ir import TRANSFER
 from zbc.plan import Plan
 from zbc.profile import Link
 from zbc.runtime.execute import run_step
@@ -48,7 +47,7 @@ def most_buffers(rank, plan):
     with Scale(worker) as scale:
         for step in range(STEPS):
             run_step(worker, step)
-            found.append(max(one.held.buffers for one in scale.readings if one.op.kind not in TRANSFER))
+            found.append(max(one.held.buffers for one in scale.readings if not one.op.kind.is_transfer))
     worker.transport.finish_step()
     worker.transport.close()
     return found[1:]

@@ -189,7 +189,7 @@ def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
     def wrap(worker):
         script = worker.script
         first = next(i for i, (_, op, _) in enumerate(script) if op.kind is Kind.REDUCE)
-        behind = next(i for i in range(first, len(script)) if script[i][1].kind.is_compute)
+        behind = next(i for i in range(first, len(script)) if script[i][1].kind.computes)
         place = {0: behind, 2: first}.get(worker.rank)
         if place is None:
             return

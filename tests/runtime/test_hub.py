@@ -12,8 +12,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Message
 from zbc.runtime.hub import Hub
 
-DOWN = Message(True, 1, 0, 0, 0)  # output of stage 0, microbatch 0
-UP = Message(False, 0, 0, 0, 0)
+DOWN = Message(0, 1, 0, 0, 0)  # output of stage 0, microbatch 0
+UP = Message(1, 0, 0, 0, 0)
 
 
 def together(ranks, *parts):

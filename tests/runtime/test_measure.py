@@ -12,7 +12,7 @@ from tests.runtime.test_gradients import VECTORS, user
 from tests.tiers import dealt
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
-from zbc.ir import COMPUTE, Kind, Op, Placement
+from zbc.ir import Kind, Op, Placement
 from zbc.plan import Plan
 from zbc.runtime.execute import run_step
 from zbc.runtime.measure import CATEGORIES, Ledger, Scale
@@ -155,7 +155,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     compiled.write(tmp_path / "plan")
     scales = []
     run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
-    readings = [one for one in scales[1].readings if one.op.kind in COMPUTE]
+    readings = [one for one in scales[1].readings if one.op.kind.computes]
     for op_kind in {one.op.kind for one in readings}:
         most = max(one.extra for one in readings if one.op.kind is op_kind)
         assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
@@ -169,7 +169,7 @@ def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_
     compiled.write(tmp_path / "plan")
     scales = []
     run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
-    found = {one.op: one for scale in scales for one in scale.readings if one.op.kind in COMPUTE}
+    found = {one.op: one for scale in scales for one in scale.readings if one.op.kind.computes}
     kinds = {op.kind for op in found}
     assert kinds == {Kind.F, Kind.BW} if kind == "1f1b" else kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
     for op, one in found.items():

@@ -19,7 +19,7 @@ from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory import peaks
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.plan import Plan
 from zbc.profile import Profile, spread
 from zbc.runtime.execute import run_step
@@ -323,7 +323,7 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
         key = reading.op.kind, reading.op.stage, reading.op.mb == 0
         needed[key] = max(needed.get(key, 0), reading.extra)
     for (op, stage, first), most in needed.items():
-        if op in COMPUTE:
+        if op.computes:
             predicted = compiled.costs.more_bytes(Op(op, stage), first=first)
         elif op is Kind.STEP:
             predicted = compiled.costs.bytes[stage].step

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from zbc import trace
-from zbc.ir import COMPUTE, Kind
+from zbc.ir import Kind
 from zbc.plan import assemble, write
 from zbc.runtime.aligned import compare_clocks
 from zbc.runtime.board import Board
@@ -94,7 +94,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
                     assert ends[worker.copy, op._replace(stage=op.stage - 1)] <= work
     busy = workers[0].results[1].busy_seconds[0]
     one = found.recorded(0, 2)
-    computed = [(e - w) / 1e9 for op, w, e in zip(one.ops, one.work, one.end, strict=True) if op.kind in COMPUTE]
+    computed = [(e - w) / 1e9 for op, w, e in zip(one.ops, one.work, one.end, strict=True) if op.kind.computes]
     if case != "no barrier":  # there the numbers of a step are those of the one before
         assert sum(computed) >= busy > 0.0
 
@@ -165,7 +165,7 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     result, timing = Recorder(worker, clock).step(4, stop=False)
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops
     assert result is not None and timing.step == 5 and timing.close_ns == 10
-    leads = dict(zip([op for op in ops if op.kind in COMPUTE], timing.lead_ns, strict=True))
+    leads = dict(zip([op for op in ops if op.kind.computes], timing.lead_ns, strict=True))
     for index, (op, took) in enumerate(zip(ops, timing.took_ns, strict=True)):
         waited = [w for i, *w in zip(*(iter(timing.waits),) * 3, strict=True) if i == index]
         if op.kind is Kind.F:

@@ -59,11 +59,11 @@ def costs(rng: Random, where: Placement, *, digits: int | None = None) -> Costs:
     uneven = rng.choice((0.0, 0.2, 0.9))
     f, b, w, comm = rng.choice(PROFILES)
     times = [rounded(x / v * (1 + uneven * rng.uniform(-1, 1)) for _ in range(n)) for x in (f, b, w)]
-    act_b = rounded((1 + rng.choice((0.0, uneven)) * rng.uniform(-1, 1)) / v for _ in range(n))
+    kept = rounded((1 + rng.choice((0.0, uneven)) * rng.uniform(-1, 1)) / v for _ in range(n))
     share = rng.choice((0.0, 0.4, 1.0, 1.3))
-    act_w = rounded(a * (share if rng.random() < 0.7 else rng.random()) for a in act_b)
+    left = rounded(a * (share if rng.random() < 0.7 else rng.random()) for a in kept)
     links = [[rng.choice((comm, comm, 2 * comm)) if a != b else 0.0 for a, b in pairwise(p)] for p in where.pipes]
-    return Costs(times[0], times[1], times[2], act_b, act_w, tuple(map(rounded, links)))
+    return Costs.per_stage(*times, kept, left, tuple(map(rounded, links)))
 
 
 def limits(rng: Random, where: Placement, given: Costs, m: int) -> tuple[float, ...] | None:

@@ -153,8 +153,8 @@ def test_split_chimera_and_bitpipe_reach_their_bounds(p):
 
 def test_what_a_b_leaves_may_be_almost_all_it_held():
     """Sums of per-layer memory differ in their last digits: then no number of B's makes room, a W does."""
-    nearly = Costs((1.0,), (1.0,), (0.5,), (1.0,), (1.0 - 1e-16 * 4,), ((),))
-    exactly = Costs((1.0,), (1.0,), (0.5,), (1.0,), (1.0,), ((),))
+    nearly = Costs.per_stage((1.0,), (1.0,), (0.5,), (1.0,), (1.0 - 1e-16 * 4,), ((),))
+    exactly = Costs.per_stage((1.0,), (1.0,), (0.5,), (1.0,), (1.0,), ((),))
     found, wanted = (bounds(Placement.linear(1), one, 9, 2.0) for one in (nearly, exactly))
     assert found.span == pytest.approx(wanted.span)
 
@@ -162,7 +162,7 @@ def test_what_a_b_leaves_may_be_almost_all_it_held():
 @pytest.mark.parametrize("share", [0.55, 0.7, 0.8, 0.95])
 def test_several_bs_may_make_room_for_a_forward(share):
     """The k-th B makes room when it and those before it freed what one F needs; a bound, so no order is faster."""
-    one = Costs((1.0, 1.0), (1.0, 1.0), (9.0, 9.0), (1.0, 1.0), (share, share), ((0.0,),))
+    one = Costs.per_stage((1.0, 1.0), (1.0, 1.0), (9.0, 9.0), (1.0, 1.0), (share, share), ((0.0,),))
     limits = (3.0, 3.0)
     found = SCHEDULES["zb-auto"].make(
         Request(p=2, m=6, v=1, costs=one, memory_limit=limits, objective="span", budget=0.0)
@@ -180,7 +180,7 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
         even, longest = rng.random() < 0.3, rng.choice((0.5, 5.0))
         given = Costs.uniform(where) if even else costs(rng, where)
         reduce = [longest if even else rng.uniform(0, longest) for _ in range(where.stages)]
-        given = replace(given, reduce=tuple(reduce), gather=tuple(reduce) if sharded else ())
+        given = given.with_ms(reduce=tuple(reduce), gather=tuple(reduce) if sharded else ())
         program = replace(schedule.make(Request(p, m, v, costs=given)), copies=2, sharded=sharded)
         lowered = lower(program, "before-step", given)
         plain = bounds(where, given, m)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -41,8 +40,8 @@ def test_list_scheduling_and_timing_are_the_same(seed, plain, compiled):
 def test_times_given_as_whole_numbers_are_those_given_as_fractions(name):
     """Compiled kernels have arrays of one kind or the other."""
     where = SCHEDULES[name].placement(3, SCHEDULES[name].default_chunks)
-    whole = replace(Costs.uniform(where), f=(1, *[2.5] * (where.stages - 1)), b=(3,) * where.stages)
-    parts = replace(whole, f=tuple(map(float, whole.f)), b=tuple(map(float, whole.b)))
+    whole = Costs.uniform(where).with_ms(f=(1, *[2.5] * (where.stages - 1)), b=(3,) * where.stages)
+    parts = whole.with_ms(**{name: tuple(map(float, whole.column(name))) for name in ("f", "b")})
     made = [
         SCHEDULES[name].make(Request(3, 5, SCHEDULES[name].default_chunks, costs=one, memory_limit=4, budget=0.002))
         for one in (whole, parts)

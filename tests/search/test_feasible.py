@@ -57,7 +57,7 @@ def test_the_least_memory_is_the_least_over_all_orders(v):
         given = costs(rng, where)
         m = rng.randint(1, 4 - v // 2)
         assert least(Problem.make(where, given, m, None)) == pytest.approx(
-            [least_by_trying(given.act_b, given.act_w, m)]
+            [least_by_trying(given.units("kept"), given.units("left"), m)]
         )
 
 
@@ -74,7 +74,7 @@ def needs(name, asked):
     given = asked.costs
     where = SCHEDULES[name].placement(asked.p, asked.v)
     if not SCHEDULES[name].splits_backward:  # then nothing is kept for W
-        return [sum(given.act_b[s] for s in where.stages_of(r)) for r in range(asked.p)]
+        return [sum(given.units("kept")[s] for s in where.stages_of(r)) for r in range(asked.p)]
     return least(Problem.make(where, given, asked.m, None))
 
 

@@ -48,7 +48,7 @@ def faults(given, program):
             if op.kind is Kind.W:
                 del held[op.stage, op.mb]
             else:
-                kept = given.costs.act_b if op.kind is Kind.F else given.costs.act_w
+                kept = given.costs.units("kept" if op.kind is Kind.F else "left")
                 held[op.stage, op.mb] = kept[op.stage]
             if sum(held.values()) > limits[rank] + 2e-6:
                 yield f"rank {rank} holds {sum(held.values())} of {limits[rank]} after {op}"

@@ -20,7 +20,8 @@ CASES = json.loads((Path(__file__).parent / "optima.json").read_text())
 
 
 def load(row):
-    costs = Costs(*(tuple(row[key]) for key in ("f", "b", "w", "act_b", "act_w")), comm=(tuple(row["comm"]),))
+    columns = (tuple(row[key]) for key in ("f", "b", "w", "act_b", "act_w"))
+    costs = Costs.per_stage(*columns, (tuple(row["comm"]),))
     where = Placement((tuple(row["ranks"]),))
     return Instance(where, costs, row["m"], (row["limit"],) * where.ranks)
 
@@ -52,7 +53,7 @@ def orders_of_a_rank(given, rank):
     limit = given.limits[rank] if given.limits else float("inf")
     path = [(0, s) for s in stages] + [(1, s) for s in reversed(stages)]
     before = {row: path[k - 1] if k else None for k, row in enumerate(path)} | {(2, s): (1, s) for s in stages}
-    keep_b, keep_w = given.costs.act_b, given.costs.act_w
+    keep_b, keep_w = given.costs.units("kept"), given.costs.units("left")
 
     def extend(done, held, order):
         if len(order) == len(before) * m:

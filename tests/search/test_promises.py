@@ -81,7 +81,7 @@ def test_a_limit_that_is_the_least_but_for_rounding_has_one_rung():
 
 def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
     """So that the limits people write, and those of V-Half and V-Min, are rungs."""
-    grid = Grid.of(Problem.make(Placement.vshape(8), replace(costs(Random(1), Placement.vshape(8))), 40, 20.0))
+    grid = Grid.of(Problem.make(Placement.vshape(8), costs(Random(1), Placement.vshape(8)), 40, 20.0))
     assert [rung for rung in grid.coarse() if rung > 4] == [20.0, 16.0, 14.0, 12.0, 10.0, 8.0, 7.0, 6.0, 5.0]
     assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
 
@@ -324,8 +324,9 @@ def test_two_pipes_are_never_worse_with_more_budget_where_the_objective_is_not_w
         times = [
             tuple(ms * p / where.stages * rng.uniform(0.6, 1.4) for _ in range(where.stages)) for ms in (1, 1, 0.6)
         ]
-        given = replace(Costs.uniform(where), f=times[0], b=times[1], w=times[2])
-        given = replace(given, reduce=tuple(rng.uniform(0, 3) for _ in range(where.stages)))
+        f, b, w = times
+        reduce = tuple(rng.uniform(0, 3) for _ in range(where.stages))
+        given = Costs.uniform(where).with_ms(f=f, b=b, w=w, reduce=reduce)
         steps = []
         for visits in (0, 20_000, 40_000, 60_000, 90_000):
             asked = Request(p, m, schedule.default_chunks, costs=given, memory_limit=1.5 * p, objective=objective)

@@ -45,16 +45,16 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     """
     if costs.overlap:  # as if every F could hide, as far as groups allow
         hidden = 1.0 - costs.overlap
-        costs = replace(costs, f=tuple(hidden * ms for ms in costs.f), overlap=0.0)
+        costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
     costs = costs.least()
     # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
-    costs = replace(costs, act_w=tuple(map(min, costs.act_b, costs.act_w)))
+    costs = costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
     p = placement.ranks
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
     if len(placement.pipes) > 1:
         alone = [
-            bounds(Placement((pipe,)), replace(costs, comm=(links,)), m, limits)
-            for pipe, links in zip(placement.pipes, costs.comm, strict=True)
+            bounds(Placement((pipe,)), replace(costs, links=(links,)), m, limits)
+            for pipe, links in zip(placement.pipes, costs.links, strict=True)
         ]
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
@@ -69,9 +69,9 @@ def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
     Behind the last op of any rank comes the sum of the stage it worked on; behind all sums, the gathers of each rank,
     one after the other.
     """
-    least = min(costs.reduce, default=0.0)
+    least = min(costs.column("reduce"))
     ranks = range(placement.ranks)
-    gathers = [sum(costs.gather[s] for s in placement.stages_of(r)) if costs.gather else 0.0 for r in ranks]
+    gathers = [costs.total("gather", placement.stages_of(r)) for r in ranks]
     return Bounds(found.makespan + least + max(gathers), found.span + least + min(gathers))
 
 
@@ -79,21 +79,20 @@ class _Rank:
     def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank
         self.limit = limits[rank] + ROOM
-        self.costs = way.costs
         self.stages = way.stages[rank]
         self.low, self.high = self.stages[0], self.stages[-1]
 
     def bounds(self) -> Bounds:
-        costs, m = self.costs, self.m
+        way, m = self.way, self.m
         warm, tail = self._warm(), self._tail()
-        forced = m * sum(costs.act_b[s] for s in self.stages) > self.limit  # a B comes before the last F
-        work = m * sum(costs.f[s] + costs.b[s] + costs.w[s] for s in self.stages)
+        forced = m * sum(way.kept[s] for s in self.stages) > self.limit  # a B comes before the last F
+        work = m * sum(way.f[s] + way.b[s] + way.w[s] for s in self.stages)
         span = work + (warm + tail if forced else max(warm, tail))
         span = max(span, self._little(), self._inside(), self._cycle())
         head = self.way.down(0, self.low)
-        both = m * sum(costs.f[s] + costs.b[s] for s in self.stages)
-        back = self.way.up(self.low, 0) + costs.w[0] if self.low else costs.w[0]
-        back -= costs.b[self.low] if self.low else 0.0  # the rank's last B is in `both`
+        both = m * sum(way.f[s] + way.b[s] for s in self.stages)
+        back = self.way.up(self.low, 0) + way.w[0] if self.low else way.w[0]
+        back -= way.b[self.low] if self.low else 0.0  # the rank's last B is in `both`
         makespan = head + both + self._w_before_last_b(self.rank, self.stages) + warm + back
         return Bounds(max(head + span, makespan), span)
 
@@ -102,87 +101,85 @@ class _Rank:
         meanwhile = self._forwards(self.stages, self.limit)
         idle = max(0.0, self.way.around(self.low, self.high) - meanwhile)
         for k in range(1, len(self.stages)):
-            room = self.limit - sum(self.costs.act_b[s] for s in self.stages[k:])
+            room = self.limit - sum(self.way.kept[s] for s in self.stages[k:])
             meanwhile = self._forwards(self.stages[:k], room)
             idle = max(idle, self.way.down(self.low, self.stages[k]) - meanwhile)
         return idle
 
     def _forwards(self, stages: Sequence[int], room: float) -> float:
         """Most time that F of these stages can take while `room` is all they find and nothing is given back."""
-        costs, s = self.costs, stages[0]
-        if len(stages) == 1 and 0 < costs.act_b[s] <= room < 1e14:
-            return min(self.m, int(room // costs.act_b[s])) * costs.f[s]
-        return fill([(costs.act_b[s], costs.f[s], self.m) for s in stages], room)
+        way, s = self.way, stages[0]
+        if len(stages) == 1 and 0 < way.kept[s] <= room < 1e14:
+            return min(self.m, int(room // way.kept[s])) * way.f[s]
+        return fill([(way.kept[s], way.f[s], self.m) for s in stages], room)
 
     def _tail(self) -> float:
         """Idle time between the last F and the B_lo of its microbatch."""
-        costs, m = self.costs, self.m
-        window = self.way.around(self.high, self.low) - costs.f[self.high]
-        items = [(costs.act_b[s], costs.b[s] + costs.w[s], m - 1) for s in self.stages]
-        items += [(costs.act_w[s], costs.w[s], m) for s in self.stages]
-        others = fill(items, self.limit - sum(costs.act_b[s] for s in self.stages))
-        own = sum(costs.b[s] + costs.w[s] for s in self.stages if s != self.low)
+        way, m = self.way, self.m
+        window = self.way.around(self.high, self.low) - way.f[self.high]
+        items = [(way.kept[s], way.b[s] + way.w[s], m - 1) for s in self.stages]
+        items += [(way.left[s], way.w[s], m) for s in self.stages]
+        others = fill(items, self.limit - sum(way.kept[s] for s in self.stages))
+        own = sum(way.b[s] + way.w[s] for s in self.stages if s != self.low)
         return max(0.0, window - others - own)
 
     def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
         """W time that cannot be put off behind the last B of `rank`, since what is put off is held."""
-        costs, m = self.costs, self.m
-        total = m * sum(costs.w[s] for s in stages)
-        later = fill([(costs.act_w[s], costs.w[s], m) for s in stages], self.limits[rank] + ROOM)
+        way, m = self.way, self.m
+        total = m * sum(way.w[s] for s in stages)
+        later = fill([(way.left[s], way.w[s], m) for s in stages], self.limits[rank] + ROOM)
         return max(0.0, total - later)
 
     def _little(self) -> float:
         """Memory times time: no more than the limit all along, and less while filling and emptying."""
         if self.limit >= 1e14:
             return 0.0
-        costs = self.costs
-        area = sum(
-            costs.act_b[s] * (self.way.around(s, s) + costs.b[s]) + costs.act_w[s] * costs.w[s] for s in self.stages
-        )
+        way = self.way
+        area = sum(way.kept[s] * (self.way.around(s, s) + way.b[s]) + way.left[s] * way.w[s] for s in self.stages)
         return (self.m * area + self._ramps()) / self.limit
 
     def _ramps(self) -> float:
         """Memory-time that cannot be used: filling takes an F per unit, emptying a B or W."""
-        costs, limit = self.costs, self.limit
-        units = [costs.act_b[s] for s in self.stages]
+        way, limit = self.way, self.limit
+        units = [way.kept[s] for s in self.stages]
         unit = max(units)
-        if unit <= 0 or any(costs.act_w[s] > costs.act_b[s] for s in self.stages):
+        if unit <= 0 or any(way.left[s] > way.kept[s] for s in self.stages):
             return 0.0
-        step = min(costs.f[s] for s in self.stages)
+        step = min(way.f[s] for s in self.stages)
         count = min(int(limit // unit), self.m * len(units))
         filling = sum(max(0.0, limit - (j + 1) * unit) * step for j in range(count))
-        rates = [costs.b[s] / (costs.act_b[s] - costs.act_w[s]) for s in self.stages if costs.act_b[s] > costs.act_w[s]]
-        rates += [costs.w[s] / costs.act_w[s] for s in self.stages if costs.act_w[s] > 0]
+        rates = [way.b[s] / (way.kept[s] - way.left[s]) for s in self.stages if way.kept[s] > way.left[s]]
+        rates += [way.w[s] / way.left[s] for s in self.stages if way.left[s] > 0]
         spare = max(0.0, min(limit, self.m * sum(units)) - unit)
         return filling + 0.5 * spare * spare * min(rates, default=0.0)
 
     def _inside(self) -> float:
         """Every other rank's F and B of stages behind `low` lie between this rank's first F and last B."""
-        costs, m, best = self.costs, self.m, 0.0
+        way, m, best = self.way, self.m, 0.0
         for rank, stages in enumerate(self.way.stages):
             inner = [s for s in stages if s > self.low]
             if rank == self.rank or not inner:
                 continue
             head = self.way.down(self.low, inner[0])
-            work = m * sum(costs.f[s] + costs.b[s] for s in inner)
-            back = self.way.up(inner[0], self.low) - costs.b[inner[0]] + costs.b[self.low] + costs.w[self.low]
+            work = m * sum(way.f[s] + way.b[s] for s in inner)
+            back = self.way.up(inner[0], self.low) - way.b[inner[0]] + way.b[self.low] + way.w[self.low]
             best = max(best, head + work + self._w_before_last_b(rank, inner) + back)
         return best
 
     def _cycle(self) -> float:
         """One stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
-        costs, m, s = self.costs, self.m, self.low
-        unit, kept = costs.act_b[s], costs.act_w[s]
+        way, m, s = self.way, self.m, self.low
+        unit, kept = way.kept[s], way.left[s]
         if len(self.stages) > 1 or unit <= 0 or self.limit >= 1e14:
             return 0.0
         k = int(self.limit // unit)
         if not 1 <= k < m:
             return 0.0
-        around, b, w = self.way.around(s, s), costs.b[s], costs.w[s]
+        around, b, w = self.way.around(s, s), way.b[s], way.w[s]
         turn = around + b + _release(self.limit - k * unit, unit, kept, b, w)
         rounds, rest = divmod(m - 1, k)
         return max(
-            rest * costs.f[s] + rounds * turn + around + b + w,
+            rest * way.f[s] + rounds * turn + around + b + w,
             rounds * turn + around + (m - rounds * k) * b + w,
         )
 

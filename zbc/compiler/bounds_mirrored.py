@@ -62,19 +62,19 @@ def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -
 
 
 def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
-    costs, placement = ways[0].costs, ways[0].placement
+    one, placement = ways[0], ways[0].placement
     chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
     low, high = [c[0] for c in chunks], [c[-1] for c in chunks]
     stages = [s for c in chunks for s in c]
     around = [way.around(s, t) for way, s, t in zip(ways, low, high, strict=True)]
     down = [way.down(0, s) for way, s in zip(ways, low, strict=True)]
-    forwards = fill([(costs.act_b[s], costs.f[s], m) for s in stages], limit)
-    last = [(costs.act_b[s], costs.b[s] + costs.w[s], m) for s in stages]
-    last += [(costs.act_w[s], costs.w[s], m) for s in stages]
-    windows = [way.around(t, s) - costs.f[t] for way, s, t in zip(ways, low, high, strict=True)]
-    back = [way.up(s, 0) - costs.b[s] + costs.b[0] + costs.w[0] for way, s in zip(ways, low, strict=True)]
+    forwards = fill([(one.kept[s], one.f[s], m) for s in stages], limit)
+    last = [(one.kept[s], one.b[s] + one.w[s], m) for s in stages]
+    last += [(one.left[s], one.w[s], m) for s in stages]
+    windows = [way.around(t, s) - one.f[t] for way, s, t in zip(ways, low, high, strict=True)]
+    back = [way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s in zip(ways, low, strict=True)]
     life = [
-        sum(costs.act_b[s] * (way.around(s, s) + costs.b[s]) + costs.act_w[s] * costs.w[s] for s in c) / limit
+        sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
         for way, c in zip(ways, chunks, strict=True)
     ]
     return _Rank(
@@ -83,9 +83,9 @@ def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
         warm=max(0.0, min(around) - forwards),
         tail=max(0.0, min(windows) - fill(last, limit)),
         back=min(back),
-        late_w=fill([(costs.act_w[s], costs.w[s], m) for s in stages], limit),
-        forced=m * min(sum(costs.act_b[s] for s in c) for c in chunks) > limit,
+        late_w=fill([(one.left[s], one.w[s], m) for s in stages], limit),
+        forced=m * min(sum(one.kept[s] for s in c) for c in chunks) > limit,
         life=tuple(life),
-        f_and_b=tuple(sum(costs.f[s] + costs.b[s] for s in c) for c in chunks),
-        w=tuple(sum(costs.w[s] for s in c) for c in chunks),
+        f_and_b=tuple(sum(one.f[s] + one.b[s] for s in c) for c in chunks),
+        w=tuple(sum(one.w[s] for s in c) for c in chunks),
     )

@@ -5,10 +5,11 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, mul
+from typing import NamedTuple
 
 from zbc.compiler import estimate, nodes, profiled, stage_bytes
 from zbc.compiler.estimate import Layer
@@ -20,99 +21,157 @@ from zbc.ir import Kind, Op, Placement
 from zbc.spec import Job
 
 PerStage = tuple[float, ...]
+Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
+Links = Mapping[tuple[int, int], float]  # (stage, stage that reads from it) -> ms
+
+_MAKES = {Kind.F: "kept", Kind.B: "left"}
+_FREES = {Kind.B: "kept", Kind.W: "left", Kind.BW: "kept"}
+
+
+class Size(NamedTuple):
+    """What a value takes on its rank; 0 bytes where the model's sizes are not known before it is built."""
+
+    units: float
+    bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Per stage: ms of F, B, W and BW (B + W where `bw` is not set), activation units kept from F to B and from B to W.
+    """What ops, transfers and values cost.
 
-    `comm[pipe][s]` is the ms of a transfer between stages s and s+1 of that pipe, 0 on one rank. `bytes` is None where
-    the model's sizes are not known before it is built.
+    `ms` has a column of times for each kind of work, with an entry per stage; what the ranks do for no stage of theirs
+    has one entry. Ask `of`, `column`, `total` and `duration`, to which a column that is not there costs nothing, and
+    BW takes B + W.
+
+        f b w bw         F, B, W and BW
+        reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
+        step tentative   STEP, and COMMIT; TENTATIVE
+        tie              the sum of the gradients of a weight that two stages share; one entry
+        agree            what the ranks take to agree on a step with a barrier; one entry
+        hop              a few numbers from a rank to the next; one entry
+
+    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W. Ask `units`,
+    `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask
+    `link`. `bytes` is None where the model's sizes are not known before it is built.
     """
 
-    f: PerStage
-    b: PerStage
-    w: PerStage
-    act_b: PerStage
-    act_w: PerStage
-    comm: tuple[PerStage, ...]
+    ms: Mapping[str, Column]
+    size: Mapping[str, tuple[Size, ...]]
+    links: tuple[Links, ...]
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
-    bw: PerStage = ()  # ms of BW, where that is not B + W
-    agree: float = 0.0  # ms that the ranks take to agree on a step with a barrier
-    reduce: PerStage = ()  # ms of one sum of a stage's gradients over its copies; () for none
-    gather: PerStage = ()  # ms of collecting a stage's weights from the ranks that stepped parts of them
-    tie: float = 0.0  # ms of the sum of the gradients of a weight that two stages share
-    tied: float = 0.0  # bytes of that gradient
-    step: PerStage = ()  # ms of STEP, and of COMMIT; () for none
-    tentative: PerStage = ()  # ms of TENTATIVE
-    hop: float = 0.0  # ms of a few numbers from a rank to the next
+    tied: float = 0.0  # bytes of the gradient of a weight that two stages share
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
 
     @classmethod
     def uniform(
-        cls, placement: Placement, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, act_w: float = 1.0
+        cls, placement: Placement, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0, left: float = 1.0
     ) -> Costs:
         """Costs per rank, shared evenly by its stages: the papers' convention."""
         v = placement.stages / placement.ranks
-        each = [(x / v,) * placement.stages for x in (f, b, w, 1.0, act_w)]
-        return cls(each[0], each[1], each[2], each[3], each[4], _links(placement, lambda stage, edge: comm))
+        times = {name: (ms / v,) * placement.stages for name, ms in (("f", f), ("b", b), ("w", w))}
+        size = {name: (Size(units / v),) * placement.stages for name, units in (("kept", 1.0), ("left", left))}
+        return cls(times, size, _links(placement, lambda stage, edge: comm))
+
+    @classmethod
+    def per_stage(
+        cls, f: PerStage, b: PerStage, w: PerStage, kept: PerStage, left: PerStage, comm: Sequence[PerStage]
+    ) -> Costs:
+        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms between stages s and s+1."""
+        size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
+        links = tuple(dict(zip(pairwise(range(len(f))), pipe, strict=True)) for pipe in comm)
+        return cls({"f": f, "b": b, "w": w}, size, links)
+
+    def with_ms(self, **columns: Column) -> Costs:
+        """The same with other columns; () takes one away."""
+        return replace(self, ms={name: ms for name, ms in {**self.ms, **columns}.items() if ms})
+
+    def with_units(self, **values: PerStage) -> Costs:
+        """The same with values of so many units; their bytes stay."""
+        counted = {
+            name: tuple(Size(each, size) for each, size in zip(units, self.bytes_of(name), strict=True))
+            for name, units in values.items()
+        }
+        return replace(self, size={**self.size, **counted})
 
     def joined(self) -> Costs:
         """Backward in one piece, as a B that does everything and a W that does nothing."""
-        zero, both = (0.0,) * self.stages, tuple(b + w for b, w in zip(self.b, self.w, strict=True))
-        return replace(self, b=self.bw or both, w=zero, bw=(), act_w=zero)
+        nothing = (Size(0.0),) * self.stages
+        whole = self.with_ms(b=self._column("bw"), w=(0.0,) * self.stages, bw=())
+        return replace(whole, size={**self.size, "left": nothing})
 
     def least(self) -> Costs:
         """Costs that neither a BW nor a B and its W take less than."""
-        if not self.bw:
+        if "bw" not in self.ms:
             return self
-        halves = list(zip(self.b, self.w, self.bw, strict=True))
-        return replace(self, w=tuple(min(w, max(0.0, bw - b)) for b, w, bw in halves), bw=())
+        return self.with_ms(w=self.each(lambda b, w, bw: min(w, max(0.0, bw - b)), "b", "w", "bw"), bw=())
 
     @property
     def stages(self) -> int:
-        return len(self.f)
+        return len(self.ms["f"])
+
+    def of(self, column: str, stage: int = 0, part: int = 0) -> float:
+        """ms by a column: of slice `part` of a microbatch, on one stage."""
+        entries = self.ms.get(column)
+        if entries is None:
+            return self.of("b", stage, part) + self.of("w", stage, part) if column == "bw" else 0.0
+        entry = entries[stage]
+        return entry[part] if isinstance(entry, tuple) else entry
+
+    def column(self, name: str) -> PerStage:
+        """ms of every stage for a whole microbatch: what loops fetch once."""
+        return tuple(sum(entry) if isinstance(entry, tuple) else entry for entry in self._column(name))
+
+    def each(self, combine: Callable[..., float], *names: str) -> Column:
+        """The column of what `combine` makes of the ms by these columns, slice by slice where they have slices."""
+        return tuple(_combined(combine, entries) for entries in zip(*map(self._column, names), strict=True))
+
+    def total(self, column: str, stages: Iterable[int]) -> float:
+        """ms by a column, for all of these stages."""
+        return sum(self.of(column, s) for s in stages)
 
     def duration(self, op: Op) -> float:
-        """ms of a compute op, a collective or a step of the optimizer; 0 for all others."""
-        kind, stage = op.kind, op.stage
-        if kind is Kind.F:
-            return self.f[stage]
-        if kind is Kind.B:
-            return self.b[stage]
-        if kind is Kind.W:
-            return self.w[stage]
-        if kind is Kind.BW:
-            return self.bw[stage] if self.bw else self.b[stage] + self.w[stage]
-        if kind is Kind.TIE:
-            return self.tie
-        table: PerStage = getattr(self, _TABLES[kind]) if kind in _TABLES else ()
-        return table[stage] if table else 0.0
+        """ms of an op; 0 of one that takes no time of its own."""
+        column = op.kind.row.cost
+        return self.of(column, op.stage, op.slice) if column else 0.0
 
-    def tentative_ms(self, stages: Sequence[int]) -> float:
-        """ms of the tentative steps of these stages."""
-        return sum(self.tentative[s] for s in stages) if self.tentative else 0.0
+    def _column(self, name: str) -> Column:
+        found = self.ms.get(name)
+        if found is None and name == "bw":
+            return self.each(add, "b", "w")
+        return (0.0,) * self.stages if found is None else found
 
     def pair(self, f: float, b: float) -> float:
         """ms of a group of an F and a backward that take `f` and `b` ms alone."""
         return f + b - self.overlap * min(f, b)
 
-    def transfer(self, stage: int, pipe: int = 0) -> float:
-        """ms from `stage` to the next one, or back."""
-        return self.comm[pipe][stage]
+    def link(self, pipe: int, a: int, b: int) -> float:
+        """ms of a transfer from stage `a` to its neighbour `b`, an output or a gradient."""
+        return self.links[pipe][(a, b) if a < b else (b, a)]
+
+    def units(self, value: str) -> PerStage:
+        """Activation units of a value on every stage."""
+        return tuple(size.units for size in self.size[value])
+
+    def bytes_of(self, value: str) -> PerStage:
+        """The same in bytes; 0 where sizes are not known."""
+        return tuple(size.bytes for size in self.size[value])
 
     def held(self, op: Op) -> float:
         """Activation units an op adds to what its rank holds; negative where it releases."""
-        return _delta(op.kind, self.act_b[op.stage], self.act_w[op.stage])
+        made, freed = self._values(op)
+        return made.units - freed.units
 
     def held_bytes(self, op: Op) -> float:
         """The same in bytes; 0 where sizes are not known."""
-        if self.bytes is None:
-            return 0.0
-        stage = self.bytes[op.stage]
-        return _delta(op.kind, stage.act_b, stage.act_w)
+        made, freed = self._values(op)
+        return made.bytes - freed.bytes
+
+    def _values(self, op: Op) -> tuple[Size, Size]:
+        """What an op makes and what it frees."""
+        made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
+        return self.size[made][op.stage] if made else _NOTHING, self.size[freed][op.stage] if freed else _NOTHING
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:
         """What a compute op needs while it runs beyond the larger of what is held before and after it.
@@ -137,23 +196,14 @@ class Costs:
         return {Kind.B: rise.b, Kind.W: rise.w, Kind.BW: rise.bw}[op.kind]
 
 
-_TABLES = {
-    Kind.REDUCE: "reduce",
-    Kind.GATHER: "gather",
-    Kind.STEP: "step",
-    Kind.COMMIT: "step",
-    Kind.TENTATIVE: "tentative",
-}
+_NOTHING = Size(0.0)
 
 
-def _delta(kind: Kind, act_b: float, act_w: float) -> float:
-    if kind is Kind.F:
-        return act_b
-    if kind is Kind.B:
-        return act_w - act_b
-    if kind is Kind.W:
-        return -act_w
-    return -act_b if kind is Kind.BW else 0.0
+def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[float, ...]]) -> float | tuple[float, ...]:
+    parts = max((len(entry) for entry in entries if isinstance(entry, tuple)), default=0)
+    if not parts:
+        return combine(*entries)
+    return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
 
 
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
@@ -164,23 +214,16 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
     """
     job = _seated(job, placement, stages, table)
-    again = _recomputed(job, placement)
     given = job.costs.f is not None
-    f, b, w, bw = _times(job, placement, stages, table)
-    sizes = stage_bytes.of_stages(job, placement, stages, table)
-    act_b, act_w = _activations(job, placement, stages, table, sizes, given)
-    if sizes is not None:
-        kept = tuple(
-            (_entries(stages[s], table) if s in again else size.act_b) - size.given for s, size in enumerate(sizes)
-        )
-        act_b = tuple(units * keep / (size.act_b or 1.0) for units, keep, size in zip(act_b, kept, sizes, strict=True))
-        sizes = tuple(replace(size, act_b=keep) for size, keep in zip(sizes, kept, strict=True))
+    times = _times(job, placement, stages, table)
+    bytes = stage_bytes.of_stages(job, placement, stages, table)
+    size = _sizes(job, placement, stages, table, bytes)
     known = job.model.builtin
     source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
     links = _transfers(job, placement, stages, table)
-    costs = Costs(f, b, w, act_b, act_w, links, sizes, source, bw=bw, overlap=job.costs.overlap)
+    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap)
     if job.profile is not None:
-        costs = replace(costs, agree=profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks))
+        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
 
@@ -198,8 +241,8 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
 
 def _times(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[PerStage, PerStage, PerStage, PerStage]:
-    """ms of F, B, W and BW of each stage, the last () where it is B + W."""
+) -> dict[str, Column]:
+    """The columns of F, B and W, and that of BW where it is not B + W."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
         more = f
@@ -210,11 +253,11 @@ def _times(
     more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
     b = tuple(map(add, b, more))
     if job.profile is None:
-        return f, b, w, ()
+        return {"f": f, "b": b, "w": w}
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
-    return f, b, w, tuple(map(add, bw, more))
+    return {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
 
 
 def _with_optimizer(
@@ -231,7 +274,7 @@ def _with_optimizer(
     elif (measured := _measured_optimizer(job, stages, table)) is not None:
         step, tentative = measured
     elif given or not job.model.builtin:
-        return replace(costs, hop=hop)
+        return costs.with_ms(hop=(hop,))
     else:
         moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
         machine = Machine.of(job)
@@ -240,7 +283,7 @@ def _with_optimizer(
     if job.optimizer.zero1:
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
-    return replace(costs, step=step, tentative=tentative, hop=hop)
+    return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
 
 
 def _measured_optimizer(
@@ -282,7 +325,8 @@ def _with_sums(
     ends = [*placement.holders(0), *placement.holders(len(stages) - 1)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
-    return replace(costs, reduce=tuple(reduce), gather=tuple(gather), tie=tie, tied=float(tied))
+    summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
+    return replace(summed, tied=float(tied))
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
@@ -326,15 +370,38 @@ def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     return tuple(numbers[placement.rank_of(s)] / v for s in range(placement.stages))
 
 
+def _sizes(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    bytes: tuple[StageBytes, ...] | None,
+) -> dict[str, tuple[Size, ...]]:
+    """What F keeps until B and B leaves to W; where a stage recomputes, F keeps the inputs of its layers only."""
+    left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
+    whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
+    left_sizes = tuple(map(Size, left, left_bytes))
+    if bytes is None:
+        return {"kept": tuple(map(Size, whole)), "left": left_sizes}
+    again, kept = _recomputed(job, placement), []
+    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
+        size = (_entries(stages[s], table) if s in again else stage.share) - stage.given
+        kept.append(Size(units * size / (stage.share or 1.0), size))
+    return {"kept": tuple(kept), "left": left_sizes}
+
+
 def _activations(
     job: Job,
     placement: Placement,
     stages: Sequence[Sequence[int]],
     table: Sequence[Layer],
-    sizes: tuple[StageBytes, ...] | None,
-    given: bool,
+    bytes: tuple[StageBytes, ...] | None,
+    left: PerStage,
 ) -> tuple[PerStage, PerStage]:
-    """Activation units per stage: given ones, else from bytes, else an equal share of 1 per rank."""
+    """Units that F keeps without recompute, and B leaves: given ones, else from bytes, else equal shares of 1 per rank.
+
+    `left` are the bytes that B leaves.
+    """
     layered = estimate.given_activations(job, list(table))
     if layered is not None:
         raw_b = tuple(sum(layered[i][0] for i in part) for part in stages)
@@ -342,8 +409,8 @@ def _activations(
     elif job.costs.act_b is not None and job.costs.per != "layer":
         raw_b = _per_stage(job, "act_b", placement)
         raw_w = raw_b if job.costs.act_w is None else _per_stage(job, "act_w", placement)
-    elif sizes is not None and not given:
-        raw_b, raw_w = tuple(s.act_b for s in sizes), tuple(s.act_w for s in sizes)
+    elif bytes is not None and job.costs.f is None:
+        raw_b, raw_w = tuple(stage.share for stage in bytes), left
     else:
         raw_b = raw_w = (placement.ranks / placement.stages,) * placement.stages
     unit = sum(raw_b) / placement.ranks or 1.0
@@ -352,7 +419,7 @@ def _activations(
 
 def _transfers(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[PerStage, ...]:
+) -> tuple[Links, ...]:
     """Given, or estimated from the links; costs given without `comm` mean transfers that take no time."""
     if job.costs.comm is not None or job.costs.f is not None:
         ms = job.costs.comm or 0.0
@@ -361,7 +428,9 @@ def _transfers(
     return _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage]))
 
 
-def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[PerStage, ...]:
+def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
     """`ms` of every boundary of every pipe, from the stage before it and its two ranks; 0 within a rank."""
-    pairs = [list(pairwise(pipe)) for pipe in placement.pipes]
-    return tuple(tuple(ms(s, (a, b)) if a != b else 0.0 for s, (a, b) in enumerate(pipe)) for pipe in pairs)
+    edges = list(pairwise(range(placement.stages)))
+    return tuple(
+        {(a, b): ms(a, (pipe[a], pipe[b])) if pipe[a] != pipe[b] else 0.0 for a, b in edges} for pipe in placement.pipes
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.ir import COMPUTE, Op, Program
+from zbc.ir import Op, Program
 
 
 class Line(NamedTuple):
@@ -39,7 +39,7 @@ def difference(left: Program, right: Program, *, compute_only: bool = True) -> l
     for rank in range(max(len(left.ranks), len(right.ranks))):
         sides = [program.ranks[rank] if rank < len(program.ranks) else () for program in (left, right)]
         if compute_only:
-            sides = [tuple(op for op in ops if op.kind in COMPUTE) for ops in sides]
+            sides = [tuple(op for op in ops if op.kind.computes) for ops in sides]
         found.append(_rank(rank, sides[0], sides[1]))
     return found
 

@@ -47,15 +47,11 @@ def _covers(one: Held, other: Held) -> bool:
     return all(a[1] >= b[1] and a[2] >= b[2] for a, b in zip(one, other, strict=True))
 
 
-def peaks(held: Sequence[Sequence[Held]], act_b: Sequence[float], act_w: Sequence[float]) -> list[float]:
-    """The most each rank holds, in the unit of `act_b` and `act_w` per stage."""
-    return [
-        max((sum(kept * act_b[s] + left * act_w[s] for s, kept, left in one) for one in rank), default=0.0)
-        for rank in held
-    ]
+def peaks(held: Sequence[Sequence[Held]], kept: Sequence[float], left: Sequence[float]) -> list[float]:
+    """The most each rank holds, in the unit of `kept` and `left` per stage."""
+    return [max((sum(a * kept[s] + b * left[s] for s, a, b in one) for one in rank), default=0.0) for rank in held]
 
 
 def bytes_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
     """The same in bytes; none where sizes are not known."""
-    sizes = costs.bytes or ()
-    return peaks(held, [s.act_b for s in sizes], [s.act_w for s in sizes]) if sizes else []
+    return peaks(held, costs.bytes_of("kept"), costs.bytes_of("left")) if costs.bytes else []

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.search.feasible import least_of
@@ -84,8 +84,7 @@ def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     """The costs with activations counted by their bytes, and the bytes of a unit: a rank's share without recompute."""
     sizes = costs.bytes or ()
     unit = sum(stage.share for stage in sizes) / p or 1.0
-    act_b, act_w = tuple(stage.act_b / unit for stage in sizes), tuple(stage.act_w / unit for stage in sizes)
-    return replace(costs, act_b=act_b, act_w=act_w), unit
+    return costs.with_units(**{name: tuple(b / unit for b in costs.bytes_of(name)) for name in costs.size}), unit
 
 
 def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float, ...] | None:
@@ -93,8 +92,9 @@ def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[fl
     if job.hardware.memory_gib is None or costs.bytes is None:
         return None
     counted, unit = _counted(costs, placement.ranks)
-    if any(abs(a - b) > 1e-9 for a, b in zip(costs.act_b + costs.act_w, counted.act_b + counted.act_w, strict=True)):
-        return None
+    for name in costs.size:
+        if any(abs(a - b) > 1e-9 for a, b in zip(costs.units(name), counted.units(name), strict=True)):
+            return None
     room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(placement.ranks)]
     # Below the least any order needs there is no plan; search at the least, and let check_memory say what is missing.
     return tuple(max(a, b) for a, b in zip(room, _least(placement, costs, split), strict=True))

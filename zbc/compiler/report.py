@@ -11,7 +11,7 @@ from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
-from zbc.ir import SUM, Kind, Op, Program, message_of
+from zbc.ir import Kind, Op, Program
 
 FORMAT = "zbc-report"
 VERSION = 1
@@ -217,11 +217,11 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], reco
         stage=s,
         ranks=program.placement.holders(s),
         layers=layers,
-        f_ms=costs.f[s],
-        b_ms=costs.b[s],
-        w_ms=costs.w[s],
+        f_ms=costs.of("f", s),
+        b_ms=costs.of("b", s),
+        w_ms=costs.of("w", s),
         state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
-        activation_bytes=round(size.act_b) if size else 0,
+        activation_bytes=round(costs.bytes_of("kept")[s]),
         recompute=recompute,
     )
 
@@ -250,15 +250,14 @@ def _rank(
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(_message(program, costs, op) for op in program.ranks[rank] if op.kind.is_send)),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind in SUM)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind.sums)),
     )
 
 
 def _message(program: Program, costs: Costs, op: Op) -> float:
     """Bytes of what a SEND sends, which are those of the boundary it crosses."""
-    if costs.bytes is None:
-        return 0.0
-    return costs.bytes[min(op.stage, message_of(op).stage)].behind
+    message = program.placement.message(op)
+    return 0.0 if costs.bytes is None or message is None else costs.bytes[message.edge[0]].behind
 
 
 def _sent(program: Program, costs: Costs, op: Op) -> float:

@@ -250,10 +250,10 @@ def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -
 
 def lengths(dag: Dag, costs: Costs) -> list[float]:
     """ms of every op."""
-    known: dict[tuple[Kind, int], float] = {}
+    known: dict[tuple[Kind, int, int], float] = {}
     result = []
     for op in dag.ops:
-        key = (op[0], op[1])
+        key = (op[0], op[1], op[4])
         ms = known.get(key)
         if ms is None:
             ms = known[key] = costs.duration(op)
@@ -263,10 +263,9 @@ def lengths(dag: Dag, costs: Costs) -> list[float]:
 
 def lags(dag: Dag, costs: Costs) -> list[float]:
     """ms from the end of the op's source to its own earliest start."""
-    result = [0.0] * len(dag.ops)
+    result, hop = [0.0] * len(dag.ops), costs.of("hop")
     for j, i in enumerate(dag.target):
         if i >= 0:
             op = dag.ops[i]
-            ahead = op.kind in AHEAD
-            result[i] = costs.hop if ahead else costs.comm[op[3]][min(op[1], dag.ops[j][1])]
+            result[i] = hop if op.kind in AHEAD else costs.link(op[3], dag.ops[j][1], op[1])
     return result

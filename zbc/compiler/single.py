@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 from zbc.compiler import cost, estimate
@@ -129,12 +130,13 @@ class Prepared:
     @property
     def busiest(self) -> float:
         """ms that a microbatch takes of the rank with most to do; with several pipes they share the microbatches."""
-        costs, pipes = self.costs, self.placement.pipes
+        pipes = self.placement.pipes
+        f, b, w, bw = map(self.costs.column, ("f", "b", "w", "bw"))
+        backward = tuple(map(add, b, w)) if self.schedule.splits_backward else bw
         loads = [0.0] * self.placement.ranks
         for pipe in pipes:
             for s, rank in enumerate(pipe):
-                backward = costs.b[s] + costs.w[s] if self.schedule.splits_backward or not costs.bw else costs.bw[s]
-                loads[rank] += (costs.f[s] + backward) / len(pipes)
+                loads[rank] += (f[s] + backward[s]) / len(pipes)
         return max(loads)
 
     @property
@@ -178,10 +180,11 @@ def settled(job: Job, again: Collection[int], placement: Placement) -> Job:
 def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
     """Activation units per rank beyond which more room changes nothing: all microbatches in one pipe."""
     found = [0.0] * placement.ranks
+    most = list(map(max, costs.units("kept"), costs.units("left")))  # recompute leaves W more than B
     for pipe in placement.pipes:
         held = [0.0] * placement.ranks
         for stage, rank in enumerate(pipe):
-            held[rank] += microbatches * max(costs.act_b[stage], costs.act_w[stage])  # recompute leaves W more than B
+            held[rank] += microbatches * most[stage]
         found = list(map(max, found, held))
     return tuple(found)
 

@@ -17,14 +17,12 @@ from zbc.spec import Job
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of one stage in bytes; activations for one microbatch."""
+    """Memory of one stage in bytes, beside what it keeps of microbatches (`Costs.size`)."""
 
     weights: float
     gradients: float
     masters: float  # float32 weights beside those that forward reads
     optimizer: float
-    act_b: float
-    act_w: float
     boundary: float  # the tensor it receives from, or sends to, a neighbour
     more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
     first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
@@ -35,10 +33,10 @@ class StageBytes:
     largest: float = 0.0  # elements of its largest parameter
     step: float = 0.0  # what the optimizer needs while it steps
     tentative: float = 0.0  # copies that it steps beforehand, a few parameters at a time
-    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
+    logits: float = 0.0  # of what F keeps, what there is for every word of the vocabulary
     behind: float = 0.0  # the tensor between it and the next stage
-    share: float = 0.0  # act_b as it is without recompute, which activation units are shares of
-    sent: float = 0.0  # of act_b, what is sent as well: a result that its own backward needs
+    share: float = 0.0  # what F keeps without recompute, which activation units are shares of
+    sent: float = 0.0  # of what F keeps, what is sent as well: a result that its own backward needs
     given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
     summed: float = 0.0  # what REDUCE sends, into which the gradients move
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
@@ -71,14 +69,12 @@ def _stage(
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     again = job.memory.of(s) == "recompute"
-    act_b = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
+    share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return StageBytes(
         weights=weights + constant,
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state,
-        act_b=act_b,
-        act_w=sum(z.act_w for z in sizes),
         boundary=max(behind[s - 1], behind[s]),
         more=more(sizes, recompute=again, first=s == 0),
         first=more([z.first for z in sizes], recompute=again, first=s == 0),
@@ -91,7 +87,7 @@ def _stage(
         tentative=4.0 * (1 + _state(job)) * shares.copied if ahead else 0.0,
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
-        share=act_b,
+        share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
         summed=each * shares.summed,
         gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,

@@ -28,7 +28,7 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
     ahead = any(op.kind in AHEAD for op in program.ranks[0])
     dag = build(program, ahead=ahead)
     ranks = range(len(program.ranks))
-    tentative = [costs.tentative_ms(program.placement.stages_of(r)) for r in ranks] if ahead else []
+    tentative = [costs.total("tentative", program.placement.stages_of(r)) for r in ranks] if ahead else []
     free = [0.0 for _ in ranks]
     length, lag = lengths(dag, costs), lags(dag, costs)
     while True:
@@ -45,12 +45,12 @@ def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
     """When all ranks have stepped, behind the barrier."""
     ranks = range(timeline.ranks)
     step = max(optimizer_ms(program, costs, r) for r in ranks)
-    return max(timeline.closes(r) for r in ranks) + costs.agree + step
+    return max(timeline.closes(r) for r in ranks) + costs.of("agree") + step
 
 
 def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
     """ms of the optimizer steps of a rank."""
-    return sum(costs.step[s] for s in program.placement.stages_of(rank)) if costs.step else 0.0
+    return costs.total("step", program.placement.stages_of(rank))
 
 
 def settled(program: Program, costs: Costs) -> float:
@@ -71,7 +71,7 @@ def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[floa
     `timeline` is that of its compute ops, which are the same either way.
     """
     ranks = range(timeline.ranks)
-    with_barrier = timeline.makespan + costs.agree + max(optimizer_ms(program, costs, r) for r in ranks)
+    with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
     if not any(op.kind in AHEAD for op in program.ranks[0]):
         closing = {*BARRIER, Kind.GATHER}
         open_end = [[op for op in ops if op.kind not in closing] for ops in program.ranks]

@@ -14,14 +14,14 @@ from heapq import heappop, heappush
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
-from zbc.ir import COMPUTE, Kind, Message, Op, Program, message_of
+from zbc.ir import COMPUTE, Kind, Message, Op, Program
 
 
 def in_transit(program: Program, costs: Costs, timeline: Timeline) -> list[list[float]]:
     """Per rank and op the number of tensors on their way while it runs, its own result included."""
     times = [_times(program, timeline, rank, costs) for rank in range(len(program.ranks))]
     posted = {
-        message_of(op): begin
+        program.placement.message(op): begin
         for ops, clock in zip(program.ranks, times, strict=True)
         for op, (begin, _) in zip(ops, clock, strict=True)
         if op.kind.is_recv
@@ -52,7 +52,7 @@ def _times(program: Program, timeline: Timeline, rank: int, costs: Costs) -> lis
 
 
 def _rank(
-    program: Program, rank: int, times: Sequence[tuple[float, float]], posted: dict[Message, float], costs: Costs
+    program: Program, rank: int, times: Sequence[tuple[float, float]], posted: dict[Message | None, float], costs: Costs
 ) -> Iterator[float]:
     count, sending = 0, list[float]()  # when each send is over
     known: dict[tuple[Kind, int, int], tuple[bool | None, bool | None]] = {}
@@ -71,9 +71,9 @@ def _rank(
         if op.kind.is_recv:
             count += 1
         elif op.kind.is_send and not (op.kind is Kind.SEND_F and _keeps_result(costs, op.stage)):
-            message = message_of(op)
-            first = min(op.stage, message.stage)
-            heappush(sending, max(begin, posted.get(message, begin)) + costs.transfer(first, op.pipe))
+            message = program.placement.message(op)
+            ms = 0.0 if message is None else costs.link(op.pipe, message.source, message.sink)
+            heappush(sending, max(begin, posted.get(message, begin)) + ms)
         yield count + len(sending) + leaving
 
 
@@ -108,4 +108,4 @@ def _neighbour(program: Program, op: Op, *, before: bool) -> bool | None:
     other = op.stage + (-1 if (op.kind is Kind.F) == before else 1)
     if not 0 <= other < program.placement.stages:
         return None
-    return program.placement.neighbours(op.stage, other, op.pipe)
+    return program.placement.crosses(op.stage, other, op.pipe)

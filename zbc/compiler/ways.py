@@ -13,15 +13,20 @@ ROOM = 1e-6  # limits are compared with this slack everywhere
 
 
 class Way:
-    """Least times between ops of one microbatch of a pipe, by prefix sums along its path."""
+    """Least times between ops of one microbatch of a pipe, by prefix sums along its path.
+
+    `f`, `b` and `w` are ms per stage, `kept` and `left` activation units.
+    """
 
     def __init__(self, placement: Placement, costs: Costs, pipe: int = 0) -> None:
-        self.placement, self.costs = placement, costs
+        self.placement = placement
+        self.f, self.b, self.w = map(costs.column, ("f", "b", "w"))
+        self.kept, self.left = map(costs.units, ("kept", "left"))
         self.stages = [placement.stages_of(rank) for rank in range(placement.ranks)]
         self.last = placement.stages - 1
-        self._f = [0.0, *accumulate(costs.f)]
-        self._b = [0.0, *accumulate(costs.b)]
-        self._lag = [0.0, *accumulate(costs.comm[pipe])]
+        self._f = [0.0, *accumulate(self.f)]
+        self._b = [0.0, *accumulate(self.b)]
+        self._lag = [0.0, *accumulate(costs.links[pipe].values())]
 
     def down(self, s: int, t: int) -> float:
         """From the start of F_s to the start of F_t."""
@@ -33,7 +38,7 @@ class Way:
 
     def around(self, s: int, t: int) -> float:
         """From the start of F_s to the start of B_t."""
-        return self.down(s, self.last) + self.costs.f[self.last] + self.up(self.last, t)
+        return self.down(s, self.last) + self.f[self.last] + self.up(self.last, t)
 
 
 def fill(items: Sequence[tuple[float, float, int]], room: float) -> float:

@@ -121,10 +121,10 @@ def _full(compiled: Compiled) -> bool:
     job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     gib = job.hardware.memory_gib
+    kept, kept_bytes = costs.units("kept"), costs.bytes_of("kept")
     for rank, held in enumerate(compiled.memory):
         stages = placement.stages_of(rank)
-        units = min(costs.act_b[s] for s in stages)
-        size = min(costs.bytes[s].act_b for s in stages) if costs.bytes else 0.0
+        units, size = min(kept[s] for s in stages), min(kept_bytes[s] for s in stages)
         if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
             return True
         if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
@@ -169,8 +169,8 @@ def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
 def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
     """The blocks per stage with one moved from the dearest stage to the cheapest."""
     counts = [sum(name.startswith("layers.") for name in part) for part in compiled.layers]
-    costs = compiled.costs
-    stages = sorted(range(costs.stages), key=lambda s: costs.f[s] + costs.b[s] + costs.w[s])
+    f, b, w = map(compiled.costs.column, ("f", "b", "w"))
+    stages = sorted(range(compiled.costs.stages), key=lambda s: f[s] + b[s] + w[s])
     cheapest, dearest = stages[0], next((s for s in reversed(stages) if counts[s] > 1), None)
     if dearest is None or dearest == cheapest:
         return None

@@ -39,6 +39,6 @@ def _lines(program: Program, timeline: Timeline, costs: Costs) -> Iterator[str]:
     for i, j in enumerate(dag.source):
         if j >= 0:
             op, source = dag.ops[i], dag.ops[j]
-            ms = costs.transfer(min(op.stage, source.stage), op.pipe) if dag.rank[i] != dag.rank[j] else 0.0
+            ms = costs.link(op.pipe, source.stage, op.stage) if dag.rank[i] != dag.rank[j] else 0.0
             yield f"  o{j} -> o{i}" + (f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";")
     yield "}"

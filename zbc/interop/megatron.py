@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from zbc.compiler.schedules import Request, find
 from zbc.interop import megatron_layout
 from zbc.interop.refused import Refused
-from zbc.ir import COMPUTE, Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.plan import Manifest
 
 
@@ -51,7 +51,7 @@ def _runs(program: Program, p: int, v: int) -> bool:
 
 def _fused(ops: tuple[Op, ...]) -> Iterator[Op]:
     """The compute ops with each B whose W follows as one BW."""
-    compute = [op for op in ops if op.kind in COMPUTE]
+    compute = [op for op in ops if op.kind.computes]
     skip = False
     for op, following in zip(compute, [*compute[1:], None], strict=True):
         if skip:

@@ -23,7 +23,7 @@ from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.ir import COMPUTE, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
 LARGE = 5_000  # ops from which only some of them are tried
@@ -77,7 +77,7 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
     for ops in program.ranks:
         stay: list[Op] = []
         for op in ops:
-            if op.kind in COMPUTE:  # groups come apart: what belongs together depends on the order
+            if op.kind.computes:  # groups come apart: what belongs together depends on the order
                 (dropped if op in seen else stay).append(op)
                 seen.add(op)
         ranks.append(tuple(stay))
@@ -174,8 +174,7 @@ class _State:
         end = self.ended.get(source)
         if end is None:
             return None
-        pipe = self.program.placement.pipes[0]
-        return end + (self.costs.transfer(low) if pipe[low] != pipe[high] else 0.0)
+        return end + self.costs.link(0, low, high)
 
     def start(self, rank: int, place: int, time: float) -> float:
         """Run the op at `place` among what is left; returns when it ends."""

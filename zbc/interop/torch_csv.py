@@ -25,14 +25,13 @@ from pathlib import Path
 from zbc.compiler.check.found import raise_found
 from zbc.errors import ZbcError
 from zbc.interop.refused import Refused
-from zbc.ir import COMPUTE, MARK, RANK_WIDE, STAGE_WIDE, TRANSFER, Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program
 
 LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
-_IMPLIED = TRANSFER | STAGE_WIDE | RANK_WIDE | MARK  # what torch works out by itself
 _MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
 _SHOWN = 24  # characters of a cell in a message
 
@@ -90,7 +89,7 @@ def loads(text: str, source: str = "order.csv") -> Sheet:
     draft = _Draft(source)
     raise_found(_cells(draft, text))
     raise_found(_shape(draft))
-    compute = [[op for op in ops if op.kind in COMPUTE] for ops in draft.ranks]
+    compute = [[op for op in ops if op.kind.computes] for ops in draft.ranks]
     stages = 1 + max(op.stage for ops in compute for op in ops)
     rank_of = {op.stage: rank for rank, ops in enumerate(compute) for op in ops}
     placement = Placement((tuple(rank_of[s] for s in range(stages)),))
@@ -183,7 +182,7 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
     told: set[tuple[int, int]] = set()
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
-            if op.kind in MARK:
+            if op.kind.is_mark:
                 continue
             home = first.setdefault(op.stage, (row, column))
             if home[0] != row and (op.stage, row) not in told:
@@ -201,7 +200,7 @@ def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
     first: dict[int, tuple[int, int]] = {}
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
-            if op.kind not in MARK:
+            if not op.kind.is_mark:
                 first.setdefault(getattr(op, field), (row, column))
     most = max(first)
     gaps = list(itertools.islice((number for number in range(most) if number not in first), 9))
@@ -230,7 +229,7 @@ def dumps(program: Program) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for ops in program.ranks:
-        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind in MARK]))
+        writer.writerow(_row([op for op in ops if op.kind in LETTERS or op.kind.is_mark]))
     return out.getvalue()
 
 
@@ -243,18 +242,23 @@ def refuse(program: Program) -> None:
         refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
     if program.tied:
         refused.add("it does not sum the gradients of a weight that two stages share (model.tie_embeddings)")
-    empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind in COMPUTE for op in ops)]
+    empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind.computes for op in ops)]
     if empty:
         refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
     kinds = {op.kind for ops in program.ranks for op in ops}
-    others = sorted(kind.value for kind in kinds - LETTERS.keys() - _IMPLIED - MARK)
+    others = sorted(kind.value for kind in kinds - LETTERS.keys() if not _implied(kind))
     if others:
         refused.add(f"it has no action for {', '.join(others)}")
     refused.raise_any()
+
+
+def _implied(kind: Kind) -> bool:
+    """What torch works out by itself."""
+    return kind.is_transfer or kind.stage_wide or kind.rank_wide or kind.is_mark
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:
     """The cells of a rank; the two ops behind an OVERLAP share one."""
     rest = iter(ops)
     for op in rest:
-        yield f"({action(next(rest))};{action(next(rest))})OVERLAP_F_B" if op.kind in MARK else action(op)
+        yield f"({action(next(rest))};{action(next(rest))})OVERLAP_F_B" if op.kind.is_mark else action(op)

@@ -18,7 +18,7 @@ import io
 from collections.abc import Iterator
 
 from zbc.interop import torch_csv
-from zbc.ir import COMPUTE, MARK, Kind, Op, Program, groups
+from zbc.ir import Kind, Op, Program, groups
 
 
 def dumps(program: Program) -> str:
@@ -36,11 +36,11 @@ def _row(ops: tuple[Op, ...]) -> Iterator[str]:
     ends = {step: stage for stage, step in last.items()}
     grouped = groups(ops)
     for step, op in enumerate(ops):
-        if op.kind in MARK:
+        if op.kind.is_mark:
             yield f"({torch_csv.action(ops[step + 1])};{torch_csv.action(ops[step + 2])})OVERLAP_F_B"
         elif op.kind.is_transfer:
             yield f"{op.stage}{op.kind.value}{op.mb}"
-        elif op.kind in COMPUTE and step not in grouped:
+        elif op.kind.computes and step not in grouped:
             yield torch_csv.action(op)
         if step in ends:
             yield f"{ends[step]}REDUCE_GRAD"

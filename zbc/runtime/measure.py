@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zbc.ir import COMPUTE, TRANSFER, Kind, Message, Op
+from zbc.ir import Kind, Message, Op
 from zbc.runtime.clock import Clock
 from zbc.runtime.pace import Pace, left
 from zbc.runtime.prefetch import Prefetched
@@ -247,7 +247,7 @@ class Scale:
     def _taken(self, op: Op) -> set[int]:
         """What the op takes over from a neighbour: no longer on its way, it stays or goes with what the op keeps."""
         worker, route = self.worker, self.worker.routes.get(op)
-        if route is None or op.kind not in COMPUTE:
+        if route is None or not op.kind.computes:
             return set()
         if route.message is not None:
             return self._posted.pop(route.message, set())
@@ -280,7 +280,7 @@ class Scale:
         reading.transit += there
         found.buffers = reading.transit + reading.extra
         self.readings.append(reading)
-        self.held.raise_to(found if reading.op.kind not in TRANSFER else Held(peak=found.peak))
+        self.held.raise_to(found if not reading.op.kind.is_transfer else Held(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()

@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +53,8 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
     """The ordered pairs (from, to) of ranks between which tensors travel, in the order all ranks create groups."""
     pairs = {
         pair
-        for stages in placement.pipes
-        for a, b in pairwise(stages)
+        for pipe in range(len(placement.pipes))
+        for a, b in placement.links(pipe)
         if a != b
         for pair in ((a, b), (b, a))  # outputs one way, gradients the other
     }
@@ -90,6 +89,7 @@ class Network:
         placement = manifest.to_placement()
         self.rank = dist.get_rank()
         self._manifest, self._device, self._nccl = manifest, device, device.type == "cuda"
+        self._edges = {edge: number for number, edge in enumerate(placement.edges)}
         self._pairs: dict[tuple[int, int], Any] = {}
         self._signals: dict[tuple[int, int], Any] = {}
         for copy in range(manifest.copies):
@@ -109,7 +109,7 @@ class Network:
         self._sums: dict[tuple[int, ...], _Sum] = {}
         self._posted: dict[Letter, tuple[dist.Work, Tensor, Lost]] = {}
         self._sends: dict[int, Sends] = {}  # by the rank they go to
-        most = 4 * manifest.stages * manifest.microbatches * len(placement.pipes) * manifest.slices
+        most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
             raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
         self._connect(device)
@@ -256,9 +256,9 @@ class Network:
         if self._nccl or isinstance(message, Signal):
             return 0
         again = isinstance(message, Again)
-        forward, stage, mb, pipe, part = message.message if isinstance(message, Again) else message
-        manifest = self._manifest
-        index = (stage * 2 + forward) * manifest.microbatches + mb
+        carried = message.message if isinstance(message, Again) else message
+        manifest, (_, _, mb, pipe, part) = self._manifest, carried
+        index = (2 * self._edges[carried.edge] + carried.forward) * manifest.microbatches + mb
         return 2 * ((index * len(manifest.placement[0]) + pipe) * manifest.slices + part) + again
 
     def _lost(self, message: Letter, peer: int, sending: bool, error: BaseException) -> ZbcError:

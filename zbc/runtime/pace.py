@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.plan import Manifest
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
@@ -34,7 +34,7 @@ def pace_of(worker: Worker, timing: Timing, result: StepResult | None) -> Pace |
 def usual(worker: Worker, timing: Timing) -> Pace:
     """Seconds of the compute ops of a step, without what they waited for: the median over microbatches."""
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    computing = ((index, op) for index, (_, op, _) in enumerate(worker.script) if op.kind in COMPUTE)
+    computing = ((index, op) for index, (_, op, _) in enumerate(worker.script) if op.kind.computes)
     for (index, op), lead in zip(computing, timing.lead_ns, strict=True):
         found[op.kind, op.stage].append((timing.took_ns[index] - lead) / 1e9)
     return {what: statistics.median(seconds) for what, seconds in found.items()}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zbc.course import Course
 from zbc.errors import ZbcError
-from zbc.ir import MARK, RANK_WIDE, Key, Kind, Message, Op, message_of
+from zbc.ir import Key, Kind, Message, Op
 from zbc.plan import RankPlan
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
@@ -263,22 +263,24 @@ class Worker:
 
 def _route(worker: Worker, op: Op) -> Route | None:
     kind, placement = op.kind, worker.placement
-    if kind in RANK_WIDE or kind in MARK:
+    if kind.rank_wide or kind.is_mark:
         return None
     stage = worker.stages.get(op.stage)
     if stage is None:
         text = f"run: {op} is in the plan of rank {worker.plan.rank}, which does not hold stage {op.stage}"
         raise ZbcError("E205", text, hint="plan again")
-    key, end = op.key, op.stage == placement.stages - 1
+    key, here = op.key, op.stage
+    sources, sinks = placement.sources(here), placement.sinks(here)
     if kind.is_transfer:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        return Route(key, stage, message_of(op), worker.seats.rank(worker.copy, peer), None, end)
-    source, sink = (op.stage - 1, op.stage + 1) if kind is Kind.F else (op.stage + 1, op.stage - 1)
-    message = Message(kind is Kind.F, *key) if placement.neighbours(op.stage, source, op.pipe) else None
-    inside = 0 <= sink < placement.stages and not placement.neighbours(op.stage, sink, op.pipe)
-    return Route(key, stage, message, -1, key._replace(stage=sink) if inside else None, end)
+        return Route(key, stage, placement.message(op), worker.seats.rank(worker.copy, peer), None, not sinks)
+    taken, given = (sources, sinks) if kind is Kind.F else (sinks, sources)
+    messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
+    inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
+    message, local = next(iter(messages), None), next(iter(inside), None)  # the runtime runs chains
+    return Route(key, stage, message, -1, local, not sinks)
 
 
 def take(store: dict[Key, Value], key: Key, missing: str) -> Value:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zbc import trace
 from zbc.cores import cores
-from zbc.ir import COMPUTE
 from zbc.runtime.aligned import compare_clocks
 from zbc.runtime.board import Board
 from zbc.runtime.clock import Clock
@@ -192,7 +191,7 @@ class Stamped:
         marks = self.marks
         took = list(map(sub, marks[1:], marks))
         began = dict(zip(*self.leads, strict=True))
-        computing = (index for index, (_, op, _) in enumerate(self.script) if op.kind in COMPUTE)
+        computing = (index for index, (_, op, _) in enumerate(self.script) if op.kind.computes)
         leads = [began[index] - marks[index] for index in computing]
         (of, at), waits = self.waits, list[int]()
         for op, cause, a, b in zip(of[::2], of[1::2], at[::2], at[1::2], strict=True):

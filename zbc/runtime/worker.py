@@ -13,7 +13,7 @@ import torch
 from zbc import spec
 from zbc.course import Course
 from zbc.errors import ZbcError
-from zbc.ir import SUM, TRANSFER, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.plan import Manifest, Plan, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
@@ -189,7 +189,7 @@ def _ahead(worker: Worker, act: Act) -> Ahead | None:
     kinds = [op.kind for op in act.plan.ops]
     if Kind.REDO not in kinds:
         return None
-    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if entry[1].kind in (*TRANSFER, Kind.F)]
+    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if not entry[1].kind.rank_wide]
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
     posted = [message for kind, message in messages if kind is Kind.RECV_F and message is not None]
     used = {message for kind, message in messages if kind is Kind.F}
@@ -205,7 +205,7 @@ def _tied(manifest: Manifest) -> str | None:
 def _sums(worker: Worker) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums."""
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
-    for op in dict.fromkeys(op for act in worker.acts for op in act.plan.ops if op.kind in SUM):
+    for op in dict.fromkeys(op for act in worker.acts for op in act.plan.ops if op.kind.sums):
         if op.kind is Kind.TIE:
             copies = {id(p): p for s in worker.stages.values() if (p := s.parameters.get(model.TIED)) is not None}
             found[op] = Bucket(list(copies.values()), meeting(manifest, op))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.viz.strip import Piece, Strip
 
 Window = tuple[float, float]  # ms from the first start on
@@ -66,7 +66,7 @@ def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, o
 
 def _hidden(pieces: list[list[Piece]], rows: Sequence[Sequence[Block]], window: Window) -> dict[Kind, tuple[int, int]]:
     shown = {block.id for row in rows for block in row}
-    ops = [x for row in pieces for x in row if x.id >= 0 and x.op.kind in COMPUTE]
+    ops = [x for row in pieces for x in row if x.id >= 0 and x.op.kind.computes]
     whole = [x for x in ops if window[0] <= x.start < x.end <= window[1] + _ALMOST]
     total = Counter(piece.op.kind for piece in whole)
     missing = Counter(piece.op.kind for piece in whole if piece.id not in shown)

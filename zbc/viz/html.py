@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from zbc.compiler.why import chain
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.viz.look import chunks, look, odd_stages
 from zbc.viz.strip import Drawn, longest
 from zbc.viz.words import title, verdict
@@ -71,7 +71,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "fills": found.fills,
         "ink": found.ink,
         "fills_at_start": kind is Kind.F,
-        "alone": kind not in COMPUTE,
+        "alone": not kind.computes,
     }
 
 
@@ -112,7 +112,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
         "source": [number.get(sources[piece.id], -1) for rank in shown for piece in pieces[rank]],
         "path": [number[i] for i in _path(one) if i in number],
         "held": [[one.costs.held(Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
-        "comm": [list(pipe) for pipe in one.costs.comm],
+        "comm": [list(pipe.values()) for pipe in one.costs.links],
         "odd": {rank: [pipe * _FAR + stage for pipe, stage in odd_stages(placement, rank)] for rank in shown},
         "sums": [
             {"rank": rank, "start": piece.start, "end": piece.end}

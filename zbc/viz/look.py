@@ -7,38 +7,16 @@ second pipe of a bidirectional schedule, which look like those of the first one 
     second pipe   P          E                 M                  Q
 
 Fills differ in lightness (F dark, D, B, W light), so that they stay apart in print without colour, and are taken from a
-palette that is safe for the common kinds of colour blindness. Kinds with a look but without a schedule that draws them
-yet (recompute, offload, reload) stand here so that nobody else takes their letters.
+palette that is safe for the common kinds of colour blindness. The look of a kind is a column of its
+row in zbc/ops.py; letters of kinds to come (recompute, offload, reload) stand here so that nobody else takes them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from zbc.ir import Kind, Op, Placement
+from zbc.ops import Look
 
-from zbc.ir import COMPUTE, Kind, Op, Placement
-
-
-class Look(NamedTuple):
-    """Letters in the first and the second pipe, what they mean, and the fills of even and odd microbatches."""
-
-    letter: str
-    other: str
-    name: str
-    fills: tuple[str, str]
-    ink: str
-
-
-LOOKS = {
-    Kind.F: Look("F", "P", "forward", ("#28588f", "#3b6ca5"), "#ffffff"),
-    Kind.B: Look("B", "E", "backward for the input", ("#e3a04f", "#eab26e"), "#000000"),
-    Kind.W: Look("W", "M", "backward for the weights", ("#f5e3a8", "#f9edc5"), "#000000"),
-    Kind.BW: Look("D", "Q", "both backwards in one", ("#4f9d83", "#66ad95"), "#000000"),
-    Kind.REDUCE: Look("S", "S", "sum of gradients", ("#b9a7cf", "#b9a7cf"), "#000000"),
-    Kind.TIE: Look("T", "T", "sum of the shared weight", ("#b9a7cf", "#b9a7cf"), "#000000"),
-    Kind.GATHER: Look("G", "G", "gather of weights", ("#d8cfe4", "#d8cfe4"), "#000000"),
-    Kind.TENTATIVE: Look("A", "A", "tentative step", ("#5a5a5a", "#5a5a5a"), "#ffffff"),
-    Kind.COMMIT: Look("C", "C", "final step", ("#c4c4c4", "#c4c4c4"), "#000000"),
-}
+LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
 RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), "#000000")  # kinds that came later than this table
 IDLE = "#ffffff"
@@ -67,7 +45,7 @@ def letter(op: Op, *, odd: bool = False) -> str:
 
 def label(op: Op, *, odd: bool = False) -> str:
     """`F3`, `f3` for a second stage, `P3` in the second pipe, `F3.1` for a slice; collectives have no number."""
-    if op.kind not in COMPUTE:
+    if not op.kind.computes:
         return letter(op)
     return f"{letter(op, odd=odd)}{op.mb}" + (f".{op.slice}" if op.slice else "")
 

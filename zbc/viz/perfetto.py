@@ -90,7 +90,7 @@ def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[in
     crossing.sort(key=lambda pair: pair[0].end)
     for number, (source, taker) in enumerate(crossing):
         sender, receiver = rank_of[source.id], rank_of[taker.id]
-        ms = one.costs.transfer(min(source.op.stage, taker.op.stage), source.op.pipe)
+        ms = one.costs.link(source.op.pipe, source.op.stage, taker.op.stage)
         start, stop = _ns(source.end), min(_ns(source.end + ms), _ns(taker.start))
         track, begin = _COMPUTE, _ns(source.start)
         if stop > start:

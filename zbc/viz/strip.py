@@ -12,7 +12,7 @@ from zbc.compiler.memory import curve
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.simulate import Timeline, run
 from zbc.compiler.steps import consecutive
-from zbc.ir import AHEAD, COMPUTE, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 
 
 class Piece(NamedTuple):
@@ -52,7 +52,7 @@ class Strip:
             base = step * len(dag.ops)
             for i in range(dag.first[rank], dag.first[rank + 1]):
                 start, end = timeline.start[i] - begin, timeline.end[i] - begin
-                if end > start or dag.ops[i].kind in COMPUTE:
+                if end > start or dag.ops[i].kind.computes:
                     yield Piece(base + i, dag.ops[i], start, end)
 
     def sums(self, rank: int) -> Iterator[Piece]:
@@ -119,7 +119,7 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
     """
     if steps == 1:
         return once(timeline)
-    if barrier or any(op.kind in AHEAD for op in program.ranks[0]):
+    if barrier or program.ahead:
         return Strip(tuple(islice(consecutive(program, costs), steps)))
     timelines = [timeline]
     for _ in range(steps - 1):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from zbc.compiler.memory import peaks
-from zbc.ir import COMPUTE, Op
+from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time
 from zbc.viz.look import IDLE, LOOKS, chunks, label, look, odd_stages
@@ -231,7 +231,7 @@ def _legend(drawn: Sequence[Drawn], sheet: Sheet, y: float) -> tuple[list[str], 
 
 
 def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
-    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind in COMPUTE}
+    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
     kinds |= {kind for one in drawn for kind in one.strip.collectives}
     two = any(len(one.program.placement.pipes) > 1 for one in drawn)
     for kind in [*(kind for kind in LOOKS if kind in kinds), *sorted(kinds - LOOKS.keys())]:

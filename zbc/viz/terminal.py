@@ -20,7 +20,7 @@ from rich.text import Text
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
-from zbc.ir import COMPUTE, Kind, Program
+from zbc.ir import Kind, Program
 from zbc.text import short, wrap
 from zbc.viz.cells import Block, Grid, Window, by_slot, by_time
 from zbc.viz.look import chunks, legend, letter, look, odd_stages
@@ -227,7 +227,7 @@ def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts:
 
 def _legend(drawn: Sequence[tuple[Program, Strip]], view: View) -> list[str]:
     """What letters, case and the memory lines mean, as far as these pictures have them."""
-    present = {op.kind for program, _ in drawn for ops in program.ranks for op in ops if op.kind in COMPUTE}
+    present = {op.kind for program, _ in drawn for ops in program.ranks for op in ops if op.kind.computes}
     present |= {kind for _, strip in drawn for kind in strip.collectives}
     placement = max((program.placement for program, _ in drawn), key=lambda found: len(found.pipes))
     words = [*legend(placement, present), ". idle"]

@@ -20,7 +20,7 @@ from itertools import pairwise
 from zbc.compiler.check.channels import channels, crossings, disorder
 from zbc.compiler.check.numbered import TRANSFERS, Numbered
 from zbc.compiler.check.order import late_ops, late_step_ops
-from zbc.ir import COLLECTIVE, SUM, TRANSFER, Kind, Op, message_of
+from zbc.ir import COLLECTIVE, SUM, TRANSFER, Kind, Op
 
 NONE = -1
 SEVERAL = -2
@@ -152,12 +152,12 @@ def _halves(waits: Waits) -> None:
     alone = sorted(i for kind in TRANSFERS for i in n.at[kind] if i >= 0 and event[i] < 0)
     for i in (*alone, *(i for i in n.repeated if n.op(i).kind in TRANSFER)):
         op = n.op(i)
-        message = message_of(op)
-        other = message.recv if op.kind.is_send else message.send
+        message = n.program.placement.message(op)
         event[i], waits.parties[i] = i, 1
-        if not n.program.placement.neighbours(op.stage, other.stage, op.pipe):
+        if message is None or not n.program.placement.crosses(message.source, message.sink, op.pipe):
             waits.never(i, waits.ghost(f"a tensor for {op} never comes"))
         else:
+            other = message.recv if op.kind.is_send else message.send
             waits.never(i, waits.ghost_op(other, "a second " if i in repeated else ""))
 
 

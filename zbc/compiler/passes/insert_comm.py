@@ -58,7 +58,7 @@ def _sends(program: Program) -> tuple[dict[Op, Message], dict[tuple[int, int], l
             there = stage + 1 if kind is Kind.F else stage - 1
             peer = placement.pipes[pipe][there]
             if peer != rank:
-                sends[op] = message = Message(kind is Kind.F, there, mb, pipe, part)
+                sends[op] = message = Message(stage, there, mb, pipe, part)
                 channels.setdefault((rank, peer), []).append(message)
     return sends, channels
 
@@ -74,7 +74,7 @@ def _posts(program: Program, channels: dict[tuple[int, int], list[Message]]) -> 
         position = len(program.ranks[receiver])
         placed = []
         for message in reversed(messages):  # a receive comes no later than the ones sent after it
-            user = users[receiver][message]
+            user = users[receiver][message.forward, *message[1:]]
             post = max(0, inside[receiver].get(user, user) - AHEAD)
             position = min(position, inside[receiver].get(post, post))
             placed.append((position, message))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from zbc.compiler.cost import Costs, PerStage
+from zbc.compiler.cost import Costs
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.simulate import SAME, lags, lengths, replay
 from zbc.compiler.warmup import closed, forwards, lone_forward
-from zbc.ir import COMPUTE, SUM, Kind, Message, Op, Program, message_of
+from zbc.ir import Kind, Message, Op, Placement, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
@@ -61,7 +60,7 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
         for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
             inserted.setdefault(place[rank], []).append(Op(kind, 0))
         inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
-        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), begun)
+        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), program.placement, begun)
         ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
     return program.with_ranks(ranks, by="post-validate")
 
@@ -87,13 +86,14 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
         periods = [b - a for a, b in zip(last, ends, strict=True)]
         if max(periods) - min(periods) <= SAME * max(periods):
             break
+    hop = costs.of("hop")
     hops = _Hops(dag, timeline.start, timeline.end, last, reach, costs)
     norm, down = [0] * ranks, 0.0
     for r in range(ranks):
-        norm[r], down = hops.place(r, last[r] if r == 0 else down + costs.hop, 0, hops.late_norm[r])
+        norm[r], down = hops.place(r, last[r] if r == 0 else down + hop, 0, hops.late_norm[r])
     verdict, up = [0] * ranks, 0.0
     for r in reversed(range(ranks)):
-        arrival = down if r == ranks - 1 else up + costs.hop
+        arrival = down if r == ranks - 1 else up + hop
         verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
     commit = []
     for r in range(ranks):
@@ -104,12 +104,9 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
 
 def _positive(costs: Costs) -> Costs:
     """The costs with no op that takes no time: what an op needs then begins before it, and so stands before it too."""
-    least = 1e-6 * (max(*costs.f, *costs.b, *costs.w) or 1.0)
-
-    def floor(table: PerStage) -> PerStage:
-        return tuple(max(ms, least) for ms in table)
-
-    return replace(costs, f=floor(costs.f), b=floor(costs.b), w=floor(costs.w), bw=floor(costs.bw))
+    names = [name for name in ("f", "b", "w", "bw") if name in costs.ms]
+    least = 1e-6 * (max(ms for name in ("f", "b", "w") for ms in costs.column(name)) or 1.0)
+    return costs.with_ms(**{name: costs.each(lambda ms: max(ms, least), name) for name in names})
 
 
 class _Hops:
@@ -125,11 +122,11 @@ class _Hops:
         costs: Costs,
     ) -> None:
         self.dag, self.start, self.end, self.last, self.reach = dag, start, end, last, reach
-        ranks = len(reach)
+        ranks, hop = len(reach), costs.of("hop")
         self.late_verdict = [self._begin(r, reach[r]) for r in range(ranks)]
         for r in range(1, ranks):
-            self.late_verdict[r] = min(self.late_verdict[r], self.late_verdict[r - 1] - costs.hop)
-        self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * costs.hop for r in range(ranks)]
+            self.late_verdict[r] = min(self.late_verdict[r], self.late_verdict[r - 1] - hop)
+        self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * hop for r in range(ranks)]
 
     def place(self, rank: int, arrival: float, least: int, latest: float, *, own: bool = False) -> tuple[int, float]:
         """(before which op, when) a rank takes a message that arrives at `arrival`: with some slack, if there is time.
@@ -177,7 +174,7 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
             done = count
             listed += inserted.get(count, ())
         listed.append(op)
-        count += op.kind in COMPUTE
+        count += op.kind.computes
     if done < count:
         listed += inserted.get(count, ())
     return listed
@@ -187,26 +184,26 @@ def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
     """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
     commit = max(i for i, op in enumerate(ops) if op.kind is Kind.COMMIT) + 1
     head, tail = ops[:commit], ops[commit:]
-    return [*(op for op in head if op.kind not in SUM), *(op for op in head if op.kind in SUM), *tail]
+    return [*(op for op in head if not op.kind.sums), *(op for op in head if op.kind.sums), *tail]
 
 
-def _messages(program: Program, reach: Sequence[int]) -> set[Message]:
+def _messages(program: Program, reach: Sequence[int]) -> set[Message | None]:
     """What the first `reach[r]` compute ops of each rank send."""
-    found = set()
+    found = set[Message | None]()
     for rank, ops in enumerate(program.ranks):
-        first = [op for op in ops if op.kind in COMPUTE][: reach[rank]]
+        first = [op for op in ops if op.kind.computes][: reach[rank]]
         made = {op.key for op in first}
-        found |= {message_of(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
+        found |= {program.placement.message(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
     return found
 
 
-def _receive_in_time(ops: Sequence[Op], begun: set[Message]) -> list[Op]:
+def _receive_in_time(ops: Sequence[Op], placement: Placement, begun: set[Message | None]) -> list[Op]:
     """Receive the messages that may come twice before REDO, and all others behind it."""
     redo = next(i for i, op in enumerate(ops) if op.kind is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
 
     def twice(op: Op) -> bool:
-        return message_of(op) in begun
+        return placement.message(op) in begun
 
     early = [op for op in tail if op.kind.is_recv and twice(op)]
     late = [op for op in head if op.kind.is_recv and not twice(op)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline, simulate
-from zbc.ir import COMPUTE, Kind, Op, Program, groups
+from zbc.ir import Kind, Op, Program, groups
 
 
 def reduce_grads(program: Program, costs: Costs | None = None, timeline: Timeline | None = None) -> Program:
@@ -69,7 +69,7 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step behind which a sum can start: the last compute op of what it closes, or the SEND of its result."""
     stages = _closes(program, op)
-    last = max((i for i, other in enumerate(ops) if other.kind in COMPUTE and other.stage in stages), default=-1)
+    last = max((i for i, other in enumerate(ops) if other.kind.computes and other.stage in stages), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
     while last + 1 < len(ops) and ops[last + 1].kind.is_send:

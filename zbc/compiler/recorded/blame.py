@@ -21,7 +21,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.recorded.view import Step
 from zbc.compiler.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
-from zbc.ir import AHEAD, COMPUTE, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.trace import Cause, Recorded
 
 
@@ -75,7 +75,7 @@ def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
     first = True
     for index, op in enumerate(one.ops):
         took, waited = one.end[index] - one.start[index], waits.get(index, {})
-        if op.kind in COMPUTE:
+        if op.kind.computes:
             message = min(waited.get(Cause.MESSAGE, 0), one.work[index] - one.start[index])
             if first:
                 found.warm_up += message
@@ -88,7 +88,7 @@ def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
             first = False
         elif op.kind is Kind.VALIDATE:
             _close(found, one, index, waited, arrived)
-        elif op.kind is Kind.STEP or op.kind in AHEAD:
+        elif op.kind is Kind.STEP or op.kind.row.closes == "ahead":
             sums = min(took, waited.get(Cause.SUM, 0))
             found.sums += sums
             found.optimizer += took - sums
@@ -128,14 +128,15 @@ def _sender(program: Program, op: Op, rank: int) -> int:
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
     """The same as predicted of a settled step with its optimizer, per rank of a pipeline, in ms."""
     ranks = range(timeline.ranks)
-    if any(op.kind in AHEAD for op in program.ranks[0]):
+    if program.ahead:
         *_, before, last = islice(consecutive(program, costs), SETTLES)
         return [_settled(before.closes(rank), last, rank) for rank in ranks]
     steps = [optimizer_ms(program, costs, rank) for rank in ranks]
     found = []
     for rank in ranks:
         idle = timeline.idle(rank)
-        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, idle.sums + costs.agree, steps[rank])
+        sums = idle.sums + costs.of("agree")
+        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, sums, steps[rank])
         one.drain += max(steps) - steps[rank]
         one.senders = dict(_waits(timeline, rank))
         found.append(one)
@@ -149,13 +150,13 @@ def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
     computes = False
     for i in range(dag.first[rank], dag.first[rank + 1]):
         idle, took = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i]
-        first = dag.ops[i].kind in COMPUTE and not computes
+        first = dag.ops[i].kind.computes and not computes
         computes = computes or first
         if computes and not first:
             found.message += idle
         else:
             found.warm_up += idle
-        if dag.ops[i].kind in COMPUTE:
+        if dag.ops[i].kind.computes:
             found.compute += took
         else:
             found.optimizer += took
@@ -169,9 +170,9 @@ def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
     """Whom a rank waits for between its ops, and for how many ms."""
     dag, found = timeline.dag, dict[int, float]()
     mine = range(dag.first[rank], dag.first[rank + 1])
-    first = next((i for i in mine if dag.ops[i].kind in COMPUTE), mine.stop)
+    first = next((i for i in mine if dag.ops[i].kind.computes), mine.stop)
     for i in range(first + 1, mine.stop):
         idle, source = timeline.start[i] - timeline.end[i - 1], dag.source[i]
-        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank and dag.ops[i].kind in COMPUTE:
+        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank and dag.ops[i].kind.computes:
             found[dag.rank[source]] = found.get(dag.rank[source], 0.0) + idle
     yield from found.items()

@@ -115,8 +115,8 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
     """ms of a transfer between two ranks of a pipeline, as predicted."""
     found = {}
     for pipe, homes in enumerate(program.placement.pipes):
-        for stage, ms in enumerate(costs.comm[pipe]):
-            found[homes[stage], homes[stage + 1]] = found[homes[stage + 1], homes[stage]] = ms
+        for (a, b), ms in costs.links[pipe].items():
+            found[homes[a], homes[b]] = found[homes[b], homes[a]] = ms
     return found
 
 

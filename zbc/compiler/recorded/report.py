@@ -18,7 +18,6 @@ from zbc.compiler.recorded.times import Times, times_of
 from zbc.compiler.recorded.view import Step, step_of, typical
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
-from zbc.ir import TRANSFER
 from zbc.trace import Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
@@ -225,7 +224,7 @@ def _memory(trace: Trace) -> tuple[RankMemory, ...]:
     for rank, one in enumerate(trace.ranks):
         if one.memory is None:
             return ()
-        running = [op.kind not in TRANSFER for op in one.ops]  # no time passes in transfers
+        running = [not op.kind.is_transfer for op in one.ops]  # no time passes in transfers
         columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
         most = {name: max(compress(column, running), default=0) for name, column in columns.items()}
         row = meant[manifest.seats.of(rank).part] if known and meant else None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zbc.compiler.dag import Dag, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
 from zbc.compiler.simulate import Sum, Timeline
-from zbc.ir import COMPUTE, SUM, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.trace import Cause, Memory
 
 _MS = 1e6
@@ -56,7 +56,7 @@ class Recording:
 
     @cached_property
     def _kinds(self) -> set[Kind]:
-        return {op.kind for op in self.dag.ops} | set(COMPUTE)
+        return {op.kind for op in self.dag.ops} | {kind for kind in Kind if kind.computes}
 
     def _places(self, step: Step, rank: int) -> Iterator[int]:
         """The places of the dag's ops in a rank's plan."""
@@ -85,7 +85,7 @@ class Recording:
             ends = [one.start[index] + ns for index, ns in waits.items() if index < len(one.ops)]
             ended |= {rank: max(ends)} if ends else {}
             for index, op in enumerate(one.ops):
-                if op.kind in SUM:
+                if op.kind.sums:
                     begun.setdefault(op, []).append((rank, one.end[index]))
         for op, places in begun.items():
             start = max(at for _, at in places)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Step
-from zbc.ir import COMPUTE, TRANSFER, Kind, Op
+from zbc.ir import Kind
 from zbc.trace import Cause
 
 _MS = 1e6
@@ -57,11 +57,11 @@ def _rank(found: Times, step: Step, rank: int) -> None:
     around = 0
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
-        if op.kind in COMPUTE:
+        if op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
             found.cost[op.kind, op.stage].append(max(0, took) + around)
             around = 0
-        elif op.kind in TRANSFER:
+        elif op.kind.is_transfer:
             around += max(0, took)
         else:
             found.closing[op.kind, op.stage].append(max(0, took))
@@ -92,23 +92,22 @@ def measured(costs: Costs, times: Times) -> Costs:
     tables = {kind: _table(times.cost, kind, costs) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)}
     b, w = _halves(tables[Kind.B], tables[Kind.W], tables[Kind.BW], costs)
     bw = tuple(x + y if both is None else both for x, y, both in zip(b, w, tables[Kind.BW], strict=True))
-    comm = tuple(
-        tuple(_lag(times, pipe, edge, ms) for edge, ms in enumerate(links)) for pipe, links in enumerate(costs.comm)
+    links = tuple(
+        {edge: _lag(times, pipe, edge, ms) for edge, ms in links.items()} for pipe, links in enumerate(costs.links)
     )
     step = [_closing(times, (Kind.STEP, Kind.COMMIT), s) for s in range(costs.stages)]
     tentative = [_closing(times, (Kind.TENTATIVE,), s) for s in range(costs.stages)]
-    return replace(
-        costs,
+    agree = median_ms(times.norm) + median_ms(times.sums) if times.norm else costs.of("agree")
+    found = costs.with_ms(
         f=tuple(ms or 0.0 for ms in tables[Kind.F]),
         b=b,
         w=w,
         bw=bw,
-        comm=comm,
-        step=_filled(step, costs.step),
-        tentative=_filled(tentative, costs.tentative),
-        agree=median_ms(times.norm) + median_ms(times.sums) if times.norm else costs.agree,
-        source="measured",
+        step=_filled(step, costs.column("step")),
+        tentative=_filled(tentative, costs.column("tentative")),
+        agree=(agree,),
     )
+    return replace(found, links=links, source="measured")
 
 
 def _table(samples: dict[tuple[Kind, int], list[int]], kind: Kind, costs: Costs) -> list[float | None]:
@@ -120,18 +119,17 @@ def _halves(
 ) -> tuple[PerStage, PerStage]:
     """B and W of every stage; where only both in one ran, in the proportion they were predicted in."""
     first, second = list[float](), list[float]()
-    for s in range(costs.stages):
-        both = costs.duration(Op(Kind.BW, s))
+    for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.column, ("b", "w", "bw")), strict=True)):
         whole = bw[s] if bw[s] is not None else both
-        share = costs.b[s] / (costs.b[s] + costs.w[s]) if costs.b[s] + costs.w[s] > 0 else 0.5
+        share = mine_b / (mine_b + mine_w) if mine_b + mine_w > 0 else 0.5
         mine, other = b[s], w[s]
         first.append(share * (whole or 0.0) if mine is None else mine)
         second.append((1 - share) * (whole or 0.0) if other is None else other)
     return tuple(first), tuple(second)
 
 
-def _lag(times: Times, pipe: int, edge: int, predicted: float) -> float:
-    samples = times.lags.get((pipe, edge))
+def _lag(times: Times, pipe: int, edge: tuple[int, int], predicted: float) -> float:
+    samples = times.lags.get((pipe, edge[0]))
     return median_ms(samples) if samples else predicted
 
 
@@ -141,7 +139,5 @@ def _closing(times: Times, kinds: tuple[Kind, ...], stage: int) -> float | None:
 
 
 def _filled(found: Sequence[float | None], before: PerStage) -> PerStage:
-    """What was measured, else what was assumed; () if nothing is known."""
-    if all(ms is None for ms in found):
-        return before
-    return tuple((before[s] if before else 0.0) if ms is None else ms for s, ms in enumerate(found))
+    """What was measured, else what was assumed."""
+    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, before, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.ir import COMPUTE, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.trace import Cause, Recorded, Trace
 
 LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
@@ -68,7 +68,7 @@ class Step:
 
     def compute(self, rank: int) -> list[tuple[int, Op]]:
         """The compute ops of a rank with their places."""
-        return [(index, op) for index, op in enumerate(self.ranks[rank].ops) if op.kind in COMPUTE]
+        return [(index, op) for index, op in enumerate(self.ranks[rank].ops) if op.kind.computes]
 
     @cached_property
     def own(self) -> list[tuple[int, int]]:

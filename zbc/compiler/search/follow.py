@@ -65,7 +65,7 @@ class _Run:
         self.held = [0.0] * len(program.ranks)
         self.limits = [limit + ROOM for limit in limits]
         self.free = [0.0] * len(program.ranks)
-        self.window, self.wait = manner.window, manner.wait * min(costs.f)
+        self.window, self.wait = manner.window, manner.wait * min(costs.column("f"))
         self.heap = [(0.0, rank) for rank in range(len(program.ranks))]
 
     def _numbered(self, rank: int, ops: Sequence[Op], costs: Costs, count: int) -> list[int]:
@@ -80,7 +80,7 @@ class _Run:
             self.length[number], self.change[number] = costs.duration(op), costs.held(op)
             if kind is Kind.F:
                 self.ready[number] = NEVER if stage else 0.0
-                self.lag[row] = costs.transfer(stage, pipe) if stage < self.stages - 1 else 0.0
+                self.lag[row] = costs.link(pipe, stage, stage + 1) if stage < self.stages - 1 else 0.0
         return numbers
 
     def all(self) -> None:

@@ -111,7 +111,7 @@ def packed(
     if split and seconds > 0:
         # What an annealing that ran out of time ends with is nothing that a longer one would come by. Where it is not
         # the objective itself that is annealed, that might be better than all a longer one finds.
-        exact = objective != "period" and not any(costs.reduce)
+        exact = objective != "period" and not any(costs.column("reduce"))
         starts = sorted(found, key=lambda one: one.rank(objective))[:STARTS]
         for start in starts:
             share = seconds / len(starts)
@@ -126,7 +126,7 @@ def packed(
 def _timed(program: Program, costs: Costs, objective: str) -> Found:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
     summed, timeline = program, simulate(program, costs)
-    if any(costs.reduce):
+    if any(costs.column("reduce")):
         summed = reduce_grads(program, costs, timeline)
         timeline = with_sums(timeline, summed, costs)
     period = step_ms(summed, costs, objective, timeline) if objective == "period" else 0.0

@@ -47,12 +47,12 @@ class Problem:
             v=v,
             rank=list(placement.pipes[0]),
             stages=[s for r in range(p) for s in placement.stages_of(r)],
-            f=list(map(float, costs.f)),  # compiled kernels tell them from whole numbers
-            b=list(map(float, costs.b)),
-            w=list(map(float, costs.w)),
-            lag=[0.0, *map(float, costs.comm[0])],
-            keep_b=list(map(float, costs.act_b)),
-            keep_w=list(map(float, costs.act_w)),
+            f=list(map(float, costs.column("f"))),  # compiled kernels tell them from whole numbers
+            b=list(map(float, costs.column("b"))),
+            w=list(map(float, costs.column("w"))),
+            lag=[0.0, *map(float, costs.links[0].values())],
+            keep_b=list(map(float, costs.units("kept"))),
+            keep_w=list(map(float, costs.units("left"))),
             limit=list(map(float, each)),
         )
 

@@ -115,9 +115,9 @@ class _Table:
             self.numbers[op] = number
             self.length[number], self.change[number] = float(costs.duration(op)), float(costs.held(op))
             if kind is Kind.F and s:
-                self.source[number], self.lag[number] = number - self.count, float(costs.transfer(s - 1, pipe))
+                self.source[number], self.lag[number] = number - self.count, float(costs.link(pipe, s - 1, s))
             elif kind is Kind.B and s < last:
-                self.source[number], self.lag[number] = number + self.count, float(costs.transfer(s, pipe))
+                self.source[number], self.lag[number] = number + self.count, float(costs.link(pipe, s + 1, s))
             elif kind is Kind.B:
                 self.source[number] = number - self.per_kind
 

@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, rank: int, device: torch.device, rounds: int) -> None:
         self.rank, self.device, self._rounds = rank, device, _WARM_UP + rounds
         self._network = Network(_manifest(2 * self._rounds), device, timedelta(seconds=300))
-        self._messages = [[Message(way, int(way), mb, 0, 0) for mb in range(2 * self._rounds)] for way in (True, False)]
+        self._messages = [[Message(*way, mb, 0, 0) for mb in range(2 * self._rounds)] for way in ((0, 1), (1, 0))]
 
     def measure(self, sizes: Sequence[int]) -> Samples:
         """What this rank measures: rank 0 sends, rank 1 receives. No size below 8 bytes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.runtime.execute import run_step
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.profiling.rig import FUSED, IDLE, SPLIT, Rig
@@ -78,11 +78,11 @@ class Stopwatch:
 
     def _timed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
-            if op.kind not in COMPUTE and op.kind is not Kind.STEP:
+            if not op.kind.computes and op.kind is not Kind.STEP:
                 handler(worker, op)
                 return
             name = op.kind.value.lower()
-            if op.kind in COMPUTE and op.mb not in (*SPLIT, *FUSED):
+            if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
                 name = "first"  # it makes gradients, all others add to them
             elif op.kind is Kind.F and op.mb in FUSED:
                 name = "f fused"

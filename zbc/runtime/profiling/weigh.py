@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zbc.ir import COMPUTE, Kind, Op
+from zbc.ir import Kind, Op
 from zbc.profile import LayerBytes
 from zbc.runtime.execute import run_step
 from zbc.runtime.handlers import stage_loss
@@ -76,7 +76,7 @@ class _Change:
 def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     found, before = {}, 0
     for one in readings:
-        if one.op.kind in COMPUTE:
+        if one.op.kind.computes:
             found[one.op] = _Change(one.activations - before, one.extra, one.rise, one.came)
         before = one.activations
     return found

@@ -1,0 +1,71 @@
+"""The table of ops: every kind has a row, and the questions to it have the answers that the rows were written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from zbc.ops import ROWS, VALUES, At, Kind, Lane, Scope
+
+ANSWERS = {
+    "computes": "F B W BW",
+    "is_transfer": "SEND_F RECV_F SEND_B RECV_B",
+    "is_send": "SEND_F SEND_B",
+    "is_recv": "RECV_F RECV_B",
+    "is_mark": "OVERLAP",
+    "is_collective": "REDUCE TIE VALIDATE GATHER",
+    "sums": "REDUCE TIE",
+    "is_barrier": "VALIDATE",
+    "stage_wide": "REDUCE STEP GATHER TENTATIVE COMMIT",
+    "rank_wide": "TIE VALIDATE NORM VERDICT REDO",
+    "everywhere": "VALIDATE NORM VERDICT REDO",
+}
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_a_question_is_answered_with_yes_by_these_kinds(question):
+    assert [kind.value for kind in Kind if getattr(kind, question)] == sorted(
+        ANSWERS[question].split(), key=list(Kind).index
+    )
+
+
+def test_steps_close_in_two_ways():
+    closes = {way: [kind.value for kind in Kind if kind.row.closes == way] for way in ("barrier", "ahead")}
+    assert closes == {
+        "barrier": ["VALIDATE", "STEP"],
+        "ahead": ["TENTATIVE", "NORM", "VERDICT", "REDO", "COMMIT"],
+    }
+
+
+def test_every_kind_has_a_row_and_every_row_speaks_of_values_that_there_are():
+    assert ROWS.keys() == set(Kind)
+    for kind, row in ROWS.items():
+        for ref in (*row.reads, *row.writes, *row.frees):
+            assert ref.what in VALUES, kind
+        assert set(row.frees) <= set(row.reads), f"{kind} frees what it does not read"
+
+
+def test_whatever_is_read_is_written_and_what_may_not_stay_is_freed():
+    written = {ref.what for row in ROWS.values() for ref in row.writes}
+    freed = {ref.what for row in ROWS.values() for ref in row.frees}
+    for kind, row in ROWS.items():
+        assert {ref.what for ref in row.reads} <= written, kind
+    assert {what for what in written if not VALUES[what].stays} <= freed
+
+
+def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():
+    for kind, row in ROWS.items():
+        for ref in (*row.reads, *row.writes):
+            assert (VALUES[ref.what].scope == "edge") is (ref.at in (At.SOURCES, At.SINKS)), kind
+        if row.lane is Lane.LINK:
+            assert row.scope is Scope.UNIT and len(row.reads) + len(row.writes) == 1
+
+
+def test_letters_of_pictures_mean_one_thing():
+    letters = [letter for row in ROWS.values() if row.look for letter in {row.look.letter, row.look.other}]
+    assert len(letters) == len(set(letters))
+
+
+def test_what_takes_time_in_pictures_has_a_column_of_costs():
+    for kind, row in ROWS.items():
+        if row.look is not None:
+            assert row.cost, kind

@@ -1,0 +1,317 @@
+"""Where the values of a program are: one column of cells for each value and place, one column of events per message.
+
+A column has one cell for each unit (microbatch x slice), or a single cell. A cell is empty, written (it then holds the
+node that wrote it) or freed. The value on an edge of the graph of stages has two ends, that of its maker and that of
+its user: where both are on one rank they are the same column, else a message joins them.
+
+Rows are compiled once for each (rank, kind, pipe, stage, slice) into the numbers of cells, so that a walk over a
+program looks nothing up: the cell that an op of microbatch `mb` reads is `column + mb * step`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from copy import copy
+from typing import NamedTuple
+
+from zbc.ir import Kind, Op, Placement, Program
+from zbc.ops import ROWS, VALUES, At, Lane, Ref, Row, Rows, Scope
+
+EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
+HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
+FAR = 1  # of what came, or is to come, by a message
+KEPT = 16  # layouts that are kept
+Channel = tuple[int, int]  # sending rank, receiving rank
+_GROUPS = frozenset({At.UNITS, At.STAGES, At.ENDS})
+
+
+class Key(NamedTuple):
+    """Which value, and whose: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, stage) of a stage's, (rank,
+    0) of a rank's."""
+
+    what: str
+    home: int
+    place: int
+    end: int = HERE
+
+
+class Message(NamedTuple):
+    """What travels: the value on an edge, or one of a rank (with edge -1)."""
+
+    what: str
+    home: int  # pipe, or the rank that makes it
+    edge: int = -1
+
+
+class Compiled(NamedTuple):
+    """A row for one rank, stage and slice. Columns are the numbers of the cells of microbatch 0."""
+
+    lane: Lane
+    reads: tuple[int, ...]
+    frees: tuple[int, ...]
+    writes: tuple[int, ...]
+    posts: tuple[int, ...]  # messages (of microbatch 0) that the op sends or, as a RECV, takes
+    step: int  # cells from one microbatch to the next
+    state: tuple[int, ...]  # cells that it reads whatever its microbatch
+    row: Row
+    every: tuple[tuple[int, int], ...]  # (column, cells) all of which must be written before
+    kind: Kind
+    rank: int
+    stage: int
+    pipe: int
+    slice: int
+
+
+class Layout:
+    """The columns of one program, and what its rows are in terms of them."""
+
+    def __init__(self, program: Program, rows: Rows = ROWS) -> None:
+        placement = program.placement
+        self.program, self.rows = program, rows
+        self.pipes, self.stages, self.edges = placement.pipes, placement.stages, placement.edges
+        self.ranks = max(placement.ranks, len(program.ranks))
+        self.slices, self.width = program.slices, program.microbatches * program.slices
+        self.kinds = {op[0] for ops in program.ranks for op in ops}
+        closing = {rows[kind].closes for kind in self.kinds} - {""}
+        self.closed = bool(closing)
+        self.ahead = "ahead" in closing
+        # Whether messages are ops: any transfer or step-level op says so.
+        self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
+        self.shares = {stage: program.copies * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
+        self.tied = program.tied and (program.copies * len(ends(placement)) > 1 or Kind.TIE in self.kinds)
+        self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
+        self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
+        for edge, (a, b) in enumerate(self.edges):
+            self.sinks[a].append(edge)
+            self.sources[b].append(edge)
+        self.nodes = sum(map(len, program.ranks))
+        self.cells: list[int] = []
+        self.fresh: list[int] = []  # the cells as they are before the walk
+        self.columns: dict[Key, int] = {}
+        self.widths: dict[Key, int] = {}
+        self.compiled: dict[tuple[int, Kind, int, int, int], Compiled | str] = {}
+        self.messages: dict[Message, int] = {}  # to its first event
+        self.channels: list[tuple[Channel, Message]] = []  # per message column
+        self.firsts: list[int] = []  # first event per message column
+        self.events = 0
+        for pipe in range(len(self.pipes)):
+            for edge, (a, b) in enumerate(self.edges):
+                if self.crosses(pipe, edge):
+                    self._message(Message("act", pipe, edge), self.pipes[pipe][a], self.pipes[pipe][b], self.width)
+                    self._message(Message("grad", pipe, edge), self.pipes[pipe][b], self.pipes[pipe][a], self.width)
+        for rank in range(self.ranks if self.ahead else 0):
+            self._message(Message("norm", rank), rank, rank + 1, 1)
+            self._message(Message("verdict", rank), rank, rank - 1, 1)
+
+    @classmethod
+    def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
+        """With fresh cells; what programs of the same shape have compiled is taken over."""
+        kinds = frozenset(op[0] for ops in program.ranks for op in ops)
+        shape = (program.placement, program.microbatches, program.slices, program.copies, program.tied, program.sharded)
+        key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
+        made = _MADE.get(key)
+        if made is None:
+            made = _MADE[key] = cls(program, rows)
+            if len(_MADE) > KEPT:
+                del _MADE[next(iter(_MADE))]
+        new = copy(made)
+        new.program, new.cells = program, made.fresh[:]
+        return new
+
+    def settle(self) -> None:
+        """After the walk: columns that another program of the same shape adds are none of this one's."""
+        self.columns, self.widths = dict(self.columns), dict(self.widths)
+
+    def crosses(self, pipe: int, edge: int) -> bool:
+        """Whether the ends of an edge are on two ranks."""
+        a, b = self.edges[edge]
+        return self.pipes[pipe][a] != self.pipes[pipe][b]
+
+    def channel_of(self, message: int) -> Channel:
+        """The ranks that a message goes from and to."""
+        return self.channels[bisect_right(self.firsts, message) - 1][0]
+
+    def meaning(self, message: int) -> tuple[Message, int]:
+        """What a message is, and of which unit."""
+        k = bisect_right(self.firsts, message) - 1
+        return self.channels[k][1], message - self.firsts[k]
+
+    def key_of(self, cell: int) -> tuple[Key, int]:
+        """Whose a cell is: its column, and its place there."""
+        base, key = max((base, key) for key, base in self.columns.items() if base <= cell)
+        return key, cell - base
+
+    def stages_on(self, rank: int) -> list[int]:
+        return [s for s in range(self.stages) if any(pipe[s] == rank for pipe in self.pipes)]
+
+    def tracks(self, what: str, stage: int) -> bool:
+        """Whether a value exists in this program. What does not exist was there before, stays, and is not asked for."""
+        if what == "weights":
+            return self.program.sharded and self.shares[stage]
+        if what == "clean":
+            return self.ahead
+        if what == "total":
+            return self.shares[stage] and (self.closed or Kind.REDUCE in self.kinds)
+        if what == "tied":
+            return self.tied
+        return what not in ("kv", "dkv") or self.slices > 1
+
+    def column(self, key: Key, width: int) -> int:
+        """The first cell of a column, which is made when it is first asked for, with what is there before the walk."""
+        base = self.columns.get(key)
+        if base is None:
+            base = self.columns[key] = len(self.fresh)
+            self.widths[key] = width
+            message = self._brings(key)
+            if message is not None:
+                self.fresh += range(self.nodes + message, self.nodes + message + width)
+            else:
+                self.fresh += [0 if key.what == "weights" else EMPTY] * width
+            self.cells += self.fresh[base:]
+        return base
+
+    def _brings(self, key: Key) -> int | None:
+        """The first message that fills a column by itself: no RECV does."""
+        if key.end != FAR:
+            return None
+        if VALUES[key.what].scope == "rank":
+            return self.messages[Message(key.what, key.home)]
+        return None if self.explicit else self.messages[Message(key.what, key.home, key.place)]
+
+    def _message(self, message: Message, sender: int, receiver: int, width: int) -> None:
+        self.messages[message] = self.events
+        self.firsts.append(self.events)
+        self.channels.append(((sender, receiver), message))
+        self.events += width
+
+    # ---- rows --------------------------------------------------------------------------------------------------
+
+    def compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> Compiled | str:
+        """The row of an op on a rank; the code of an error if it has no place there."""
+        key = rank, kind, pipe, stage, part
+        found = self.compiled.get(key)
+        if found is None:
+            found = self.compiled[key] = self._compile(*key)
+        return found
+
+    def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> Compiled | str:
+        row = self.rows[kind]
+        if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
+            return "E202"
+        if (kind is Kind.TIE and not self.program.tied) or (kind is Kind.GATHER and not self.program.sharded):
+            return "E202"
+        unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY
+        if row.scope is Scope.UNIT and self.pipes[pipe][stage] != rank:
+            return "E205"
+        if not unit and row.lane is not Lane.MARK and rank not in members(self.program, kind, stage):
+            return "E205"
+        who = _Who(rank, pipe, stage, part, row)
+        alone = [ref for ref in row.reads if ref.at not in _GROUPS]
+        held = [ref for ref in alone if unit and VALUES[ref.what].scope in ("stage", "rank")]
+        posts = self._posts(who)
+        if row.lane is Lane.LINK and not posts:
+            return "E203"
+        return Compiled(
+            lane=row.lane,
+            reads=tuple(c for ref in alone if ref not in held for c in self._cells(ref, who)),
+            frees=tuple(c for ref in row.frees for c in self._cells(ref, who)),
+            writes=tuple(c for ref in row.writes for c in self._cells(ref, who)),
+            posts=posts,
+            step=self.slices if unit else 0,
+            state=tuple(c for ref in held for c in self._cells(ref, who)),
+            row=row,
+            every=tuple(one for ref in row.reads if ref.at in _GROUPS for one in self._group(ref, rank, stage)),
+            kind=kind,
+            rank=rank,
+            stage=stage,
+            pipe=pipe,
+            slice=part,
+        )
+
+    def _cells(self, ref: Ref, who: _Who) -> list[int]:
+        """The cells of one reference of a row, of microbatch 0; none for what does not exist."""
+        (what, at), scope = ref, VALUES[ref.what].scope
+        if not self.tracks(what, who.stage):
+            return []
+        if scope == "edge":
+            return [self._end(what, who.pipe, edge, at) + who.part for edge in self._edges(who, at)]
+        if scope == "unit":
+            if (at is At.EARLIER and who.part == 0) or (at is At.LATER and who.part == self.slices - 1):
+                return []
+            shift = -1 if at is At.EARLIER else 0
+            return [self.column(Key(what, who.pipe, who.stage), self.width) + who.part + shift]
+        if scope == "stage":
+            return [self.column(Key(what, who.rank, who.stage), 1)]
+        if at in (At.RANK_BEFORE, At.RANK_AFTER):
+            far = who.rank + (-1 if at is At.RANK_BEFORE else 1)
+            return [self.column(Key(what, far, 0, FAR), 1)] if 0 <= far < self.ranks else []
+        if what == "tied" and not self._ties(who):
+            return []
+        return [self.column(Key(what, who.rank, 0), 1)]
+
+    def _ties(self, who: _Who) -> bool:
+        """Whether an op has to do with the weight that two stages share."""
+        by_stage = who.row.scope is Scope.STAGE
+        return who.stage in self.program.placement.ends if by_stage else who.rank in ends(self.program.placement)
+
+    def _edges(self, who: _Who, at: At) -> list[int]:
+        """The edges into or out of an op's stage; of a transfer those that lead to another rank."""
+        found = self.sinks[who.stage] if at is At.SINKS else self.sources[who.stage]
+        return [e for e in found if self.crosses(who.pipe, e)] if who.row.lane is Lane.LINK else found
+
+    def _end(self, what: str, pipe: int, edge: int, at: At) -> int:
+        """The column of an edge's value at its maker's end or at its user's."""
+        by_user = (what == "act") == (at is At.SOURCES)
+        end = FAR if by_user and self.crosses(pipe, edge) else HERE
+        return self.column(Key(what, pipe, edge, end), self.width)
+
+    def _posts(self, who: _Who) -> tuple[int, ...]:
+        """The messages that an op sends or takes: a transfer's, else those that no transfer stands for."""
+        row = who.row
+        if row.lane is Lane.LINK or not self.explicit:
+            refs = row.writes + (row.reads if row.lane is Lane.LINK else ())
+            return tuple(
+                self.messages[Message(ref.what, who.pipe, edge)] + who.part
+                for ref in refs
+                if VALUES[ref.what].scope == "edge"
+                for edge in self._edges(who, ref.at)
+                if self.crosses(who.pipe, edge)
+            )
+        found = [self.messages.get(Message(ref.what, who.rank)) for ref in row.writes]
+        return tuple(x for x in found if x is not None and 0 <= self.channel_of(x)[1] < self.ranks)
+
+    def _group(self, ref: Ref, rank: int, stage: int) -> list[tuple[int, int]]:
+        """The columns of all that a row of a whole stage or rank reads."""
+        if ref.at is At.UNITS:
+            mine = [stage]
+        else:
+            mine = self.stages_on(rank) if ref.at is At.STAGES else list(self.program.placement.ends)
+        if VALUES[ref.what].scope == "stage":
+            here = [s for s in mine if s in self.stages_on(rank) and self.tracks(ref.what, s)]
+            return [(self.column(Key(ref.what, rank, s), 1), 1) for s in here]
+        homes = [(pipe, s) for s in mine for pipe in range(len(self.pipes)) if self.pipes[pipe][s] == rank]
+        return [(self.column(Key(ref.what, pipe, s), self.width), self.width) for pipe, s in homes]
+
+
+class _Who(NamedTuple):
+    """An op, as far as its row depends on it."""
+
+    rank: int
+    pipe: int
+    stage: int
+    part: int
+    row: Row
+
+
+def ends(placement: Placement) -> set[int]:
+    """The ranks that hold a stage without sources or without sinks."""
+    return {rank for stage in placement.ends for rank in placement.holders(stage)}
+
+
+def members(program: Program, kind: Kind, stage: int) -> set[int]:
+    """The ranks of one replica of the pipeline that run a step-level op; of a program with more ranks, those too."""
+    more = range(len(program.ranks)) if kind.everywhere else ()
+    return {*program.members(Op(kind, stage)), *more}
+
+
+_MADE: dict[tuple[object, ...], Layout] = {}

@@ -1,0 +1,319 @@
+"""What every op means, once: one row per kind. Order, messages, proof, times, memory and pictures are read from it.
+
+A *value* is something a rank has: `kept` of stage 2, microbatch 5. An op reads values, writes values and frees some of
+those it reads; it runs on a *lane*. An op of the compute lane takes the rank's time. An op of any other lane only
+starts an *event* and goes on: what it writes is there when the event is over, and who reads it waits.
+
+    F       reads   act of the edges in      writes  act of the edges out, kept     frees  what it read
+    B       reads   kept, grad of the        writes  grad of the edges in, left     frees  what it read
+                    edges out
+    W       reads   left                     writes  part                           frees  left
+
+A row is all that a new kind needs besides its cost column, its handler in the runtime and the pass that places it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What an op does. This enum is the glossary."""
+
+    F = "F"  # forward of one stage for one microbatch
+    B = "B"  # backward, gradient of the stage input
+    W = "W"  # backward, gradient of the stage weights
+    BW = "BW"  # B and W in one walk of the graph
+    SEND_F = "SEND_F"  # start sending a stage output to the rank of the stage that reads it; does not wait
+    RECV_F = "RECV_F"  # post the buffer for the input of a stage; the F that needs it waits
+    SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage that made the input; does not wait
+    RECV_B = "RECV_B"  # post the buffer for the gradient of a stage's output; the B or BW that needs it waits
+    OVERLAP = "OVERLAP"  # the next two ops, an F and a B or BW, are one group: both start when both have their input
+    REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a replica of it; VALIDATE waits
+    TIE = "TIE"  # the same for the one weight that the first and the last stage share
+    VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
+    STEP = "STEP"  # optimizer step of one stage
+    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
+    NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
+    VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
+    REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
+    COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
+    GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
+
+    # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
+    __hash__ = str.__hash__
+
+    # Questions to the row, answered when this module is loaded (see `_answer`).
+    row: Row
+    computes: bool  # work on a microbatch that takes a rank's time
+    is_transfer: bool
+    is_send: bool
+    is_recv: bool
+    is_mark: bool  # no work of its own: binds the two ops after it
+    is_collective: bool  # all ranks that take part meet
+    sums: bool  # a collective that sums gradients
+    is_barrier: bool  # a collective that its rank waits for
+    stage_wide: bool  # once per stage, on each rank that holds it
+    rank_wide: bool  # once per rank
+    everywhere: bool  # once on every rank
+
+
+class Scope(Enum):
+    """How often a kind runs, and which coordinates its ops have."""
+
+    UNIT = "stage, microbatch, slice"  # on the rank that holds the stage
+    EVERY = "microbatch, slice"  # on every rank
+    STAGE = "stage"  # on every rank that holds the stage
+    RANK = "rank"
+
+
+class Lane(Enum):
+    """Where an op runs. One at a time per rank and lane, in the order in which they are started."""
+
+    COMPUTE = "compute"
+    LINK = "link"  # a message: one queue per pair of ranks and direction
+    COLLECTIVE = "collective"  # all members meet: one queue per rank
+    OUT = "out"  # copy to the host
+    BACK = "back"  # copy from the host
+    MARK = "mark"  # no work: binds the two ops after it
+
+
+class At(Enum):
+    """Whose value a row speaks of, seen from the op."""
+
+    OWN = "its own stage, microbatch, slice (as far as the value has them)"
+    SOURCES = "on the edges from the stages it reads"
+    SINKS = "on the edges to the stages that read it"
+    EARLIER = "of the slice before, if there is one"
+    LATER = "of the slice after, if there is one"
+    UNITS = "all units of the stage on this rank"
+    STAGES = "all stages of this rank"
+    ENDS = "the first and the last stage, as far as they are on this rank"
+    RANK_BEFORE = "of the rank before, if there is one"
+    RANK_AFTER = "of the rank after, if there is one"
+
+
+class Ref(NamedTuple):
+    """A value, and whose."""
+
+    what: str
+    at: At = At.OWN
+
+
+class Value(NamedTuple):
+    """What a rank can have: of a unit (stage, microbatch, slice), an edge between stages, a stage, or of itself."""
+
+    scope: str  # "edge", "unit", "stage", "rank"
+    memory: str = ""  # category of the ledger; "" for what takes no memory of its own
+    stays: bool = False  # may be there when the step is over
+    text: str = ""  # for messages
+
+
+VALUES = {
+    "act": Value("edge", "transit", text="the output of a stage, on its way to one that reads it"),
+    "grad": Value("edge", "transit", text="the gradient of a stage's output, on its way back"),
+    "kept": Value("unit", "activations", text="what F leaves for B"),
+    "left": Value("unit", "activations", text="what B leaves for W"),
+    "kv": Value("unit", "kv", text="keys and values that later slices attend to"),
+    "dkv": Value("unit", "kv", text="gradients of keys and values, from later slices"),
+    "part": Value("unit", stays=True, text="one microbatch's share of the gradients of a stage's weights"),
+    "weights": Value("stage", stays=True, text="the weights of a stage, whole"),
+    "shard": Value("stage", stays=True, text="what an optimizer step makes: weights, or this rank's share of them"),
+    "total": Value("stage", stays=True, text="gradients summed over all replicas"),
+    "clean": Value("stage", stays=True, text="room for new gradients: those of the last step are gone"),
+    "tied": Value("rank", stays=True, text="the summed gradient of the shared weight"),
+    "norm": Value("rank", stays=True, text="the gradient norm, as far as the ranks so far know it"),
+    "verdict": Value("rank", stays=True, text="whether to step, and how far to clip"),
+    "stands": Value("rank", stays=True, text="weights that are as the verdict says"),
+}
+
+
+class Look(NamedTuple):
+    """Letters in the first and the second pipe, what they mean, the fills of even and odd microbatches, and the ink."""
+
+    letter: str
+    other: str
+    name: str
+    fills: tuple[str, str]
+    ink: str = "#000000"
+
+
+class Row(NamedTuple):
+    """The meaning of a kind."""
+
+    scope: Scope
+    lane: Lane
+    reads: tuple[Ref, ...] = ()
+    writes: tuple[Ref, ...] = ()
+    frees: tuple[Ref, ...] = ()  # of what it reads
+    cost: str = ""  # column of Costs; "" takes no time
+    blocks: bool = False  # the compute lane waits for its event
+    early: bool = False  # its event begins when what it reads is there, not when its rank comes to it
+    closes: str = ""  # which end of a step it belongs to: "barrier" or "ahead"
+    repeats: bool = False  # may stand before REDO, which runs it again
+    family: str = ""  # what a search policy places it as: "forward", "input" or "weight" (gradients)
+    look: Look | None = None  # None: pictures leave it out
+
+
+def _refs(text: str) -> tuple[Ref, ...]:
+    """`act@SOURCES kept` as refs."""
+    pairs = (word.partition("@") for word in text.split())
+    return tuple(Ref(what, At[at] if at else At.OWN) for what, _, at in pairs)
+
+
+def _look(letters: str, name: str, fill: str, second: str = "", ink: str = "#000000") -> Look:
+    return Look(letters[0], letters[-1], name, (fill, second or fill), ink)
+
+
+_INPUTS = "kept grad@SINKS kv dkv@LATER"  # of a backward: it reads them, and nobody reads them after it
+_UNIT, _STAGE, _RANK = Scope.UNIT, Scope.STAGE, Scope.RANK
+_COMPUTE, _LINK, _COLLECTIVE = Lane.COMPUTE, Lane.LINK, Lane.COLLECTIVE
+
+ROWS: dict[Kind, Row] = {
+    Kind.F: Row(
+        _UNIT,
+        _COMPUTE,
+        reads=_refs("act@SOURCES kv@EARLIER weights"),
+        writes=_refs("act@SINKS kept kv"),
+        frees=_refs("act@SOURCES"),
+        cost="f",
+        repeats=True,
+        family="forward",
+        look=_look("FP", "forward", "#28588f", "#3b6ca5", "#ffffff"),
+    ),
+    Kind.B: Row(
+        _UNIT,
+        _COMPUTE,
+        reads=_refs(f"{_INPUTS} weights clean"),
+        writes=_refs("grad@SOURCES dkv@EARLIER left"),
+        frees=_refs(_INPUTS),
+        cost="b",
+        family="input",
+        look=_look("BE", "backward for the input", "#e3a04f", "#eab26e"),
+    ),
+    Kind.W: Row(
+        _UNIT,
+        _COMPUTE,
+        reads=_refs("left"),
+        writes=_refs("part"),
+        frees=_refs("left"),
+        cost="w",
+        family="weight",
+        look=_look("WM", "backward for the weights", "#f5e3a8", "#f9edc5"),
+    ),
+    Kind.BW: Row(
+        _UNIT,
+        _COMPUTE,
+        reads=_refs(f"{_INPUTS} weights clean"),
+        writes=_refs("grad@SOURCES dkv@EARLIER part"),
+        frees=_refs(_INPUTS),
+        cost="bw",
+        family="input",
+        look=_look("DQ", "both backwards in one", "#4f9d83", "#66ad95"),
+    ),
+    Kind.SEND_F: Row(_UNIT, _LINK, reads=_refs("act@SINKS"), frees=_refs("act@SINKS"), repeats=True),
+    Kind.RECV_F: Row(_UNIT, _LINK, writes=_refs("act@SOURCES"), repeats=True),
+    Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES")),
+    Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS")),
+    Kind.OVERLAP: Row(_RANK, Lane.MARK),
+    # ---- the end of a step
+    Kind.REDUCE: Row(
+        _STAGE,
+        _COLLECTIVE,
+        reads=_refs("part@UNITS clean"),
+        writes=_refs("total"),
+        cost="reduce",
+        look=_look("S", "sum of gradients", "#b9a7cf"),
+    ),
+    Kind.TIE: Row(
+        _RANK,
+        _COLLECTIVE,
+        reads=_refs("part@ENDS clean@ENDS"),
+        writes=_refs("tied"),
+        cost="tie",
+        look=_look("T", "sum of the shared weight", "#b9a7cf"),
+    ),
+    Kind.VALIDATE: Row(
+        _RANK,
+        _COLLECTIVE,
+        reads=_refs("part@STAGES total@STAGES tied"),
+        writes=_refs("verdict"),
+        cost="agree",
+        blocks=True,
+        closes="barrier",
+    ),
+    Kind.STEP: Row(
+        _STAGE,
+        _COMPUTE,
+        reads=_refs("verdict weights"),
+        writes=_refs("shard"),
+        frees=_refs("weights"),
+        cost="step",
+        closes="barrier",
+    ),
+    # ---- the same without a barrier
+    Kind.TENTATIVE: Row(
+        _STAGE,
+        _COMPUTE,
+        reads=_refs("part@UNITS total tied weights"),
+        writes=_refs("shard"),
+        frees=_refs("weights"),
+        cost="tentative",
+        closes="ahead",
+        look=_look("A", "tentative step", "#5a5a5a", ink="#ffffff"),
+    ),
+    Kind.NORM: Row(
+        _RANK, _COMPUTE, reads=_refs("norm@RANK_BEFORE"), writes=_refs("norm"), closes="ahead", repeats=True
+    ),
+    Kind.VERDICT: Row(
+        _RANK,
+        _COMPUTE,
+        reads=_refs("norm verdict@RANK_AFTER"),
+        writes=_refs("verdict"),
+        closes="ahead",
+        repeats=True,
+    ),
+    Kind.REDO: Row(_RANK, _COMPUTE, reads=_refs("verdict"), writes=_refs("stands"), closes="ahead"),
+    Kind.COMMIT: Row(
+        _STAGE,
+        _COMPUTE,
+        reads=_refs("stands"),
+        writes=_refs("clean"),
+        cost="step",
+        closes="ahead",
+        look=_look("C", "final step", "#c4c4c4"),
+    ),
+    # ---- weights in shares
+    Kind.GATHER: Row(
+        _STAGE,
+        _COLLECTIVE,
+        reads=_refs("shard"),
+        writes=_refs("weights"),
+        cost="gather",
+        look=_look("G", "gather of weights", "#d8cfe4"),
+    ),
+}
+Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
+
+UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
+
+
+def _answer(kind: Kind, row: Row) -> None:
+    """Answer the questions to a kind once; a look-up of an attribute is all they cost later."""
+    kind.row = row
+    kind.computes = row.lane is Lane.COMPUTE and row.scope in UNIT_SCOPES and bool(row.cost)
+    kind.is_transfer = row.lane is Lane.LINK
+    kind.is_send = kind.is_transfer and bool(row.reads)
+    kind.is_recv = kind.is_transfer and not row.reads
+    kind.is_mark = row.lane is Lane.MARK
+    kind.is_collective = row.lane is Lane.COLLECTIVE
+    kind.is_barrier = row.blocks
+    kind.sums = kind.is_collective and not row.blocks and any(ref.what == "part" for ref in row.reads)
+    kind.stage_wide = row.scope is Scope.STAGE
+    kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
+    kind.everywhere = kind.rank_wide and not any(ref.at is At.ENDS for ref in row.reads)
+
+
+for _kind in Kind:
+    _answer(_kind, ROWS[_kind])
