@@ -8,6 +8,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.tiers import SIX
 from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.ops import ROWS
 from zbc.runtime import handlers
 from zbc.runtime.threads import run_threads
 
@@ -38,7 +39,7 @@ def test_the_six_orders_run_every_handler(ran):
     run_threads(make_plan(tied, model={**SMALL, "tie_embeddings": True}, size=1), 1)
     groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))
     run_threads(make_plan(groups, model=SMALL, size=1), 1)
-    assert ran == handlers.HANDLERS.keys()
+    assert ran == handlers.HANDLERS.keys() == ROWS.keys()
 
 
 def test_the_six_orders_stand_for_every_placement_and_every_backward():
