@@ -101,7 +101,7 @@ class Case:
         self._lock = threading.Lock()
 
     def run(self, steps: int, setup: Any = None) -> list[Worker]:
-        world = self.plan.manifest.world
+        world = self.plan.manifest.topology.world
         if self.device.type == "cpu":
             return run_threads(self.plan, steps, setup=setup)
         return run_threads(

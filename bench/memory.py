@@ -120,8 +120,8 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
         watches[worker.rank] = one = Watched(worker)
         return one
 
-    run_threads(plan, STEPS, step=watched, hub=Hub(plan.manifest.world, prompt=True))
-    found = [watches[rank] for rank in range(plan.manifest.world)]
+    run_threads(plan, STEPS, step=watched, hub=Hub(plan.manifest.topology.world, prompt=True))
+    found = [watches[rank] for rank in range(plan.manifest.topology.world)]
     timed = with_times(compiled.costs, [one.usual for one in found])
     both = zip(peaks(compiled.program, timed), peaks(compiled.program, compiled.costs), strict=True)
     for one, (predicted, planned) in zip(found, both, strict=True):

@@ -25,7 +25,6 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import load_job
 from zbc.compiler.memory import peaks
 from zbc.compiler.order import order
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.spec import Job
@@ -60,9 +59,7 @@ class Bench:
             found = order(job, estimate.layers(job), budget)
         except ZbcError:
             return float("inf"), float("inf")
-        program = found.program
-        program = lower(program, job.optimizer.sync, found.costs) if job.hardware.memory_gib else program
-        memory = peaks(program, found.costs)
+        memory = found.memory if job.hardware.memory_gib else peaks(found.program, found.costs)
         units = max(rank.units for rank in memory)
         return (found.step_ms(job) if fits(job, memory, found.costs) else float("inf")), units
 
@@ -70,8 +67,7 @@ class Bench:
         """The fullest rank of a plan of the fast tier."""
         self.path.write_text(text)
         job = load_job(self.path, settings)
-        found = order(job, estimate.layers(job), 0.0)
-        return max(r.bytes for r in peaks(lower(found.program, job.optimizer.sync, found.costs), found.costs))
+        return max(rank.bytes for rank in order(job, estimate.layers(job), 0.0).memory)
 
 
 def fits(job: Job, memory: list, costs: object) -> bool:

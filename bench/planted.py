@@ -42,8 +42,8 @@ BUGS = (
     Bug(
         "NORM of the second copy comes from a rank of the first",
         "zbc/runtime/ahead.py",
-        "worker.seats.rank(worker.copy, part - 1)",
-        "worker.seats.rank(0, part - 1)",
+        "worker.topology.rank(worker.replica, part - 1)",
+        "worker.topology.rank(0, part - 1)",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
@@ -112,8 +112,8 @@ BUGS = (
     Bug(
         "both pipes answer for a stage in the norm",
         "zbc/runtime/state.py",
-        "if isinstance(optimizer, Sharded) or (self.copy == 0 and placement.rank_of(s) == rank)",
-        "if isinstance(optimizer, Sharded) or self.copy == 0",
+        "if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)",
+        "if isinstance(optimizer, Sharded) or self.replica == 0",
         (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
     ),
     Bug(
@@ -234,8 +234,8 @@ BUGS = (
     Bug(
         "a transfer is charged twice",
         "zbc/compiler/simulate.py",
-        "arrival += lag[i]",
-        "arrival += 2 * lag[i]",
+        "found += [ms] * (stop - base)",
+        "found += [2 * ms] * (stop - base)",
         ("tests/compiler/test_simulate.py",),
     ),
     Bug(

@@ -23,9 +23,10 @@ from record import Record, commit
 from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
+from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.simulate import step_ms
@@ -82,7 +83,7 @@ def wrong_with(asked: Request, where: Placement, program: Program) -> str:
         return "no costs"
     try:
         check_complete(program)
-        check_all(lower(program))
+        check_all(Lowering().lower(Context.of(program)).program)
     except ZbcError as error:
         return error.message
     used = [rank.units for rank in peaks(program, given)]

@@ -26,10 +26,9 @@ from tests.viz import browser  # noqa: E402
 from zbc.api import Plan  # noqa: E402
 from zbc.cli.drawing import card_text  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
-from zbc.compiler.cost import Costs  # noqa: E402
-from zbc.compiler.passes import lower  # noqa: E402
+from zbc.compiler.context import Context  # noqa: E402
+from zbc.compiler.lowering import Lowering  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, Schedule  # noqa: E402
-from zbc.compiler.simulate import simulate  # noqa: E402
 from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
 from zbc.viz import svg  # noqa: E402
@@ -175,9 +174,8 @@ def schedules() -> None:
 
 def example(card: Schedule) -> Drawn:
     """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
-    program = lower(card.make(Request(*CARD, card.default_chunks)))
-    costs = Costs.uniform(program.placement)
-    return Drawn(card.name, program, once(simulate(program, costs)), costs)
+    shown = Lowering().lower(Context.of(card.make(Request(*CARD, card.default_chunks))))
+    return Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
 
 
 def page(card: Schedule, one: Drawn) -> str:

@@ -55,16 +55,16 @@ def record(
     plan = Plan.read(folder / "plan" / phase)
     run = folder / "run"
     trace.start(run, folder / "plan")
-    count, now = plan.manifest.world, 10**12
+    count, now = plan.manifest.topology.world, 10**12
     writers = []
     for rank in range(count):
-        ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
+        ops = plan.program.ranks[plan.manifest.topology.of(rank).pp]
         writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)), phase=phase)
         skew = round(world.skew(rank) * MS)
         writer.clock(Clock(now - skew, skew, 0))
         writers.append((writer, skew))
     for step in steps:
-        ranks = [_Rank(plan.program.ranks[plan.manifest.seats.of(r).part], now) for r in range(count)]
+        ranks = [_Rank(plan.program.ranks[plan.manifest.topology.of(r).pp], now) for r in range(count)]
         timings = _step(plan, ranks, world, step, now)
         for (writer, skew), timing in zip(writers, timings, strict=True):
             timing = Timing(step, timing.begin_ns - skew, timing.took_ns, timing.lead_ns, timing.waits, timing.close_ns)
@@ -73,14 +73,14 @@ def record(
     for rank, (writer, skew) in enumerate(writers):
         writer.clock(Clock(now - skew, skew, 0))
         if world.held is not None:
-            ops = plan.program.ranks[plan.manifest.seats.of(rank).part]
+            ops = plan.program.ranks[plan.manifest.topology.of(rank).pp]
             writer.memory(Memory(steps[-1] + 1, ("activations", "peak"), [[world.held(op)] * 2 for op in ops]))
         writer.close()
     return trace.read(run, phase)
 
 
 def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:
-    seats, placement = plan.manifest.seats, plan.program.placement
+    topology, placement = plan.manifest.topology, plan.program.placement
     sent: dict[tuple[int, object], int] = {}
     begins = [begin + round(world.late(r) * MS) for r in range(len(ranks))]
     for rank, at in zip(ranks, begins, strict=True):
@@ -105,7 +105,7 @@ def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -
                 else:
                     if op.kind.is_send:
                         peer = placement.peer(op)
-                        to = seats.rank(seats.of(r).copy, 0 if peer is None else peer)
+                        to = topology.rank(topology.of(r).dp, 0 if peer is None else peer)
                         sent[to, placement.message(op)] = rank.now + round(world.link(r, to) * MS)
                     rank.spend(round(world.transfer * MS) if op.kind.is_transfer else 0)
                 moved = True

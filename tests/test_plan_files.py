@@ -10,8 +10,8 @@ import pytest
 
 import zbc.plan as plans
 from tests.compiler.grid import make
+from tests.lowered import lower
 from zbc.cli.checking import check_plan
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.manifest import sha

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import zbc.plan as plans
 from tests.compiler.grid import FIXED, chunk_counts, make
+from tests.lowered import lower
 from zbc.cli.jobs import listing
 from zbc.compiler.compile import load_job
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.interop import as_json
 from zbc.ir import Op, Placement

@@ -25,10 +25,11 @@ import zbc.plan as plans
 from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
 from zbc.compiler.difference import RankDifference, difference
+from zbc.compiler.lowering import Lowering
 from zbc.compiler.noise import Noise, Spread, spread
-from zbc.compiler.passes import lower
 from zbc.compiler.recorded.log import is_run
 from zbc.compiler.recorded.log import read as read_log
 from zbc.compiler.recorded.report import RunReport
@@ -98,10 +99,10 @@ class Plan:
         for start in self.ramp:
             start.check()
 
-    @property
+    @cached_property
     def complete(self) -> Program:
         """The program with its transfers and step-level ops; what a CSV holds gets them as any schedule does."""
-        return lower(self.program) if self.sheet is not None else self.program
+        return self.program if self.sheet is None else Lowering().lower(Context(self.program, self.costs)).program
 
     @property
     def barrier(self) -> bool:

@@ -12,7 +12,7 @@ from zbc.plan import Manifest
 
 
 class Leg(NamedTuple):
-    """Steps that take equally many samples, over all copies of the pipeline."""
+    """Steps that take equally many samples, over all replicas of the pipeline."""
 
     first: int  # step, from 0
     position: int  # samples that the steps before it took
@@ -32,7 +32,7 @@ class Course:
     @classmethod
     def of(cls, manifest: Manifest) -> Course:
         """That of a plan: its ramp, then its own batches."""
-        per = manifest.copies * manifest.microbatch_size
+        per = manifest.topology.dp * manifest.microbatch_size
         parts = [(part.microbatches * per, part.steps) for part in manifest.ramp]
         return cls.made([*parts, (manifest.microbatches * per, 0)])
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from zbc.errors import ZbcError
 from zbc.ops import Kind as Kind
 from zbc.ops import Scope
-from zbc.seats import Seats
+from zbc.topology import Topology
 
 # Sets of kinds for code that has yet to ask the kinds themselves.
 COMPUTE = frozenset(kind for kind in Kind if kind.computes)
@@ -276,10 +276,10 @@ class Program:
     ranks: tuple[tuple[Op, ...], ...]
     history: tuple[str, ...] = ()  # the schedule, then every pass that ran
     slices: int = 1
-    copies: int = 1  # data-parallel copies of the pipeline; each runs these ops, and collectives meet over all of them
+    dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
     tied: bool = False  # the first and the last of several stages share a weight
     sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
-    node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, that share a node
+    node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
 
     def __iter__(self) -> Iterator[tuple[int, int, Op]]:
         """Every op as (rank, step, op)."""
@@ -288,9 +288,10 @@ class Program:
                 yield rank, step, op
 
     @property
-    def seats(self) -> Seats:
-        """Which rank of a run is which rank of which copy."""
-        return Seats(self.placement.ranks, self.copies, self.node or (self.placement.ranks, 1))
+    def topology(self) -> Topology:
+        """The axes of a run of it."""
+        where = self.placement
+        return Topology(where.ranks, self.dp, len(where.pipes), self.node, self.slices, self.microbatches)
 
     @property
     def size(self) -> int:
@@ -304,11 +305,11 @@ class Program:
 
     @property
     def alone(self) -> bool:
-        """Whether no rank sums gradients with another: one copy, one pipe, no shared weight."""
-        return self.copies == 1 and len(self.placement.pipes) == 1 and not self.tied
+        """Whether no rank sums gradients with another: one replica, one pipe, no shared weight."""
+        return self.topology.alone and not self.tied
 
     def members(self, op: Op) -> tuple[int, ...]:
-        """The ranks of one copy of the pipeline that run a step-level op, ascending; a collective meets them in all."""
+        """The ranks of one replica that run a step-level op, ascending; a collective meets them in all replicas."""
         placement = self.placement
         if op.kind.everywhere:
             return tuple(range(placement.ranks))
@@ -317,8 +318,8 @@ class Program:
         return tuple(sorted(set(placement.holders(op.stage))))
 
     def holders(self, op: Op) -> int:
-        """How many ranks, over all copies of the pipeline, meet in a collective."""
-        return self.copies * len(self.members(op))
+        """How many ranks, over all replicas of the pipeline, meet in a collective."""
+        return self.dp * len(self.members(op))
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbc.ir import Op, Placement
-from zbc.seats import Seats
+from zbc.topology import Topology
 
 FORMAT = "zbc-plan"
 VERSION = 1
@@ -77,21 +77,14 @@ class Manifest(_Strict):
         return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
 
     @property
-    def world(self) -> int:
-        """The ranks of a run: those of one pipeline times its copies."""
-        return self.ranks * self.copies
+    def topology(self) -> Topology:
+        """The axes of a run of the plan."""
+        node = (self.node[0], self.node[1]) if self.node else None
+        return Topology(self.ranks, self.copies, len(self.placement[0]), node, self.slices, self.microbatches)
 
-    @property
-    def seats(self) -> Seats:
-        """Which of them is which rank of which copy."""
-        return Seats(self.ranks, self.copies, (self.node[0], self.node[1]) if self.node else (self.ranks, 1))
-
-    def name(self, rank: int) -> str:
-        """A rank of a run for messages: `rank 5`, or with copies `rank 5 [dp 1, pp 1]`."""
-        if self.copies == 1 or not 0 <= rank < self.world:
-            return f"rank {rank}"
-        copy, part = self.seats.of(rank)
-        return f"rank {rank} [dp {copy}, pp {part}]"
+    def holders(self, stage: int) -> int:
+        """How many ranks of a run hold a stage."""
+        return self.copies * len(set(self.placement[stage]))
 
     def to_placement(self) -> Placement:
         return Placement(tuple(zip(*self.placement, strict=True)))

@@ -63,8 +63,8 @@ class Plan:
 
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
-    """The last ranks of all copies of the pipeline: without a barrier, they add up what their copies have collected."""
-    return tuple(sorted(manifest.seats.rank(copy, manifest.ranks - 1) for copy in range(manifest.copies)))
+    """The last ranks of all replicas: without a barrier, they add up what their replicas have collected."""
+    return manifest.topology.ranks([manifest.ranks - 1])
 
 
 def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
@@ -78,15 +78,13 @@ def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
 
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
-    history = (manifest.schedule, *manifest.passes)
-    m, node = manifest, manifest.seats.node if manifest.node else None
-    return Program(m.to_placement(), m.microbatches, ranks, history, m.slices, m.copies, m.tied, m.sharded, node)
+    m, run, history = manifest, manifest.topology, (manifest.schedule, *manifest.passes)
+    return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, run.dp, m.tied, m.sharded, run.node)
 
 
 def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
-    """The ranks of a run, over all copies of the pipeline, that take part in a collective."""
-    members = program_of(manifest, ((),) * manifest.ranks).members(op)
-    return tuple(sorted(manifest.seats.rank(copy, rank) for copy in range(manifest.copies) for rank in members))
+    """The ranks of a run, over all replicas of the pipeline, that take part in a collective."""
+    return manifest.topology.ranks(program_of(manifest, ((),) * manifest.ranks).members(op))
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -102,7 +100,6 @@ def assemble(
     predicted: Mapping[str, Any],
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
-    node: Sequence[int] = (),
     ramp: Sequence[Part] = (),
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file."""
@@ -126,7 +123,7 @@ def assemble(
         microbatches=program.microbatches,
         microbatch_size=microbatch_size,
         slices=program.slices,
-        copies=program.copies,
+        copies=program.dp,
         tied=program.tied,
         sharded=program.sharded,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
@@ -137,7 +134,7 @@ def assemble(
         planning=dict(planning),
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},
-        node=list(node),
+        node=list(program.node or ()),
         ramp=list(ramp),
     )
     return manifest, files

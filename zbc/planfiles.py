@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, parse_line
 from zbc.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
+from zbc.topology import Topology
 
 REPLAN = "make it again with `zbc plan JOB.toml`"
 
@@ -124,7 +125,7 @@ def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = Tru
 
 
 def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]:
-    placement = manifest.to_placement()
+    placement, topology = manifest.to_placement(), manifest.topology
     peers: dict[tuple[Kind, int, int], int | None] = {}
     ops = []
     for step, line in enumerate(lines):
@@ -135,7 +136,7 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
             op, peer = parse_line(line)
         except ZbcError as error:
             raise ZbcError("E404", error.message, where=where, hint=error.hint) from None
-        if _out_of_range(op, manifest):
+        if _out_of_range(op, manifest.stages, topology):
             raise ZbcError("E404", f"plan: {line} is outside this plan's stages or microbatches", where=where)
         edge = (op.kind, op.stage, op.pipe)
         if edge not in peers:
@@ -147,15 +148,15 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
     return ops
 
 
-def _out_of_range(op: Op, manifest: Manifest) -> bool:
+def _out_of_range(op: Op, stages: int, topology: Topology) -> bool:
     if op.kind.computes or op.kind.is_transfer:
         return (
-            op.stage >= manifest.stages
-            or op.mb >= manifest.microbatches
-            or op.pipe >= len(manifest.placement[0])
-            or op.slice >= manifest.slices
+            op.stage >= stages
+            or op.mb >= topology.microbatches
+            or op.pipe >= topology.pipes
+            or op.slice >= topology.slices
         )
-    return op.stage >= manifest.stages
+    return op.stage >= stages
 
 
 def _read_bytes(path: Path) -> bytes:

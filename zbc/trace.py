@@ -307,14 +307,15 @@ def read(run: Path, phase: str | None = None) -> Trace:
         raise _unrecorded(run, phase, recorded)
     folder = run / FOLDER / phase
     plan = plans.Plan.read(run / FOLDER / PLAN / phase)
-    world = plan.manifest.world
+    topology = plan.manifest.topology
+    world = topology.world
     missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
-        text = f"trace: {folder} has no file of {', '.join(plan.manifest.name(rank) for rank in missing)}"
+        text = f"trace: {folder} has no file of {', '.join(topology.name(rank) for rank in missing)}"
         hint = "ranks of other machines wrote theirs there: copy them here"
         raise ZbcError("E430", text, hint=hint)
     ranks = plan.program.ranks
-    parts = [plan.manifest.seats.of(r).part for r in range(world)]
+    parts = [topology.of(r).pp for r in range(world)]
     found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
     trace = Trace(run, plan, found, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
     if not trace.steps:

@@ -90,7 +90,7 @@ class Machine:
     def __init__(self, program: Program, blocking: bool, redo: bool) -> None:
         self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
         self.microbatches, self.slices = program.microbatches, program.slices
-        self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.copies, program.tied, program.sharded
+        self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.dp, program.tied, program.sharded
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo = blocking, redo

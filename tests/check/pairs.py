@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 from tests.check import operational
+from tests.lowered import lower
 from zbc.compiler.check import check_all
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
@@ -25,7 +25,7 @@ class Pair:
 
     def __str__(self) -> str:
         r = self.request
-        more = f" v={r.v} group={r.group} early={r.early} overlap={r.overlap} copies={self.program.copies}"
+        more = f" v={r.v} group={r.group} early={r.early} overlap={r.overlap} dp={self.program.dp}"
         return f"{self.name} p={r.p} m={r.m}{more}"
 
 
@@ -46,7 +46,7 @@ def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
         overlap="overlap" in card.options and rng.random() < 0.5,
     )
     copies = rng.choice((1, 1, 1, 2))
-    return Pair(name, request, lower(replace(card.make(request), copies=copies)))
+    return Pair(name, request, lower(replace(card.make(request), dp=copies)))
 
 
 def damaged(program: Program, rng: random.Random) -> Program:

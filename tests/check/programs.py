@@ -41,7 +41,7 @@ def correct(rng: random.Random) -> Program:
         ranks = with_transfers(rng, place, ranks)
         if rng.random() < 0.6:
             copies, tied, sharded = rng.choice([1, 1, 2]), place.stages > 1 and rng.random() < 0.3, rng.random() < 0.3
-            program = replace(bare(place, microbatches, slices), copies=copies, tied=tied, sharded=sharded)
+            program = replace(bare(place, microbatches, slices), dp=copies, tied=tied, sharded=sharded)
             return replace(program, ranks=tuple(map(tuple, with_step_ops(rng, program, ranks))))
     return replace(bare(place, microbatches, slices), ranks=tuple(map(tuple, ranks)))
 

@@ -160,7 +160,7 @@ def test_the_programs_are_of_every_kind():
     for seed in range(PROGRAMS):
         program, result = case(seed)
         kinds = {op.kind.value for _, _, op in program if op.kind.is_collective}
-        collectives.update([*kinds, f"{program.copies} copies"])
+        collectives.update([*kinds, f"{program.dp} copies"])
         error = rejected(seed)
         codes[error.code if error else "passes"] += 1
         states[ran(seed, True).state] += 1

@@ -16,10 +16,10 @@ import pytest
 from tests.check import operational
 from tests.check.programs import BREAKS, Broken, broken, compute_order, placement
 from tests.listing import listing, show
+from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.check import check_all, check_deadlock, survives_blocking_sends
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 
@@ -41,7 +41,7 @@ def schedule(seed: int) -> Program:
     program = Program(place, microbatches, tuple(map(tuple, ranks)), ("random",), slices)
     copies, tied = rng.choice([1, 1, 1, 2]), rng.random() < 0.2 and place.stages > 1
     sharded = random.Random(f"sharded {seed}").random() < 0.3
-    return lower(replace(program, copies=copies, tied=tied, sharded=sharded), "post-validate", costs(rng, place))
+    return lower(replace(program, dp=copies, tied=tied, sharded=sharded), "post-validate", costs(rng, place))
 
 
 def costs(rng: random.Random, place: Placement) -> Costs | None:

@@ -10,8 +10,8 @@ import pytest
 from tests.check import operational
 from tests.check.certificate import check_circle, check_places, circles
 from tests.listing import listing
+from tests.lowered import lower
 from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program

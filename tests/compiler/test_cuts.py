@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from tests.jobs import job
+from tests.lowered import lower
 from zbc.compiler import estimate, walk
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
@@ -19,7 +20,6 @@ from zbc.compiler.holding import peaks as held_peaks
 from zbc.compiler.judging import Case
 from zbc.compiler.memory import peaks
 from zbc.compiler.order import order
-from zbc.compiler.passes import lower
 from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.tailor import Tailor

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.lowered import lower
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.ir import Kind
@@ -78,7 +78,7 @@ def test_eager_sums_are_never_later_than_sums_at_the_end(name, v):
 
 @pytest.mark.parametrize(("name", "v"), PAPERS)
 def test_one_sum_for_both_pipes_and_all_copies_of_the_pipeline(name, v):
-    program, costs, _ = lowered(name, v, 4, 8, 1.0, copies=3)
+    program, costs, _ = lowered(name, v, 4, 8, 1.0, dp=3)
     for rank, ops in enumerate(program.ranks):
         found = sorted(op.stage for op in ops if op.kind is Kind.REDUCE)
         assert found == list(program.placement.stages_of(rank))

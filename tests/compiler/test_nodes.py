@@ -13,24 +13,26 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.nodes import between, choose
 from zbc.errors import ZbcError
 from zbc.ir import Placement
-from zbc.seats import Seats
+from zbc.topology import Topology
 
 LINEAR, LOOPED, V = Placement.linear(4), Placement.looped(4, 2), Placement.vshape(4)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_every_rank_has_one_seat(parts, along, copies, across):
-    seats = Seats(parts * along, copies * across, (parts, copies))
-    found = [seats.of(rank) for rank in range(seats.ranks * seats.copies)]
+def test_every_rank_has_one_place(parts, along, copies, across):
+    topology = Topology(parts * along, copies * across, node=(parts, copies))
+    found = [topology.of(rank) for rank in range(topology.world)]
     assert len(set(found)) == len(found)
-    assert [seats.rank(seat.copy, seat.part) for seat in found] == list(range(len(found)))
+    assert [topology.rank(*place) for place in found] == list(range(len(found)))
     for first in range(0, len(found), parts * copies):
         node = found[first : first + parts * copies]
-        assert len({seat.part for seat in node}) == parts and len({seat.copy for seat in node}) == copies
+        assert len({place.pp for place in node}) == parts and len({place.dp for place in node}) == copies
+    for pp in range(topology.pp):
+        assert topology.ranks([pp]) == tuple(rank for rank, place in enumerate(found) if place.pp == pp)
 
 
 def test_without_nodes_one_copy_follows_the_other():
-    assert [tuple(Seats.plain(3, 2).of(rank)) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [tuple(Topology(3, 2).of(rank)) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("placement", [LINEAR, LOOPED, V, Placement.bidirectional((0, 1, 2, 3))])
@@ -48,7 +50,7 @@ def test_what_is_chosen_sends_least(placement):
         boundaries, grads = [sent] * (placement.stages - 1), [grad] * placement.stages
         found = choose(placement, 4, 4, 3, boundaries, grads)
         totals = {
-            (a, b): between(Seats(4, 4, (a, b)), placement, 4, 3, boundaries, grads)
+            (a, b): between(Topology(4, 4, node=(a, b)), placement, 4, 3, boundaries, grads)
             for a, b in ((4, 1), (2, 2), (1, 4))
         }
         assert totals[found] == min(totals.values())
@@ -56,13 +58,13 @@ def test_what_is_chosen_sends_least(placement):
 
 def test_bytes_between_nodes_are_those_counted_by_hand():
     """Two nodes of two ranks: ranks 0 1 | 2 3 of a pipeline, or both copies of rank 0 | of rank 1."""
-    one = between(Seats.plain(4, 1), LINEAR, 2, 5, [3.0, 7.0, 11.0], [0.0] * 4)
+    one = between(Topology(4, 1), LINEAR, 2, 5, [3.0, 7.0, 11.0], [0.0] * 4)
     assert one == 2 * 5 * 7.0
     two = Placement.linear(2)
-    assert between(Seats.plain(2, 2), two, 2, 5, [3.0], [10.0, 20.0]) == 2 * (10.0 + 20.0)
-    assert between(Seats(2, 2, (1, 2)), two, 2, 5, [3.0], [10.0, 20.0]) == 2 * 2 * 5 * 3.0
-    assert between(Seats.plain(4, 1), LOOPED, 2, 1, [1.0] * 7, [0.0] * 8) == 2 * 3, "1-2, 3-0 and 1-2 again"
-    assert between(Seats.plain(4, 1), V, 2, 1, [1.0] * 7, [0.0] * 8) == 2 * 2, "1-2 and back"
+    assert between(Topology(2, 2), two, 2, 5, [3.0], [10.0, 20.0]) == 2 * (10.0 + 20.0)
+    assert between(Topology(2, 2, node=(1, 2)), two, 2, 5, [3.0], [10.0, 20.0]) == 2 * 2 * 5 * 3.0
+    assert between(Topology(4, 1), LOOPED, 2, 1, [1.0] * 7, [0.0] * 8) == 2 * 3, "1-2, 3-0 and 1-2 again"
+    assert between(Topology(4, 1), V, 2, 1, [1.0] * 7, [0.0] * 8) == 2 * 2, "1-2 and back"
 
 
 def compiled(**changes):
@@ -72,15 +74,15 @@ def compiled(**changes):
 def test_a_plan_says_where_its_ranks_are():
     """Small tensors and large weights: copies share a node. Many microbatches: pipelines do."""
     few, many = compiled(m=1), compiled(m=64)
-    assert (few.node, many.node) == ((1, 2), ())
+    assert (few.program.node, many.program.node) == ((1, 2), None)
     manifest = few.assemble()[0]
-    assert [manifest.name(rank) for rank in range(4)] == [
+    assert [manifest.topology.name(rank) for rank in range(4)] == [
         "rank 0 [dp 0, pp 0]",
         "rank 1 [dp 1, pp 0]",
         "rank 2 [dp 0, pp 1]",
         "rank 3 [dp 1, pp 1]",
     ]
-    assert many.assemble()[0].name(1) == "rank 1 [dp 0, pp 1]"
+    assert many.assemble()[0].topology.name(1) == "rank 1 [dp 0, pp 1]"
 
 
 def test_slow_links_between_nodes_are_paid_by_what_crosses_them():
@@ -93,7 +95,7 @@ def test_slow_links_between_nodes_are_paid_by_what_crosses_them():
 
 def test_a_ramp_keeps_its_ranks_where_they_are():
     found = compiled(m=64, schedule={"ramp": [{"microbatches": 1, "steps": 1}]})
-    assert [start.compiled.node for start in found.ramp] == [found.node] == [()]
+    assert [start.compiled.program.node for start in found.ramp] == [found.program.node] == [None]
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from tests.compiler.test_paper_tables import rows
 from tests.compiler.test_passes import listing as lines
 from tests.jobs import job
 from tests.listing import listing
+from tests.lowered import lower, ran
 from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all, check_complete, check_deadlock
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
-from zbc.compiler.passes.fuse_backward import fuse_backward
-from zbc.compiler.passes.insert_comm import insert_comm
+from zbc.compiler.passes.fuse_backward import FuseBackward
+from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
@@ -85,7 +85,7 @@ def test_the_shorter_op_of_a_group_hides_behind_the_longer_by_the_factor(overlap
 
 
 def test_transfers_stand_before_and_behind_a_group():
-    found = lines(insert_comm(group()))[0]
+    found = lines(ran(InsertComm(), group()))[0]
     where = found.index("OVERLAP")
     assert found[where : where + 4] == ["OVERLAP", "F s0 m2", "BW s0 m0", "SEND_F s0 m2 >r1"]
     assert found.index("RECV_B s0 m0 <r1") < where, "also where it is wanted one op ahead"
@@ -93,7 +93,7 @@ def test_transfers_stand_before_and_behind_a_group():
 
 def test_a_b_of_a_group_does_not_fuse_with_a_w_outside():
     before = listing("rank 0: F s0 m0, OVERLAP, F s0 m1, B s0 m0, W s0 m0, B s0 m1, W s0 m1")
-    assert lines(fuse_backward(before)) == [["F s0 m0", "OVERLAP", "F s0 m1", "B s0 m0", "W s0 m0", "BW s0 m1"]]
+    assert lines(ran(FuseBackward(), before)) == [["F s0 m0", "OVERLAP", "F s0 m1", "B s0 m0", "W s0 m0", "BW s0 m1"]]
 
 
 def test_a_group_can_deadlock_where_its_ops_one_after_the_other_would_not():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler.grid import make, timed, units
-from zbc.compiler.passes import lower
+from tests.lowered import lower
 
 FOLDER = Path(__file__).parent.parent / "reference"
 

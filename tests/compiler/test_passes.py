@@ -13,12 +13,13 @@ from tests.check import operational
 from tests.check.programs import bare, compute_order
 from tests.check.programs import placement as random_placement
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
+from tests.lowered import lower, ran
 from zbc.compiler.check import check_all, check_deadlock
-from zbc.compiler.passes import lower, passes
-from zbc.compiler.passes.fuse_backward import fuse_backward
-from zbc.compiler.passes.insert_comm import insert_comm
-from zbc.compiler.passes.optimizer_step import optimizer_step
-from zbc.compiler.passes.reduce_grads import reduce_grads
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.passes.fuse_backward import FuseBackward
+from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.optimizer_step import OptimizerStep
+from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
@@ -37,12 +38,12 @@ def listing(program):
 def test_fuse_backward_joins_only_neighbours_of_one_microbatch():
     before = program("B s0 m0\nW s0 m0\nB s0 m1\nF s0 m3\nW s0 m1\nB s0 m2\nW s0 m1\nB s1 m2\nW s0 m2")
     after = ["BW s0 m0", "B s0 m1", "F s0 m3", "W s0 m1", "B s0 m2", "W s0 m1", "B s1 m2", "W s0 m2"]
-    assert listing(fuse_backward(before)) == [after]
+    assert listing(ran(FuseBackward(), before)) == [after]
 
 
 def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_producer():
     before = program("F s0 m0\nF s0 m1\nBW s0 m0\nBW s0 m1", "F s1 m0\nBW s1 m0\nF s1 m1\nBW s1 m1")
-    assert listing(insert_comm(before)) == [
+    assert listing(ran(InsertComm(), before)) == [
         ["F s0 m0", "SEND_F s0 m0 >r1", "RECV_B s0 m0 <r1", "F s0 m1", "SEND_F s0 m1 >r1"]
         + ["RECV_B s0 m1 <r1", "BW s0 m0", "BW s0 m1"],
         ["RECV_F s1 m0 <r0", "F s1 m0", "RECV_F s1 m1 <r0", "BW s1 m0", "SEND_B s1 m0 >r0"]
@@ -53,12 +54,12 @@ def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_produce
 def test_receives_of_a_channel_are_posted_in_the_order_they_are_sent():
     """Rank 0 sends m1 before m0; rank 1 uses m0 first. The post of m1 moves ahead of that of m0."""
     before = program("F s0 m1\nF s0 m0", "F s1 m0\nF s1 m1")
-    assert listing(insert_comm(before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
+    assert listing(ran(InsertComm(), before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
 
 
 def test_no_transfer_inside_a_rank():
     turn = program("F s0 m0\nF s1 m0\nBW s1 m0\nBW s0 m0", placement=Placement(((0, 0),)))
-    assert insert_comm(turn).ranks == turn.ranks
+    assert ran(InsertComm(), turn).ranks == turn.ranks
 
 
 def test_a_gradient_leaves_before_the_weight_gradient_that_follows_it():
@@ -71,7 +72,7 @@ def test_a_gradient_leaves_before_the_weight_gradient_that_follows_it():
 
 def test_the_step_ends_with_one_agreement_and_one_step_per_stage():
     placement = Placement.vshape(2)
-    after = listing(optimizer_step(Program(placement, 1, ((), ()))))
+    after = listing(ran(OptimizerStep(), Program(placement, 1, ((), ()))))
     assert after == [["VALIDATE", "STEP s0", "STEP s3"], ["VALIDATE", "STEP s1", "STEP s2"]]
 
 
@@ -89,24 +90,24 @@ def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order(
     """Stage 1 is done first, so all start with it; rank 1 is done with its copy of stage 0 before it begins."""
     mirrored = Placement.bidirectional((0, 1))
     ops = program("F s0 m0\nBW s0 m0", "F s1 m0\nBW s1 m0", placement=mirrored)
-    assert listing(reduce_grads(ops)) == [
+    assert listing(ran(ReduceGrads(), ops)) == [
         ["REDUCE s1", "F s0 m0", "BW s0 m0", "REDUCE s0"],
         ["F s1 m0", "BW s1 m0", "REDUCE s1", "REDUCE s0"],
     ]
     plain = make("1f1b", 2, 2)
-    assert reduce_grads(plain) is plain
+    assert ran(ReduceGrads(), plain) is plain
 
 
 def test_with_copies_every_stage_is_summed_as_soon_as_its_last_weight_gradient_is_there():
     turn = program("F s0 m0\nF s1 m0\nB s1 m0\nW s1 m0\nB s0 m0\nW s0 m0", placement=Placement.vshape(1))
-    after = reduce_grads(replace(turn, copies=2))
+    after = ran(ReduceGrads(), replace(turn, dp=2))
     assert listing(after) == [
         ["F s0 m0", "F s1 m0", "B s1 m0", "W s1 m0", "REDUCE s1", "B s0 m0", "W s0 m0", "REDUCE s0"]
     ]
 
 
 def test_a_sum_stands_behind_the_gradient_that_leaves_with_it():
-    rank1 = listing(lower(replace(make("1f1b", 2, 1), copies=2)))[1]
+    rank1 = listing(lower(replace(make("1f1b", 2, 1), dp=2)))[1]
     assert rank1 == ["RECV_F s1 m0 <r0", "F s1 m0", "BW s1 m0", "SEND_B s1 m0 >r0", "REDUCE s1", "VALIDATE", "STEP s1"]
 
 
@@ -119,11 +120,11 @@ def test_a_weight_shared_by_two_stages_is_summed_behind_both():
     ]
     turn = lower(replace(make("zb-v", 2, 2), tied=True))
     assert not any(op.kind is Kind.TIE for _, _, op in turn), "both stages are on rank 0, which shares the weight"
-    assert sum(op.kind is Kind.TIE for _, _, op in lower(replace(make("zb-v", 2, 2), tied=True, copies=2))) == 1
+    assert sum(op.kind is Kind.TIE for _, _, op in lower(replace(make("zb-v", 2, 2), tied=True, dp=2))) == 1
 
 
 def test_copies_that_step_parts_of_a_stage_gather_its_weights():
-    after = listing(lower(replace(make("zb-v", 2, 2), copies=2, sharded=True)))
+    after = listing(lower(replace(make("zb-v", 2, 2), dp=2, sharded=True)))
     assert [ops[-4:] for ops in after] == [
         ["STEP s0", "GATHER s0", "STEP s3", "GATHER s3"],
         ["STEP s1", "GATHER s1", "STEP s2", "GATHER s2"],
@@ -138,7 +139,7 @@ def test_sums_pass_all_checks_and_run_on_every_copy(name, copies, tied, sharded)
     for p, m in [(1, 2), (2, 3), (4, 5)]:
         for v in chunk_counts(name):
             made = make(name, p, m, v)
-            made = replace(made, copies=copies, tied=tied and made.placement.stages > 1, sharded=sharded)
+            made = replace(made, dp=copies, tied=tied and made.placement.stages > 1, sharded=sharded)
             after = lower(made)
             check_all(after)
             assert operational.run(after).ok
@@ -156,12 +157,12 @@ def test_sums_of_random_orders_and_placements_never_deadlock():
         for rank, op in compute_order(rng, place, pipes, 1):
             ranks[rank].append(op)
         made = replace(bare(place, m, 1), ranks=tuple(map(tuple, ranks)))
-        made = replace(made, copies=rng.choice([1, 2]), tied=place.stages > 1 and rng.random() < 0.5)
-        after = optimizer_step(reduce_grads(insert_comm(made)))
+        made = replace(made, dp=rng.choice([1, 2]), tied=place.stages > 1 and rng.random() < 0.5)
+        after = ran(OptimizerStep(), ran(ReduceGrads(), ran(InsertComm(), made)))
         met += sum(op.kind is Kind.REDUCE for _, _, op in after)
         error = None
         try:
-            check_deadlock(insert_comm(made))
+            check_deadlock(ran(InsertComm(), made))
         except ZbcError as found:
             error = found
         if error is None:  # what transfers alone do not let run, sums do not mend
@@ -174,7 +175,7 @@ def test_sums_of_random_orders_and_placements_never_deadlock():
 def test_lowering_changes_neither_the_compute_order_nor_the_prediction(name, p, m):
     for v in chunk_counts(name):
         before = make(name, p, m, v)
-        commed = insert_comm(before)
+        commed = ran(InsertComm(), before)
         kept = [tuple(op for op in ops if op.kind.computes) for ops in commed.ranks]
         assert kept == list(before.ranks)
         after = lower(before)
@@ -185,4 +186,4 @@ def test_lowering_changes_neither_the_compute_order_nor_the_prediction(name, p, 
         pipe = before.placement.pipes[0]
         crossings = sum(a != b for a, b in pairwise(pipe))
         assert transfers == 2 * 2 * crossings * m
-        assert after.history[1:] == tuple(step for step in passes() if step != "reduce-grads")
+        assert after.history[1:] == tuple(one.name for one in Lowering().passes() if one.name != "reduce-grads")

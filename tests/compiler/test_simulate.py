@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.jobs import job
+from tests.lowered import lower
 from zbc.compiler import cost, estimate
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import build
 from zbc.compiler.memory import curve, over_time, peaks
 from zbc.compiler.partition import partition
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -104,7 +103,7 @@ def test_an_order_that_can_never_finish_is_refused():
 
 def test_an_op_whose_input_no_rank_makes_is_refused():
     with pytest.raises(ZbcError, match="F s1 m0 on rank 1 needs an op that no rank runs"):
-        build(Program(Placement.linear(2), 1, ((), (Op(Kind.F, 1, 0),))))
+        timed(Program(Placement.linear(2), 1, ((), (Op(Kind.F, 1, 0),))))
 
 
 @every
@@ -154,7 +153,7 @@ def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):
 def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
     """1F1B on two ranks: rank 1 is done 2 (a BW of rank 0) before the step ends, and sums meanwhile."""
     plain = timed(make("1f1b", 2, 4))
-    timeline = summed("1f1b", 2, 4, 1.5, copies=2)
+    timeline = summed("1f1b", 2, 4, 1.5, dp=2)
     assert timeline.makespan == plain.makespan + 1.5, "what rank 0 sums, nothing hides"
     [last] = [one for one in timeline.sums if one.op == Op(Kind.REDUCE, 1)]
     assert (last.ranks, last.start, last.end) == ((1,), plain.makespan - 2, plain.makespan - 0.5)
@@ -164,7 +163,7 @@ def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
 
 
 def test_sums_of_one_rank_run_one_after_the_other():
-    timeline = summed("zb-v", 2, 4, 10.0, copies=2)
+    timeline = summed("zb-v", 2, 4, 10.0, dp=2)
     for rank in range(2):
         times = sorted((one.start, one.end) for one in timeline.sums if rank in one.ranks)
         assert len(times) == 2 and times[0][1] <= times[1][0]
@@ -179,7 +178,7 @@ def test_a_sum_starts_when_the_last_of_its_ranks_has_come():
 
 
 def test_weights_are_gathered_behind_the_sums_of_all_ranks():
-    timeline = summed("1f1b", 2, 4, 1.0, gather=2.0, copies=2, sharded=True)
+    timeline = summed("1f1b", 2, 4, 1.0, gather=2.0, dp=2, sharded=True)
     ends = [one.end for one in timeline.sums if one.op.kind is Kind.REDUCE]
     gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
     assert [one.start for one in gathers] == [max(ends)] * 2
@@ -193,7 +192,7 @@ def test_sums_over_copies_cost_what_a_ring_moves():
     ring = cost_of(parallel=three, hardware=hardware)
     params = [ring.bytes[s].gradients for s in range(2)]
     assert ring.column("reduce") == pytest.approx([0.5 + 4 / 3 * size / 1e6 for size in params])
-    assert cost_of(parallel={"pp": 2}, hardware=hardware).reduce == (0.0, 0.0)
+    assert cost_of(parallel={"pp": 2}, hardware=hardware).column("reduce") == (0.0, 0.0)
     given = cost_of(parallel=three, costs={"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 7.0})
     assert given.column("reduce") == (7.0, 7.0)
 

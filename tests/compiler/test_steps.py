@@ -8,8 +8,8 @@ from itertools import islice, pairwise
 import pytest
 
 from tests.compiler.grid import FIXED, make
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete
@@ -45,7 +45,7 @@ def test_an_optimizer_that_takes_no_time_costs_the_makespan_or_the_settled_span(
     timeline = simulate(program, costs)
     assert either_way(program, costs) == (
         pytest.approx(timeline.makespan),
-        pytest.approx(steady_state(timeline.dag, program, costs)),
+        pytest.approx(steady_state(timeline.graph, costs)),
     )
 
 
@@ -98,7 +98,7 @@ def test_steps_follow_one_another_without_a_gap_they_do_not_need():
 
 def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_parts():
     """Behind each step, with a barrier or without: a forward needs all of them."""
-    program = replace(make("1f1b", 2, 4), copies=2, sharded=True)
+    program = replace(make("1f1b", 2, 4), dp=2, sharded=True)
     free, gathered = (costs_of(program).with_ms(gather=(ms,) * 2) for ms in (0.0, 2.0))
     (barrier, less), (longer, more) = either_way(program, free), either_way(program, gathered)
     assert longer == pytest.approx(barrier + 2.0)
@@ -106,7 +106,7 @@ def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_part
 
 
 def test_the_sum_over_copies_holds_up_the_tentative_step():
-    program = replace(make("1f1b", 2, 4), copies=2)
+    program = replace(make("1f1b", 2, 4), dp=2)
     costs = costs_of(program).with_ms(reduce=(5.0, 5.0))
     assert either_way(program, costs)[1] == pytest.approx(simulate(program, costs).makespan + 5.0)
 

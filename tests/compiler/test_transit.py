@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.compiler.grid import make
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.simulate import simulate
 from zbc.compiler.transit import in_transit
 

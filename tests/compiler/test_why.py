@@ -6,7 +6,7 @@ import pytest
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
-from zbc.compiler.dag import build
+from zbc.compiler.graph.graph import build
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.why import binds, critical_path, what_ifs
 
@@ -90,6 +90,6 @@ def test_steps_without_a_barrier_follow_one_another_at_the_span(kind, period):
 
 def test_the_period_may_be_longer_than_the_span_but_never_shorter_than_the_work():
     found = compiled(kind="zb-h2", m=5)
-    period = steady_state(build(found.program), found.program, found.costs)
+    period = steady_state(build(found.program), found.costs)
     busiest = max(rank.busy_ms for rank in found.report.per_rank)
     assert busiest - 1e-9 <= period <= simulate(found.program, found.costs).makespan + 1e-9

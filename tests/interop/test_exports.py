@@ -42,11 +42,12 @@ def test_json_holds_every_op_with_its_times(plans, kind):
 def test_dot_has_a_node_for_each_op_and_an_arrow_for_each_dependency(plans):
     plan = plans["zb-v"]
     text = plan.export("dot")[".dot"]
-    dag = plan.timeline.dag
+    graph = plan.timeline.graph
+    ops = [i for rank in range(plan.timeline.ranks) for i in plan.timeline.ops(rank)]
     labels = dict(re.findall(r'^ *(o\d+) \[label="([^"]+)"', text, re.M))
-    assert list(labels.values()) == [str(op) for op in dag.ops]
+    assert list(labels.values()) == [str(graph.ops[i]) for i in ops]
     arrows = set(re.findall(r"(o\d+) -> (o\d+)(?!.*dotted)", text))
-    assert arrows == {(f"o{j}", f"o{i}") for i, j in enumerate(dag.source) if j >= 0}
+    assert arrows == {(f"o{ops.index(graph.sources[i])}", f"o{k}") for k, i in enumerate(ops) if graph.sources[i] >= 0}
     assert text.count("{") == text.count("}")
     assert text.count("subgraph") == 2
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
 from tests.compiler.grid import FIXED, chunk_counts, make
+from tests.lowered import lower
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError

@@ -23,7 +23,7 @@ def open_network(plan: Plan) -> Network:
 
 
 def open_worker(rank: int, plan: Plan) -> Worker:
-    part = plan.manifest.seats.of(rank).part
+    part = plan.manifest.topology.of(rank).pp
     return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), open_network(plan), CPU)
 
 

@@ -234,8 +234,8 @@ def test_only_ranks_that_hold_copies_of_something_get_a_group_to_sum_in():
     assert groups(Placement.vshape(4)) == []
     assert groups(Placement.bidirectional([0, 1, 2, 3])) == [(0, 3), (1, 2)]
     assert groups(Placement.bidirectional([0, 1])) == []  # all ranks have one already
-    assert groups(Placement.linear(2), copies=3) == [(0, 2, 4), (1, 3, 5)]
+    assert groups(Placement.linear(2), dp=3) == [(0, 2, 4), (1, 3, 5)]
     assert groups(Placement.linear(3), tied=True) == [(0, 2)]
-    assert groups(Placement.vshape(2), tied=True, copies=2) == [(0, 2), (1, 3)]
-    assert groups(Placement.linear(3), tied=True, copies=2) == [(0, 2, 3, 5), (0, 3), (1, 4), (2, 5)]
-    assert groups(Placement.bidirectional([0, 1, 2, 3]), copies=2) == [(0, 3, 4, 7), (1, 2, 5, 6)]
+    assert groups(Placement.vshape(2), tied=True, dp=2) == [(0, 2), (1, 3)]
+    assert groups(Placement.linear(3), tied=True, dp=2) == [(0, 2, 3, 5), (0, 3), (1, 4), (2, 5)]
+    assert groups(Placement.bidirectional([0, 1, 2, 3]), dp=2) == [(0, 3, 4, 7), (1, 2, 5, 6)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.lowered import lower
 from tests.processes import gloo_ranks, torch_peer
 from tests.runtime.small_plans import make_plan, make_program
 from tests.tiers import few
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv, torch_lowered

@@ -74,7 +74,7 @@ def trains(plan, out, places, commands):
         said = [process.communicate(timeout=80) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     hosts = [name.rpartition(":")[0] for name in json.loads((out / "run.json").read_text())["processes"]]
-    assert len(hosts) == Plan.read(plan).manifest.world
+    assert len(hosts) == Plan.read(plan).manifest.topology.world
     with threads(1):
         expected = reference(Plan.read(plan), 3).losses
     assert [row["loss"] for row in metrics(out)] == pytest.approx(expected, abs=1e-6)

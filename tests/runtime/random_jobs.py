@@ -150,11 +150,11 @@ def run(job: Job, way: Way, steps: int | None = None, folder: Path | None = None
     """Train; a refusal is one only if no rank has begun. `folder`: write a checkpoint behind step `steps`."""
     plan = plan_of(job, way, checkpoint={} if folder is None else {"every": steps})
     built: list[Worker] = []
-    hub = Hub(plan.manifest.world, prompt=way.prompt)
+    hub = Hub(plan.manifest.topology.world, prompt=way.prompt)
     try:
         run_threads(plan, steps or job.steps, setup=built.append, hub=hub, folder=folder, resume=resume)
     except ZbcError as error:
-        if len(built) == plan.manifest.world and error.code != "E611":  # E611: what checkpoints cannot hold
+        if len(built) == plan.manifest.topology.world and error.code != "E611":  # E611: what checkpoints cannot hold
             raise
         return Ran(refused=error)
     found = [[(r.step, r.loss, r.grad_norm, r.skipped) for r in worker.results] for worker in built]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from tests.lowered import lower
 from zbc import spec
 from zbc.compiler.check import check_all
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.course import Course
 from zbc.ir import Op, Placement, Program
@@ -31,12 +31,12 @@ NOISE = {"kind": "synthetic"}
 
 
 def make_program(
-    schedule: str, p: int, m: int, v: int | None = None, *, sync: str = "before-step", **how: Any
+    schedule: str, p: int, m: int, v: int | None = None, *, sync: str = "before-step", copies: int = 1, **how: Any
 ) -> Program:
-    """A complete, checked program; `how` sets its `copies`, `tied` and `sharded`."""
+    """A complete, checked program of so many replicas; `how` sets `tied` and `sharded`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
-    program = lower(replace(found.make(Request(p=p, m=m, v=v)), **how), sync)
+    program = lower(replace(found.make(Request(p=p, m=m, v=v)), dp=copies, **how), sync)
     check_all(program)
     return program
 
@@ -60,7 +60,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says."""
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
-    program = program.with_ranks(ranks, by="test")
+    program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None)
     checked = spec.Model.model_validate(model)
     names = [f"layers.{i}" for i in range(checked.layers)]
     names = ["embed", *names, "head"] if checked.builtin else names
@@ -80,7 +80,6 @@ def make_plan(
             "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
             **({} if checkpoint is None else {"checkpoint": checkpoint}),
         },
-        node=node,
     )
     return Plan(manifest, program)
 
@@ -101,7 +100,7 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 
 def make_worker(plan: Plan, rank: int = 0, hub: Hub | None = None) -> Worker:
-    hub = hub or Hub(plan.manifest.world)
+    hub = hub or Hub(plan.manifest.topology.world)
     ramp = [RankPlan(rank, one.program.ranks[rank], one.manifest) for one in plan.ramp]
     return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU, ramp)
 
@@ -119,7 +118,7 @@ class Reference:
 def reference(plan: Plan, steps: int = 1) -> Reference:
     """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
-    most, size, seed = manifest.microbatches * manifest.copies, manifest.microbatch_size, settings.train.seed
+    most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
     samples, course = build_samples(settings.data, settings.model, seed), Course.of(manifest)
     batches = Batches(samples, seed=seed, microbatches=most, size=size, course=course)
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]

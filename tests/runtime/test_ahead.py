@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
 from zbc.plan import Plan
@@ -47,7 +47,7 @@ def plan_for(
     schedule: str, p: int, sync: str, optimizer: str, m: int = MICROBATCHES, copies: int = 1, **model: Any
 ) -> Plan:
     found = find(schedule)
-    order = replace(found.make(Request(p=p, m=m, v=found.default_chunks)), copies=copies)
+    order = replace(found.make(Request(p=p, m=m, v=found.default_chunks)), dp=copies)
     costs = replace(Costs.uniform(order.placement), hop=0.8)  # so that the verdict comes late in the warm-up
     program = lower(order, sync, costs)
     check_all(program)

@@ -468,7 +468,7 @@ def test_copies_that_differ_are_no_checkpoint(name, where, tmp_path):
 
         def run(worker, op):
             original(worker, op)
-            if worker.step == 2 and worker.rank == worker.plan.manifest.world - 1:
+            if worker.step == 2 and worker.rank == worker.plan.manifest.topology.world - 1:
                 optimizer = list(worker.optimizers.values())[-1]
                 parameter = next(p for name, p in optimizer.parameters.items() if name.startswith("layers."))
                 touched = optimizer.optimizer.state[parameter]["exp_avg"] if where == "exp_avg" else parameter

@@ -87,7 +87,7 @@ def results(workers):
 
 def by_one_process(plan, workers):
     """Mean loss of the trained weights over the kept samples, by unpatched layers."""
-    settings, m = Settings.of(plan.manifest), plan.manifest.microbatches * plan.manifest.copies
+    settings, m = Settings.of(plan.manifest), plan.manifest.topology.batch
     low = settings.model.parameters == "bfloat16"
     found = parameters(workers)
     layers = []

@@ -72,7 +72,7 @@ def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, 
     plan, scales = Plan.read(tmp_path / "plan"), {}
     run_threads(plan, 3, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
-        held = [scales[plan.manifest.seats.rank(copy, rank)] for copy in range(plan.manifest.copies)]
+        held = [scales[one] for one in plan.manifest.topology.ranks([rank])]
         for stage in compiled.program.placement.stages_of(rank):
             size = compiled.costs.bytes[stage]
             ops = [one for scale in held for one in scale.readings if one.op == Op(Kind.TENTATIVE, stage)]
@@ -106,7 +106,7 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
     pipes = len(compiled.program.placement.pipes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         alike = range(plan.manifest.ranks) if pipes > 1 else [rank]  # ranks that hold the same stages
-        held = [scales[plan.manifest.seats.rank(copy, r)].held for copy in range(plan.manifest.copies) for r in alike]
+        held = [scales[one].held for one in plan.manifest.topology.ranks(alike)]
         for name in ("masters", "optimizer"):
             assert getattr(predicted, name) == pytest.approx(max(getattr(one, name) for one in held), rel=0.02)
 

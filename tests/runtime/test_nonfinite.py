@@ -33,7 +33,7 @@ def poisoned(steps, layer="layers.3"):
     def setup(worker):
         manifest = worker.plan.manifest
         (stage,) = [s for s, names in enumerate(manifest.layers) if layer in names]
-        if stage not in worker.stages or worker.rank < manifest.world - manifest.ranks:
+        if stage not in worker.stages or worker.rank < manifest.topology.world - manifest.ranks:
             return
         parameter = worker.stages[stage].parameters[f"{layer}.{PARAMETER}"]
         places = [i for i, (_, op, _) in enumerate(worker.script) if op.kind in (Kind.W, Kind.BW) and op.stage == stage]

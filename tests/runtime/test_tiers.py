@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.tiers import SIX
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ops import ROWS
 from zbc.runtime import handlers

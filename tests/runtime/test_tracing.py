@@ -91,7 +91,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
             one = found.recorded(rank, step)
             for op, work in zip(one.ops, one.work, strict=True):
                 if op.kind is Kind.F and op.stage:  # a forward does not begin before the one that feeds it has ended
-                    assert ends[worker.copy, op._replace(stage=op.stage - 1)] <= work
+                    assert ends[worker.replica, op._replace(stage=op.stage - 1)] <= work
     busy = workers[0].results[1].busy_seconds[0]
     one = found.recorded(0, 2)
     computed = [(e - w) / 1e9 for op, w, e in zip(one.ops, one.work, one.end, strict=True) if op.kind.computes]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.compiler.grid import WAVES
+from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
 from tests.tiers import few
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind
 from zbc.runtime.threads import run_threads

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from zbc.compiler.bounds import bounds, with_sums
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request, slots
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.follow import Manner, follow
@@ -181,7 +181,7 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
         given = Costs.uniform(where) if even else costs(rng, where)
         reduce = [longest if even else rng.uniform(0, longest) for _ in range(where.stages)]
         given = given.with_ms(reduce=tuple(reduce), gather=tuple(reduce) if sharded else ())
-        program = replace(schedule.make(Request(p, m, v, costs=given)), copies=2, sharded=sharded)
+        program = replace(schedule.make(Request(p, m, v, costs=given)), dp=2, sharded=sharded)
         lowered = lower(program, "before-step", given)
         plain = bounds(where, given, m)
         least = with_sums(plain, where, given)

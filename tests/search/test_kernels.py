@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
+from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, instance
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes import lower
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.candidates import _changes
 from zbc.compiler.search.keys import random_genes

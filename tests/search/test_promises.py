@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from tests.jobs import job
+from tests.lowered import lower
 from tests.search.instances import PROFILES, costs, instance, placement
 from tests.tiers import dealt, few
 from zbc.compiler import estimate
@@ -21,13 +22,12 @@ from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Cut, of_stages
-from zbc.compiler.dag import build
+from zbc.compiler.graph.graph import build
 from zbc.compiler.judging import Case
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks
 from zbc.compiler.oracles import over_of
 from zbc.compiler.order import order
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate
@@ -277,7 +277,7 @@ def test_a_search_sees_the_period_that_is_reported(seed, plain, compiled):
             bench.decode(random_genes(rng, given.problem.v), "x")
         for candidate in bench.found:
             program = given.problem.program(candidate.order, "x")
-            assert candidate.period == pytest.approx(steady_state(build(program), program, given.costs), rel=1e-12)
+            assert candidate.period == pytest.approx(steady_state(build(program), given.costs), rel=1e-12)
             assert candidate.period >= given.bounds.of("period") * (1 - 1e-9)
 
 

@@ -96,15 +96,15 @@ def test_equal_ops_get_equally_many_cells_where_there_is_room(name):
 def test_slots_keep_the_order_of_each_rank_and_of_what_feeds_what(name, data):
     timeline = drawn(data, name)
     grid = by_slot(once(timeline), (0.0, timeline.makespan))
-    dag = timeline.dag
+    graph = timeline.graph
     column = {block.op: block.first for row in grid.rows for block in row}
-    assert len(column) == len(dag.ops)
+    assert len(column) == sum(len(timeline.ops(rank)) for rank in range(timeline.ranks))
     for rank, row in enumerate(grid.rows):
-        assert [block.op for block in row] == dag.ops[dag.first[rank] : dag.first[rank + 1]]
+        assert [block.op for block in row] == [graph.ops[i] for i in timeline.ops(rank)]
         assert all(a.first + a.cells <= b.first for a, b in pairwise(row))
-    for i, op in enumerate(dag.ops):
-        if dag.source[i] >= 0:
-            assert column[dag.ops[dag.source[i]]] < column[op]
+    for i, op in enumerate(graph.ops):
+        if graph.sources[i] >= 0:
+            assert column[graph.ops[graph.sources[i]]] < column[op]
     starts = sorted((column[span.op], span.start) for span in timeline)
     for (left, early), (right, late) in pairwise(starts):
         assert left == right or early <= late + 1e-6

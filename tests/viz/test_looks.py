@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.compiler.grid import FIXED, make, timed
+from tests.compiler.grid import FIXED, make
 from tests.listing import listing
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import Sum, simulate, steady_state
+from zbc.compiler.simulate import simulate, steady_state
 from zbc.ir import Kind, Op, Placement
 from zbc.viz.look import LOOKS, RESERVED, label, letter
 from zbc.viz.strip import Drawn, once, repeated
@@ -87,10 +88,9 @@ def test_labels_name_stage_microbatch_and_pipe():
 
 
 def test_sums_are_shown_where_they_make_a_step_longer():
-    timeline = timed(make("1f1b", 2, 2), 1.0, 1.0, 1.0)
-    late = replace(timeline, sums=(Sum(Op(Kind.REDUCE, 0), (0,), timeline.makespan - 0.5, timeline.makespan + 2.0),))
-    program = make("1f1b", 2, 2)
-    text = draw(program, late, Costs.uniform(program.placement), View(width=80)).plain
+    program = lower(replace(make("1f1b", 2, 2), dp=2))
+    costs = Costs.uniform(program.placement).with_ms(reduce=(2.0, 0.0))
+    text = draw(program, simulate(program, costs), costs, View(width=80)).plain
     assert rows(text)[0].rstrip().endswith("S")
     assert "S sum of gradients" in text
     assert "S" not in rows(text)[1]
@@ -111,7 +111,7 @@ def test_steps_with_a_barrier_repeat_and_without_one_settle(name):
             assert piece.start == pytest.approx(pieces[k % size].start + k // size * timeline.makespan)
     free = repeated(timeline, program, costs, 8, barrier=False)
     ends = [step.last_end(0) for step in free.steps]
-    assert ends[-1] - ends[-2] == pytest.approx(steady_state(timeline.dag, program, costs), rel=1e-6)
+    assert ends[-1] - ends[-2] == pytest.approx(steady_state(timeline.graph, costs), rel=1e-6)
     assert free.length <= 8 * timeline.makespan + 1e-9
     ids = [piece.id for rank in range(4) for piece in strip.pieces(rank)]
     assert len(ids) == len(set(ids)) == len(list(strip.sources()))

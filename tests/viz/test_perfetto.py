@@ -36,9 +36,9 @@ def test_a_trace_keeps_the_rules_and_holds_every_op_and_message(name, comm):
         assert [text for _, _, text, _ in slices] == [str(piece.op) for piece in pieces]
         assert [float(start) for start, *_ in slices] == pytest.approx([US * p.start for p in pieces], abs=1e-3)
         assert [float(end) for _, end, *_ in slices] == pytest.approx([US * p.end for p in pieces], abs=1e-3)
-    dag = one.strip.steps[0].dag
-    pairs = [(i, j) for i, j in enumerate(dag.source) if j >= 0 and dag.rank[i] != dag.rank[j]]
-    crossing = {(str(dag.ops[j]), str(dag.ops[i])) for i, j in pairs}
+    graph = one.strip.steps[0].graph
+    pairs = [(i, j) for i, j in enumerate(graph.sources) if j >= 0 and graph.rank(i) != graph.rank(j)]
+    crossing = {(str(graph.ops[j]), str(graph.ops[i])) for i, j in pairs}
     arrows = set()
     for (pid, tid, (_, _, text, about)), (_, _, taken) in trace.flows:
         if comm:

@@ -88,8 +88,8 @@ def test_the_page_says_what_an_op_waited_for_and_what_was_predicted(slow):
 
 def test_the_critical_path_runs_through_the_slow_rank(slow):
     _, measured = recorded.drawn(slow)
-    dag = measured.recorded.dag
-    ranks = [dag.rank[i] for i in measured.recorded.path()]
+    graph = measured.recorded.graph
+    ranks = [graph.rank(i) for i in measured.recorded.path()]
     assert ranks.count(2) > 0.6 * len(ranks)
     times = measured.strip.steps[0]
     path = measured.recorded.path()

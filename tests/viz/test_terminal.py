@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.compiler.grid import FIXED, WAVES, make
+from tests.lowered import lower
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.simulate import simulate
 from zbc.viz.terminal import View, draw

@@ -232,15 +232,13 @@ def card_text(card: Schedule, width: int) -> str:
 
 def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     """What is known of one schedule, and its picture, made by the tool itself."""
-    from zbc.compiler.cost import Costs
-    from zbc.compiler.passes import lower
+    from zbc.compiler.context import Context
+    from zbc.compiler.lowering import Lowering
     from zbc.compiler.schedules import Request
-    from zbc.compiler.simulate import simulate
     from zbc.viz.terminal import View, draw
 
     p, m = _CARD
-    program = lower(card.make(Request(p, m, card.default_chunks)))
-    costs = Costs.uniform(program.placement)
+    shown = Lowering().lower(Context.of(card.make(Request(p, m, card.default_chunks))))
     yield from wrap(f"{card.name}: {card.summary}".split(" "), 80, between=" ")
     yield ""
     yield labelled("source", *wrap(card.source.split(" "), 69, between=" "))
@@ -253,4 +251,4 @@ def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
     yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
-    yield draw(program, simulate(program, costs), costs, View(width=width, by="slot", unicode=False))
+    yield draw(shown.program, shown.timeline, shown.costs, View(width=width, by="slot", unicode=False))

@@ -85,9 +85,7 @@ def _run_command(job: Job, output: Path) -> str:
 
 def _dump(compiled: Compiled, folder: Path) -> None:
     """One file per state of the program: `00-zb-v.txt`, `01-insert-comm.txt`, ..."""
-    from zbc.compiler.compile import lowering
-
-    for number, (name, program) in enumerate(lowering(compiled)):
+    for number, (name, program) in enumerate(compiled.found.lowering.states(compiled.found.compute)):
         lines = []
         for rank, ops in enumerate(program.ranks):
             lines += [f"rank {rank}", *(f"  {program.placement.text(op)}" for op in ops)]

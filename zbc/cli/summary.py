@@ -82,7 +82,7 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     exposed = max(map(timeline.closes, ranks)) - max(map(timeline.last_end, ranks))
     kinds = Counter(one.op.kind.value for one in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    over = f" over {program.copies} copies" if program.copies > 1 else ""
+    over = f" over {program.dp} copies" if program.dp > 1 else ""
     yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
 
 

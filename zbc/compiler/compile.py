@@ -15,12 +15,11 @@ from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory, peaks
+from zbc.compiler.memory import RankMemory
 from zbc.compiler.order import order
-from zbc.compiler.passes import lower, passes
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
-from zbc.compiler.simulate import Timeline, simulate, step_ms
+from zbc.compiler.simulate import Timeline
 from zbc.compiler.single import Ordered, settled
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
@@ -83,16 +82,9 @@ class Compiled:
             predicted=self.report.predicted(),
             planning=settled(self.job, self.found.again, self.program.placement).planning(),
             training=self.job.training(),
-            node=self.node,
             ramp=parts,
         )
         return manifest, {**files, **below}
-
-    @property
-    def node(self) -> tuple[int, ...]:
-        """Neighbours of a pipeline, and copies of each, on one node; () where copies just follow each other."""
-        node = self.costs.node
-        return () if node is None or node[0] == self.program.placement.ranks else node
 
     def write(self, folder: Path) -> plans.Manifest:
         """Write the plan directory; it appears complete or not at all."""
@@ -192,27 +184,17 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
         yield Start(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
 
 
-def lowering(compiled: Compiled) -> Iterator[tuple[str, Program]]:
-    """The program as the schedule made it and as each pass left it, with what made it."""
-    program = compiled.compute
-    yield program.history[0], program
-    for name, run in passes(compiled.job.optimizer.sync, compiled.costs).items():
-        program = run(program)
-        yield name, program
-
-
 def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
     found = order(job, table, budget)
     check_complete(found.program)  # passes and simulation rely on it; plugins may be wrong
-    program = lower(found.program, job.optimizer.sync, found.costs)
+    program = found.complete.program
     check_all(program)
     if job.train.eval_every:
         check_forward(forward_only(program.placement, program.microbatches))
-    timeline = simulate(program, found.costs)
-    memory = peaks(program, found.costs, timeline)
+    timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = settled(job, found.again, program.placement).memory
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
@@ -275,13 +257,10 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
             found = order(other, table, budget=0.0)
-            program = lower(found.program, job.optimizer.sync, found.costs)
-            timeline = simulate(program, found.costs)
-            memory = peaks(program, found.costs, timeline)
-            check_memory(other, memory, found.costs)
+            check_memory(other, found.memory, found.costs)
         except ZbcError:
             continue
-        yield _Alternative(name, step_ms(program, found.costs, job.objective, timeline), memory)
+        yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
 
 
 def _boundary(job: Job) -> plans.Boundary | None:

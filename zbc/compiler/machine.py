@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.seats import Seats
 from zbc.spec import Hardware, Job
+from zbc.topology import Topology
 
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
@@ -50,7 +50,7 @@ class Machine:
     near: Link  # within a node
     far: Link  # between nodes
     node: int  # ranks of the run on a node
-    seats: Seats
+    topology: Topology
 
     @classmethod
     def of(cls, job: Job) -> Machine:
@@ -71,7 +71,7 @@ class Machine:
             near,
             far,
             given.ranks_per_node,
-            Seats(job.parallel.pp, job.parallel.dp, job.parallel.node or (job.parallel.pp, 1)),
+            Topology(job.parallel.pp, job.parallel.dp, node=job.parallel.node),
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
@@ -82,19 +82,19 @@ class Machine:
         )
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link among these ranks of a pipeline, in whichever copy of it they are farthest apart."""
-        for copy in range(self.seats.copies):
-            if len({self.seats.rank(copy, rank) // self.node for rank in ranks}) > 1:
+        """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
+        for dp in range(self.topology.dp):
+            if len({self.topology.rank(dp, rank) // self.node for rank in ranks}) > 1:
                 return self.far
         return self.near
 
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
-        """ms of a sum of `size` bytes over a ring of these ranks of all copies; 0 for one rank.
+        """ms of a sum of `size` bytes over a ring of these ranks of all replicas; 0 for one rank.
 
         One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
         is as fast as its slowest link.
         """
-        ranks = {self.seats.rank(copy, rank) for copy in range(self.seats.copies) for rank in holders}
+        ranks = self.topology.ranks(holders)
         count = len(ranks)
         if count == 1:
             return 0.0

@@ -224,9 +224,8 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
 
 def _changes(timeline: Timeline, rank: int) -> Iterator[tuple[float, Op]]:
     """When each op changes what the rank holds: F as it starts, backward as it ends."""
-    dag = timeline.dag
-    for i in range(dag.first[rank], dag.first[rank + 1]):
-        op = dag.ops[i]
+    for i in timeline.ops(rank):
+        op = timeline.graph.ops[i]
         yield (timeline.start[i] if op.kind is Kind.F else timeline.end[i]), op
 
 

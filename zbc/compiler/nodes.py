@@ -12,28 +12,30 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from zbc.ir import Placement
-from zbc.seats import Seats
+from zbc.topology import Topology
 
 
 def choose(
-    placement: Placement, copies: int, size: int, microbatches: int, boundaries: Sequence[float], grads: Sequence[float]
+    placement: Placement, dp: int, size: int, microbatches: int, boundaries: Sequence[float], grads: Sequence[float]
 ) -> tuple[int, int]:
-    """Neighbouring ranks of a pipeline, and copies of each, in a node of `size` ranks.
+    """Neighbouring ranks of a pipeline, and replicas of each, in a node of `size` ranks.
 
     `boundaries` are the bytes of the tensor behind each stage but the last, `grads` of the gradients of each stage.
-    Where nothing is better one copy of the pipeline follows the other.
+    Where nothing is better one replica of the pipeline follows the other.
     """
     p = placement.ranks
-    if size >= p * copies:
+    if size >= p * dp:
         return p, 1
     blocks = [(size // k, k) for k in range(1, size + 1) if size % k == 0]
-    tiles = [(a, b) for a, b in blocks if p % a == 0 and copies % b == 0]
-    found = [Seats(p, copies, tile) for tile in ((p, 1), *tiles)]
-    return min(found, key=lambda seats: between(seats, placement, size, microbatches, boundaries, grads)).node
+    tiles = [(a, b) for a, b in blocks if p % a == 0 and dp % b == 0]
+    return min(
+        ((p, 1), *tiles),
+        key=lambda tile: between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads),
+    )
 
 
 def between(
-    seats: Seats,
+    topology: Topology,
     placement: Placement,
     size: int,
     microbatches: int,
@@ -42,13 +44,13 @@ def between(
 ) -> float:
     """Bytes that a step sends between nodes."""
     total = 0.0
-    for copy in range(seats.copies):
+    for dp in range(topology.dp):
         for pipe in placement.pipes:
-            node = [seats.rank(copy, rank) // size for rank in pipe]
+            node = [topology.rank(dp, rank) // size for rank in pipe]
             each = 2 * microbatches / len(placement.pipes)
             total += sum(each * sent for (a, b), sent in zip(pairwise(node), boundaries, strict=True) if a != b)
     for stage, grad in enumerate(grads):
-        ring = sorted({seats.rank(copy, rank) for copy in range(seats.copies) for rank in placement.holders(stage)})
+        ring = topology.ranks(placement.holders(stage))
         leaving = sum(a // size != b // size for a, b in pairwise([*ring, ring[0]]))
         total += leaving * 2 * (len(ring) - 1) / len(ring) * grad
     return total

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import Dag, build
-from zbc.compiler.simulate import Timeline, lags, lengths, replay, steady_state
+from zbc.compiler.graph.graph import Graph, build
+from zbc.compiler.simulate import Timeline, lengths, replay, steady_state
 from zbc.compiler.steps import SETTLES
 from zbc.compiler.why import Path, path_of
 from zbc.errors import ZbcError
@@ -77,13 +77,11 @@ class Spread:
 
 def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True) -> Spread:
     """Steps of a compute-only or complete program under noise, the same ones for the same seed."""
-    dag = build(program)
-    ranks = len(dag.first) - 1
-    predicted = _makespan(replay(dag, costs, lengths(dag, costs), lags(dag, costs)))
-    if not barrier:
-        predicted = steady_state(dag, program, costs)
+    graph = build(program)
+    ranks = len(graph.first) - 1
+    predicted = _makespan(replay(graph, costs, lengths(graph, costs))) if barrier else steady_state(graph, costs)
     steps, paths, slow = [], [], []
-    for rank, step, path in _steps(dag, costs, noise, barrier=barrier):
+    for rank, step, path in _steps(graph, costs, noise, barrier=barrier):
         steps.append(step)
         paths.append(path)
         slow.append(rank)
@@ -124,18 +122,19 @@ def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, b
         yield from ((slow, True) for _ in range(count))
 
 
-def _steps(dag: Dag, costs: Costs, noise: Noise, *, barrier: bool) -> Iterator[tuple[int, float, Path]]:
+def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterator[tuple[int, float, Path]]:
     """The slow rank, the time and the critical path of each step that counts."""
-    length, lag = lengths(dag, costs), lags(dag, costs)
-    ranks = len(dag.first) - 1
+    length = lengths(graph, costs)
+    ranks = len(graph.first) - 1
     free, before = [0.0] * ranks, 0.0
     for number, (slow, counts) in enumerate(_trials(noise, ranks, barrier=barrier)):
         rng = random.Random(f"{noise.seed} {number}")
-        noisy = _drawn(rng, length, noise.jitter)
-        if slow >= 0:
-            for i in range(dag.first[slow], dag.first[slow + 1]):
-                noisy[i] *= 1 + noise.straggler
-        timeline = replay(dag, costs, noisy, _drawn(rng, lag, noise.jitter), free)
+        noisy = list(length)
+        _draw(rng, noisy, (i for mine in graph.computing for i in mine), noise.jitter)
+        for i in graph.computing[slow] if slow >= 0 else ():
+            noisy[i] *= 1 + noise.straggler
+        _draw(rng, noisy, graph.messages, noise.jitter)
+        timeline = replay(graph, costs, noisy, free)
         ends = [timeline.closes(r) for r in range(ranks)]
         if counts:
             last = max(range(ranks), key=lambda r: ends[r])
@@ -144,10 +143,12 @@ def _steps(dag: Dag, costs: Costs, noise: Noise, *, barrier: bool) -> Iterator[t
             free, before = ends, max(ends)
 
 
-def _drawn(rng: random.Random, times: Sequence[float], jitter: float) -> list[float]:
-    """Each time with a factor of its own: lognormal, mean 1, standard deviation `jitter`."""
+def _draw(rng: random.Random, times: list[float], nodes: Iterable[int], jitter: float) -> None:
+    """Give the time of each of these nodes a factor of its own: lognormal, mean 1, standard deviation `jitter`."""
     if jitter == 0:
-        return list(times)
+        return
     sigma = math.sqrt(math.log1p(jitter * jitter))
     shift, gauss, exp = -sigma * sigma / 2, rng.gauss, math.exp
-    return [time * exp(gauss(shift, sigma)) if time else 0.0 for time in times]
+    for i in nodes:
+        if times[i]:
+            times[i] *= exp(gauss(shift, sigma))

@@ -14,16 +14,15 @@ from typing import Protocol
 
 from zbc.compiler import holding
 from zbc.compiler.check.memory import check_memory, excess
+from zbc.compiler.context import Context
 from zbc.compiler.cuts import counts
-from zbc.compiler.dag import build
 from zbc.compiler.limits import state_of
+from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory import peaks
-from zbc.compiler.passes import closed, lower, with_transfers
 from zbc.compiler.search.candidates import LIST_VISITS, Bench, Recipe
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.portfolio import liked
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.simulate import Timeline, run, steady_state, step_ms
 from zbc.compiler.single import Ordered, Prepared
 from zbc.errors import ZbcError
 from zbc.ir import Program
@@ -56,13 +55,17 @@ class FixedOrder:
 
     def __init__(self, job: Job, program: Program, few: Program) -> None:
         self.job, self.program, self.few = job, program, few
+        self._lowering, self._timed = Lowering.of(job), Context.of(few)
         self.visits = few.size * (1 if program.alone else SUMS) * (4 if job.objective == "period" else 1) + OVERHEAD
         self.counts = counts(few)
-        self._dag = build(few)
 
     @cached_property
-    def _sent(self) -> Program:
-        return with_transfers(self.few)
+    def _timed_begun(self) -> Context:
+        return self._lowering.begin(self._timed)
+
+    @cached_property
+    def _begun(self) -> Context:
+        return self._lowering.begin(Context.of(self.program))
 
     @cached_property
     def held(self) -> list[list[holding.Held]]:
@@ -70,13 +73,9 @@ class FixedOrder:
         return holding.fullest(self.program)
 
     def step(self, prepared: Prepared) -> float:
-        costs, objective = prepared.costs, self.job.objective
-        if not self.program.alone:
-            return step_ms(closed(self._sent, self.job.optimizer.sync, costs), costs, objective)
-        if objective == "period":
-            return steady_state(self._dag, self.few, costs)
-        timeline: Timeline = run(self._dag, self.few, costs)
-        return timeline.makespan if objective == "makespan" else timeline.span
+        if self.program.alone:
+            return self._timed.priced(prepared.costs).step_ms(self.job.objective)
+        return self._lowering.finish(self._timed_begun.priced(prepared.costs)).step_ms(self.job.objective)
 
     def over(self, prepared: Prepared) -> float:
         """Exact; what is on its way only counts where all else fits the device."""
@@ -86,7 +85,8 @@ class FixedOrder:
         over = _over(job, self.held, prepared)
         if over > 0 or job.hardware.memory_gib is None or costs.bytes is None:
             return over
-        return excess(job, peaks(lower(self.program, job.optimizer.sync, costs), costs), costs)
+        whole = self._lowering.finish(self._begun.priced(costs))
+        return excess(job, peaks(whole.program, costs, whole.timeline), costs)
 
 
 def _over(job: Job, held: Sequence[Sequence[holding.Held]], prepared: Prepared) -> float:
@@ -161,10 +161,10 @@ class Recipes:
 
 def over_of(job: Job, ordered: Ordered) -> float:
     """By what share an order is above the limits of its job; 0 if it fits."""
-    program = ordered.program
-    if job.hardware.memory_gib is not None:  # then receive buffers count
-        program = lower(program, job.optimizer.sync, ordered.costs)
-    memory = peaks(program, ordered.costs)
+    if job.schedule.memory_limit is None and job.hardware.memory_gib is None:
+        return 0.0
+    device = job.hardware.memory_gib is not None  # then receive buffers count
+    memory = ordered.memory if device else peaks(ordered.program, ordered.costs, ordered.compute.timeline)
     try:
         check_memory(job, memory, ordered.costs)
     except ZbcError:

@@ -11,6 +11,7 @@ from zbc import userobject
 from zbc.compiler import estimate
 from zbc.compiler.auto import best_of_all
 from zbc.compiler.judging import Case
+from zbc.compiler.lowering import Lowering
 from zbc.compiler.schedules import AUTO, Request, find
 from zbc.compiler.single import Ordered, bounds_of, cut, finished
 from zbc.compiler.tailor import best_cut
@@ -27,14 +28,12 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
     if job.schedule.plugin is not None:
-        found = _plugin(job, table)
-    elif job.schedule.file is not None:
-        found = _file(job, table)
-    elif (job.schedule.kind or "").lower() == AUTO:
-        found = best_of_all(job, table, budget)
-    else:
-        found = best_cut(Case(job, table, find(job.schedule.kind or ""), job.schedule.chunks), budget)
-    return replace(found, program=finished(job, found.program))
+        return _plugin(job, table)
+    if job.schedule.file is not None:
+        return _file(job, table)
+    if (job.schedule.kind or "").lower() == AUTO:
+        return best_of_all(job, table, budget)
+    return best_cut(Case(job, table, find(job.schedule.kind or ""), job.schedule.chunks), budget)
 
 
 # ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------
@@ -57,8 +56,7 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         if asked is not None and found != asked:
             text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
             raise ZbcError("E122", text, where=where, hint=f"set {key} = {found}")
-    stages, costs = cut(job, program.placement, table)
-    return Ordered(path.name, program, stages, costs, bounds_of(job, program.placement, costs))
+    return _given(path.name, program, job, table)
 
 
 def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
@@ -81,9 +79,14 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         text = f"schedule: plugin {name} made a program with {made} stages per rank, schedule.chunks is {asked}"
         where = job.where("schedule", "chunks")
         raise ZbcError("E121", text, where=where, hint=f"set schedule.chunks = {made}, or leave it out")
+    return _given(name, replace(program, history=(name,)), job, table)
+
+
+def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
+    """What was made elsewhere, with the cut the job starts from."""
     stages, costs = cut(job, program.placement, table)
-    program = replace(program, history=(name,))
-    return Ordered(name, program, stages, costs, bounds_of(job, program.placement, costs))
+    least = bounds_of(job, program.placement, costs)
+    return Ordered(name, finished(job, program, costs), stages, costs, least, Lowering.of(job))
 
 
 def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:

@@ -189,7 +189,7 @@ def build(
         span_ms=timeline.span,
         bubble_rate_makespan=timeline.bubble_rate_makespan,
         bubble_rate_span=timeline.bubble_rate_span,
-        steady_state_ms=steady_state(timeline.dag, program, costs),
+        steady_state_ms=steady_state(timeline.graph, costs),
         barrier_ms=timeline.makespan,
         ahead_ms=None,
         lower_bound_makespan_ms=bounds.makespan,
@@ -263,6 +263,6 @@ def _message(program: Program, costs: Costs, op: Op) -> float:
 def _sent(program: Program, costs: Costs, op: Op) -> float:
     """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
     result unless each rank keeps its part only."""
-    k = program.copies * len(program.members(op))
+    k = program.holders(op)
     size = costs.tied if op.kind is Kind.TIE else costs.bytes[op.stage].gradients if costs.bytes else 0.0
     return size * (k - 1) / k * (1 if program.sharded and op.kind is Kind.REDUCE else 2)

@@ -1,26 +1,26 @@
-"""When does each op run? An op starts as soon as its rank is free and its input is there.
+"""When does each op run? An op starts as soon as its rank is free and what it reads is there.
 
 A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
-`comm` after the op that made it ended. One pass, O(ops): run each rank until it must wait, go on where the result is
-needed.
+`link` ms after it was sent. Collectives run beside compute too, on a lane of their own per rank, one after the other:
+one begins when all its ranks have come to it and are done with the one before. The order of every lane is fixed, so
+the clock is one walk over the nodes of the graph in the order that the proof found.
 
 The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
-group takes is up to the costs; its time is shown as the F and behind it the backward, each with its share.
-
-Sums of gradients run beside compute too, on a channel of their own per rank, one after the other: a sum begins when all
-its ranks have come to it and are done with the one before. What of them is not over with the last op adds to the step.
+group takes is up to the costs; its time is shown as the first op and behind it the second, each with its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import Dag, build, with_meetings
+from zbc.compiler.graph.graph import Graph, build, happens
 from zbc.errors import ZbcError
-from zbc.ir import AHEAD, Kind, Op, Program
+from zbc.ir import Op, Program
 
 SAME = 1e-12  # times this close, relatively, are one
 
@@ -52,48 +52,77 @@ class Idle(NamedTuple):
     sums: float = 0.0  # after its last op, until its last sum of gradients (or gather of weights) is over
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
-    """Start and end of every compute op, in ms, and of the sums that run beside them."""
+    """Start and end of every node of a graph, in ms; of an event, when it is going on.
 
-    dag: Dag
+    `closing`: what closes a step ahead of the barrier takes its time and counts among the ops of its rank. Otherwise
+    the ops that compute count alone, which is what papers compare; what closes a step then takes no time.
+    """
+
+    graph: Graph
     start: list[float]
-    end: list[float]
-    sums: tuple[Sum, ...] = ()
+    end: list[float]  # behind the last node what `replay` keeps of the time before
+    closing: bool = False
 
     def __iter__(self) -> Iterator[Span]:
-        for i, op in enumerate(self.dag.ops):
-            yield Span(self.dag.rank[i], op, self.start[i], self.end[i])
+        ops = self.graph.ops
+        for rank in range(self.ranks):
+            for i in self.ops(rank):
+                yield Span(rank, ops[i], self.start[i], self.end[i])
 
     @property
     def ranks(self) -> int:
-        return len(self.dag.first) - 1
+        return len(self.graph.first) - 1
+
+    def ops(self, rank: int) -> list[int]:
+        """The ops of a rank that count, as nodes, in order."""
+        return self.graph.timed[rank] if self.closing else self.graph.computing[rank]
 
     def first_start(self, rank: int) -> float:
-        i = self.dag.first[rank]
-        return self.start[i] if i < self.dag.first[rank + 1] else 0.0
+        mine = self.ops(rank)
+        return self.start[mine[0]] if mine else 0.0
 
     def last_end(self, rank: int) -> float:
-        i = self.dag.first[rank + 1]
-        return self.end[i - 1] if i > self.dag.first[rank] else 0.0
+        mine = self.ops(rank)
+        return self.end[mine[-1]] if mine else 0.0
+
+    @cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """The collectives that run beside compute, in the order in which they begin."""
+        graph = self.graph
+        found = []
+        for event, ops in graph.met.items():
+            op = graph.ops[ops[0]]
+            if not op.kind.is_barrier:
+                ranks = tuple(sorted(graph.rank(i) for i in ops))
+                found.append(Sum(op, ranks, self.start[event], self.end[event]))
+        return tuple(sorted(found, key=lambda one: one.start))
+
+    @cached_property
+    def _closes(self) -> list[float]:
+        found = [self.last_end(rank) for rank in range(self.ranks)]
+        for one in self.sums:
+            for rank in one.ranks:
+                found[rank] = max(found[rank], one.end)
+        return found
 
     def closes(self, rank: int) -> float:
         """When its last op and the last sum it takes part in are over."""
-        return max([self.last_end(rank), *(one.end for one in self.sums if rank in one.ranks)])
+        return self._closes[rank]
 
-    def summed(self, rank: int) -> float:
-        """When the last sum of gradients it takes part in is over."""
-        gradients = [one.end for one in self.sums if rank in one.ranks and one.op.kind is not Kind.GATHER]
-        return max(gradients, default=0.0)
+    def waited_for(self, op: int) -> int:
+        """The op on another rank that sent what an op (or its group) got last, -1 for none."""
+        last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
+        return self.graph.before[last] if last >= 0 else -1
 
     def busy(self, rank: int) -> float:
-        ops = range(self.dag.first[rank], self.dag.first[rank + 1])
-        return sum(self.end[i] - self.start[i] for i in ops)
+        return sum(self.end[i] - self.start[i] for i in self.ops(rank))
 
     @property
     def makespan(self) -> float:
         """First start to last end over all ranks: a step whose optimizer is a barrier."""
-        return max(self.closes(r) for r in range(self.ranks)) - min(self.first_start(r) for r in range(self.ranks))
+        return max(self._closes) - min(self.first_start(r) for r in range(self.ranks))
 
     @property
     def span(self) -> float:
@@ -120,30 +149,36 @@ class Timeline:
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
-    """The timeline of a compute-only or complete program. Raises E201 if its order can never finish."""
-    return run(build(program), program, costs)
+    """The timeline of a compute-only or complete program. Raises E201 if its order can never finish, E202 if an op
+    needs what nothing makes."""
+    return run(build(program), costs)
+
+
+def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *, closing: bool = False) -> Timeline:
+    """The same with the graph at hand; `free_from` is when each rank can begin, in ms."""
+    return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
 
 
 def step_ms(program: Program, costs: Costs, objective: str, timeline: Timeline | None = None) -> float:
     """What a step costs by an objective: "makespan", "span", or "period" (see `steady_state`)."""
     timeline = timeline or simulate(program, costs)
     if objective == "period":
-        return steady_state(timeline.dag, program, costs)
+        return steady_state(timeline.graph, costs)
     return timeline.makespan if objective == "makespan" else timeline.span
 
 
-def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> float:
+def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
     """What a step costs, in ms, when steps follow one another without a barrier.
 
     Each rank starts the next step right after its own last op; the time between two ends of a rank settles after a few
     steps, and once it is the same for all ranks it stays so. Not always the span: a rank may have to wait for one that
     is late.
     """
-    ranks = len(dag.first) - 1
+    ranks = len(graph.first) - 1
     ends, period = [0.0] * ranks, 0.0
-    length, lag = lengths(dag, costs), lags(dag, costs)
+    length = lengths(graph, costs)
     for _ in range(steps):
-        timeline = replay(dag, costs, length, lag, ends)
+        timeline = replay(graph, costs, length, ends)
         fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
         periods = [b - a for a, b in zip(ends, fresh, strict=True)]
         ends, period = fresh, max(periods)
@@ -152,120 +187,93 @@ def steady_state(dag: Dag, program: Program, costs: Costs, steps: int = 8) -> fl
     return period
 
 
-def with_sums(timeline: Timeline, program: Program, costs: Costs) -> Timeline:
-    """The timeline of `program`, which is that of `timeline` with collectives put in."""
-    dag = with_meetings(timeline.dag, program)
-    free = [timeline.last_end(r) for r in range(timeline.ranks)]
-    return replace(timeline, dag=dag, sums=_sums(dag, costs, timeline.end, free))
+def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
+    """ms of every node: of ops that take a rank's time, of messages and of the other events.
 
-
-def run(dag: Dag, program: Program, costs: Costs, free_from: Sequence[float] | None = None) -> Timeline:
-    """The same with the dag at hand; `free_from` is when each rank can begin, in ms."""
-    return replay(dag, costs, lengths(dag, costs), lags(dag, costs), free_from)
+    Without `closing`, what closes a step takes no time, and nobody waits for the numbers that ranks agree with.
+    """
+    per_row = []
+    for row in graph.rows:
+        counts = row.row.cost and (closing or not row.row.closes)
+        per_row.append(costs.of(row.row.cost, row.stage, row.slice) if counts else 0.0)
+    own = [ms if row.kind.is_collective is False else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
+    found = [own[r] for r in graph.row_of]
+    layout = graph.layout
+    hop = costs.of("hop") if closing else -math.inf
+    for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
+        ms = hop if message.edge < 0 else costs.link(message.home, *layout.edges[message.edge])
+        found += [ms] * (stop - base)
+    found += [max(per_row[graph.row_of[i]] for i in ops) for ops in graph.met.values()]
+    return found
 
 
 def replay(
-    dag: Dag, costs: Costs, length: Sequence[float], lag: Sequence[float], free_from: Sequence[float] | None = None
+    graph: Graph,
+    costs: Costs,
+    length: Sequence[float],
+    free_from: Sequence[float] | None = None,
+    *,
+    closing: bool = False,
 ) -> Timeline:
-    """The same with ms of every op and of the transfer before it; `costs` is asked for groups and sums only."""
-    ops, source, target = dag.ops, dag.source, dag.target
-    start, end = [0.0] * len(ops), [-1.0] * len(ops)
-    paired = dag.paired or bytes(len(ops))
-    ready = [-1.0] * len(ops) if dag.paired else end  # when what an op makes is there
-    ranks = len(dag.first) - 1
-    at, free = dag.first[:ranks], [0.0] * ranks if free_from is None else list(free_from)
-    stack = list(range(ranks - 1, -1, -1))
-    while stack:
-        r = stack.pop()
-        i, time, stop = at[r], free[r], dag.first[r + 1]
-        while i < stop:
-            j = source[i]
-            if j >= 0:
-                arrival = ready[j]
-                if arrival < 0.0:
-                    break
-                arrival += lag[i]
-                if arrival > time:
-                    time = arrival
-            if paired[i]:
-                j = source[i + 1]
-                if j >= 0:
-                    if ready[j] < 0.0:
-                        break
-                    time = max(time, ready[j] + lag[i + 1])
-                start[i], whole = time, costs.pair(length[i], length[i + 1])
-                time += whole
-                end[i] = start[i + 1] = time - whole * length[i + 1] / ((length[i] + length[i + 1]) or 1.0)
-                end[i + 1] = ready[i] = ready[i + 1] = time
-                stack += [dag.rank[k] for k in target[i : i + 2] if k >= 0 and _awaits(at[dag.rank[k]], k, paired)]
-                i += 2
-                continue
+    """The same with ms of every node; `costs` is asked for groups only. Raises E201 or E202."""
+    order, done = graph.ran
+    if not happens(graph, done):
+        raise _stuck(graph, done)
+    ranks = len(graph.first) - 1
+    start, end = [0.0] * len(length), [0.0] * len(length)
+    # `before` of the first node of rank r leads here from the end of the list, that of nothing to the last entry.
+    end += [*reversed(free_from or [0.0] * ranks), 0.0]
+    before, ptr, pred = graph.before, graph.ptr, graph.pred
+    if graph.marks or graph.waits:
+        _slowly(graph, costs, order, list(length), start, end)
+    else:
+        for i in order:
+            time = end[before[i]]
+            for k in pred[ptr[i] : ptr[i + 1]]:
+                if end[k] > time:
+                    time = end[k]
             start[i] = time
-            time += length[i]
-            end[i] = ready[i] = time
-            k = target[i]
-            if k >= 0 and _awaits(at[dag.rank[k]], k, paired):
-                stack.append(dag.rank[k])
-            i += 1
-        at[r], free[r] = i, time
-    stuck = [r for r in range(ranks) if at[r] < dag.first[r + 1]]
-    if stuck:
-        details = [f"rank {r}: {ops[at[r]]} waits for {ops[source[at[r]]]}" for r in stuck[:8]]
-        raise ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
-    return Timeline(dag, start, end, _sums(dag, costs, end, free))
+            end[i] = time + length[i]
+    return Timeline(graph, start, end, closing)
 
 
-def _awaits(at: int, op: int, paired: bytes) -> bool:
-    """Whether a rank that stands at op `at` may be waiting for the input of `op`."""
-    return at == op or (at == op - 1 and paired[at] == 1)
+def _slowly(
+    graph: Graph, costs: Costs, order: Iterable[int], length: list[float], start: list[float], end: list[float]
+) -> None:
+    """The walk with groups, and with messages that wait for events which bring what they carry."""
+    marks = set(graph.marks)
+    shares = {mark: (length[mark + 1], length[mark + 2]) for mark in marks}
+    for i in order:
+        waits = (*graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ()))
+        time = max([end[graph.before[i]], *(end[k] for k in waits)])
+        if i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
+            length[i] = costs.pair(*shares[i])
+            length[i + 1] = length[i + 2] = 0.0
+        start[i], end[i] = time, time + length[i]
+    for mark, (one, other) in shares.items():
+        over, whole = end[mark], length[mark]
+        start[mark + 1] = start[mark]
+        end[mark + 1] = start[mark + 2] = over - whole * other / ((one + other) or 1.0)
 
 
-def _sums(dag: Dag, costs: Costs, end: Sequence[float], free: Sequence[float]) -> tuple[Sum, ...]:
-    """When the collectives run; `free` is when each rank has ended its last op.
-
-    Weights are gathered behind the barrier, after all sums; without one behind TENTATIVE, which waits for those of its
-    rank.
-    """
-    if not dag.meetings:
-        return ()
-    found: list[Sum] = []
-    over = [0.0] * len(free)  # per rank, the end of its last collective
-    summed = [0.0] * len(free)  # and of its last sum of gradients
-    ahead = any(op.kind is Kind.TENTATIVE for op in dag.ops)
-    for op, behind in sorted(dag.meetings, key=lambda meeting: meeting.op.kind is Kind.GATHER):
-        if op.kind is Kind.GATHER and ahead:
-            begin = max(max(end[i], summed[rank] + costs.duration(dag.ops[i])) for rank, i in behind)
-        elif op.kind is Kind.GATHER:
-            begin = max(*free, *(one.end for one in found if one.op.kind is not Kind.GATHER), 0.0)
-        else:
-            begin = max(end[i] if i >= 0 else 0.0 for _, i in behind)
-        begin = max(begin, *(over[rank] for rank, _ in behind))
-        close = begin + costs.duration(op)
-        for rank, _ in behind:
-            over[rank] = close
-            summed[rank] = close if op.kind is not Kind.GATHER else summed[rank]
-        found.append(Sum(op, tuple(rank for rank, _ in behind), begin, close))
-    return tuple(found)
+def _stuck(graph: Graph, done: bytearray) -> ZbcError:
+    """Why an order never finishes, in short; the checks say it at length."""
+    heads = [next((i for i in graph.mine(rank) if not done[i]), -1) for rank in range(len(graph.first) - 1)]
+    found = [(i, _awaited(graph, done, i)) for i in heads if i >= 0]
+    for i, other in found:
+        if other < 0:
+            text = f"program: {graph.ops[i]} on rank {graph.rank(i)} needs an op that no rank runs"
+            return ZbcError("E202", text)
+    details = [f"rank {graph.rank(i)}: {graph.ops[i]} waits for {graph.ops[other]}" for i, other in found[:8]]
+    return ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
 
 
-def lengths(dag: Dag, costs: Costs) -> list[float]:
-    """ms of every op."""
-    known: dict[tuple[Kind, int, int], float] = {}
-    result = []
-    for op in dag.ops:
-        key = (op[0], op[1], op[4])
-        ms = known.get(key)
-        if ms is None:
-            ms = known[key] = costs.duration(op)
-        result.append(ms)
-    return result
-
-
-def lags(dag: Dag, costs: Costs) -> list[float]:
-    """ms from the end of the op's source to its own earliest start."""
-    result, hop = [0.0] * len(dag.ops), costs.of("hop")
-    for j, i in enumerate(dag.target):
-        if i >= 0:
-            op = dag.ops[i]
-            result[i] = hop if op.kind in AHEAD else costs.link(op[3], dag.ops[j][1], op[1])
-    return result
+def _awaited(graph: Graph, done: bytearray, op: int) -> int:
+    """The op that starts, or makes, what an op waits for; -1 if there is none."""
+    n, cells = len(graph.ops), graph.layout.cells
+    nodes = [x for x in graph.pred[graph.ptr[op] : graph.ptr[op + 1]] if not done[x]]
+    nodes += [cells[one.cell] for one in graph.unmet if one.op == op]
+    nodes += [behind for early, behind in graph.late if early == op]
+    nodes += [graph.party[op]] if not nodes else []
+    starts = [x if x < n else graph.met[x][0] if x in graph.met else graph.sender[x - n] for x in nodes]
+    return min(starts, default=-1)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import add
 from typing import Any
 
 from zbc.compiler import cost, estimate
 from zbc.compiler.bounds import Bounds, bounds, with_sums
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Cut
 from zbc.compiler.limits import Limit, limit_of
-from zbc.compiler.memory import peaks
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.memory import RankMemory, peaks
 from zbc.compiler.partition import Stages, partition
-from zbc.compiler.passes import lower
 from zbc.compiler.schedules import Request, Schedule
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
-from zbc.compiler.simulate import step_ms
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.spec import Job
@@ -28,25 +29,38 @@ from zbc.text import GIB
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ordered:
-    """A compute-only program with the cut and the costs it was made for."""
+    """A compute-only program with the cut and the costs it was made for; lowered when that is first asked for."""
 
     name: str
     program: Program
     stages: Stages
     costs: Costs
     bounds: Bounds
+    lowering: Lowering
     again: frozenset[int] = frozenset()  # the stages that recompute because memory.activations = "auto" lets them
     tried: int = 1  # cuts that were simulated
     all_tried: bool = False  # no other one could be better for this schedule
 
+    @cached_property
+    def compute(self) -> Context:
+        """The program as it is."""
+        return Context(self.program, self.costs)
+
+    @cached_property
+    def complete(self) -> Context:
+        """The program with its transfers and step-level ops."""
+        return self.lowering.lower(self.compute)
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """What each rank of the complete program holds."""
+        return peaks(self.complete.program, self.costs, self.complete.timeline)
+
     def step_ms(self, job: Job) -> float:
         """What a step costs by the job's objective, sums of gradients over ranks included."""
-        program = self.program
-        if not program.alone:
-            program = lower(program, job.optimizer.sync, self.costs)
-        return step_ms(program, self.costs, job.objective)
+        return (self.compute if self.program.alone else self.complete).step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +87,13 @@ class Prepared:
         for _ in range(RETRIES):
             if device is None or units is None or not unit:
                 break
-            memory = peaks(lower(found.program, self.job.optimizer.sync, self.costs), self.costs)
-            excess = [max(0.0, rank.bytes - device * GIB) / unit for rank in memory]
+            excess = [max(0.0, rank.bytes - device * GIB) / unit for rank in found.memory]
             if not any(excess):
                 break
             needs = least_of(self.placement, self.limit.costs)
             used = [
-                rank.units - more if more else limit for rank, more, limit in zip(memory, excess, units, strict=True)
+                rank.units - more if more else limit
+                for rank, more, limit in zip(found.memory, excess, units, strict=True)
             ]
             units = tuple(map(max, used, needs))
             found = replace(self, limit=replace(self.limit, units=units))._make(budget, search)
@@ -100,9 +114,9 @@ class Prepared:
             budget=self.schedule.budget if budget is None else budget,
             **search,
         )
-        program = finished(job, self.schedule.make(request))
+        program = finished(job, self.schedule.make(request), self.costs)
         found = bounds_of(job, self.placement, self.costs)
-        return Ordered(self.schedule.name, program, self.stages, self.costs, found, self.again)
+        return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.again)
 
     @property
     def limits(self) -> tuple[float, ...] | None:
@@ -195,11 +209,12 @@ def cut(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tupl
     return stages, cost.build(settled(job, (), placement), placement, stages, table)
 
 
-def finished(job: Job, program: Program) -> Program:
+def finished(job: Job, program: Program, costs: Costs) -> Program:
     """The program with what the job does to all its steps."""
     return replace(
         program,
-        copies=job.parallel.dp,
+        dp=job.parallel.dp,
+        node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         tied=job.model.tie_embeddings and program.placement.stages > 1,
         sharded=job.optimizer.zero1,
     )

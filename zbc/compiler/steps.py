@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import build
-from zbc.compiler.passes.post_validate import post_validate
-from zbc.compiler.simulate import SAME, Timeline, lags, lengths, replay
-from zbc.ir import AHEAD, BARRIER, Kind, Program
+from zbc.compiler.graph.graph import build
+from zbc.compiler.passes.post_validate import PostValidate
+from zbc.compiler.simulate import SAME, Timeline, lengths, replay
+from zbc.ir import Kind, Program
 
 SETTLES = 8  # steps after which their length no longer changes
 
@@ -25,20 +26,21 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
 
     Without a barrier the timelines hold the ops that close a step, too.
     """
-    ahead = any(op.kind in AHEAD for op in program.ranks[0])
-    dag = build(program, ahead=ahead)
-    ranks = range(len(program.ranks))
-    tentative = [costs.total("tentative", program.placement.stages_of(r)) for r in ranks] if ahead else []
-    free = [0.0 for _ in ranks]
-    length, lag = lengths(dag, costs), lags(dag, costs)
+    graph, ahead = build(program), program.ahead
+    length = lengths(graph, costs, closing=ahead)
+    free = [0.0] * len(program.ranks)
     while True:
-        timeline = replay(dag, costs, length, lag, free)
+        timeline = replay(graph, costs, length, free, closing=ahead)
         yield timeline
-        if ahead:  # a sum that ends behind the ops holds up the tentative steps
-            sums = [timeline.summed(r) for r in ranks]
-            free = [max(timeline.closes(r), sums[r] + tentative[r], free[r]) for r in ranks]
+        if ahead:
+            free = [max(timeline.closes(r), free[r]) for r in range(timeline.ranks)]
         else:
             free = [_all_stepped(timeline, program, costs)] * len(free)
+
+
+def _behind_barrier(kind: Kind) -> bool:
+    """Whether it is the barrier, or something behind it."""
+    return kind.row.closes == "barrier" or kind is Kind.GATHER
 
 
 def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
@@ -72,8 +74,8 @@ def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[floa
     """
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
-    if not any(op.kind in AHEAD for op in program.ranks[0]):
-        closing = {*BARRIER, Kind.GATHER}
-        open_end = [[op for op in ops if op.kind not in closing] for ops in program.ranks]
-        program = post_validate(program.with_ranks(open_end, by="without-barrier"), costs)
+    if not program.ahead:
+        open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
+        open_program = program.with_ranks(open_end, by="without-barrier")
+        program = PostValidate().run(open_program, Context(open_program, costs))
     return with_barrier, settled(program, costs)

@@ -35,12 +35,10 @@ def _times(program: Program, timeline: Timeline, rank: int, costs: Costs) -> lis
     VALIDATE ends with the last op of all. Of ops that compute nothing for a microbatch only those of an optimizer
     without a barrier take time here: what is sent before them leaves meanwhile.
     """
-    dag, now, result = timeline.dag, 0.0, []
-    index = dag.first[rank]
-    for op in program.ranks[rank]:
+    now, result = 0.0, []
+    for i, op in zip(timeline.graph.mine(rank), program.ranks[rank], strict=True):
         if op.kind in COMPUTE:
-            begin, now = timeline.start[index], timeline.end[index]
-            index += 1
+            begin, now = timeline.start[i], timeline.end[i]
         elif op.kind is Kind.VALIDATE:
             begin, now = now, max(now, timeline.makespan)
         elif op.kind in (Kind.COMMIT, Kind.TENTATIVE):

@@ -5,51 +5,59 @@ A *reach* is, per rank, a number of its first compute ops. It is closed if every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from zbc.compiler.dag import Dag
+from zbc.compiler.graph.graph import Graph
 from zbc.ir import Kind
 
 
-def forwards(dag: Dag) -> list[int]:
+def forwards(graph: Graph) -> list[int]:
     """The largest closed reach of forwards alone: no backward precedes them, on any rank, directly or not."""
-    ranks = len(dag.first) - 1
-    reach = []
-    for r in range(ranks):
-        mine = range(dag.first[r], dag.first[r + 1])
-        reach.append(next((k for k, i in enumerate(mine) if not lone_forward(dag, i)), len(mine)))
+    reach = [leading(graph, rank) for rank in range(len(graph.computing))]
+    place = _places(graph)
     shrinking = True
     while shrinking:
         shrinking = False
-        for r in range(ranks):
+        for r, mine in enumerate(graph.computing):
             for k in range(reach[r]):
-                if not _within(dag, dag.source[dag.first[r] + k], reach):
+                if any(at >= reach[other] for other, at in _needs(graph, place, mine[k])):
                     reach[r], shrinking = k, True
                     break
     return reach
 
 
-def lone_forward(dag: Dag, op: int) -> bool:
-    """Whether an op is a forward, and not one that overlaps a backward."""
-    return dag.ops[op].kind is Kind.F and not (dag.paired and dag.paired[op])
+def leading(graph: Graph, rank: int) -> int:
+    """How many forwards, none of which overlaps a backward, a rank begins with."""
+    mine = graph.computing[rank]
+    return next((k for k, i in enumerate(mine) if graph.ops[i].kind is not Kind.F or i in graph.group_of), len(mine))
 
 
-def closed(dag: Dag, reach: Sequence[int]) -> list[int]:
+def closed(graph: Graph, reach: Sequence[int]) -> list[int]:
     """The smallest closed reach that covers `reach`."""
-    found = list(reach)
+    found, place = list(reach), _places(graph)
     pending = list(range(len(found)))
     seen = [0] * len(found)  # per rank, how many ops have been looked at
     while pending:
         r = pending.pop()
         for k in range(seen[r], found[r]):
-            j = dag.source[dag.first[r] + k]
-            if not _within(dag, j, found):
-                other = dag.rank[j]
-                found[other] = j - dag.first[other] + 1
-                pending.append(other)
+            for other, at in _needs(graph, place, graph.computing[r][k]):
+                if at >= found[other]:
+                    found[other] = at + 1
+                    pending.append(other)
         seen[r] = found[r]
     return found
 
 
-def _within(dag: Dag, op: int, reach: Sequence[int]) -> bool:
-    return op < 0 or op - dag.first[dag.rank[op]] < reach[dag.rank[op]]
+_Places = dict[int, tuple[int, int]]  # op -> its rank, and its place among the compute ops there
+
+
+def _places(graph: Graph) -> _Places:
+    return {i: (rank, k) for rank, mine in enumerate(graph.computing) for k, i in enumerate(mine)}
+
+
+def _needs(graph: Graph, place: _Places, op: int) -> Iterator[tuple[int, int]]:
+    """Where the ops on other ranks stand that an op waits for."""
+    for message in graph.arrivals(op):
+        sender = graph.before[message]
+        if sender in place:
+            yield place[sender]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from zbc.compiler.compile import Compiled, compile_job
 from zbc.compiler.simulate import Timeline
 from zbc.errors import ZbcError
-from zbc.ir import Kind
 from zbc.spec import Job, parse_limit
 from zbc.text import GIB
 
@@ -47,50 +46,51 @@ def critical_path(compiled: Compiled) -> Path:
 
 def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
     """Where the time of the critical path goes that ends `rank`'s step, back to `begin` ms."""
-    dag = timeline.dag
+    graph = timeline.graph
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
     transfers, changes = 0.0, 0
-    _, exposed = _before_sums(timeline, rank)
-    if exposed > SAME:
-        by_kind[Kind.REDUCE.value] = exposed
-    before = -1
-    for i in chain(timeline, rank, begin):
-        op, r = dag.ops[i], dag.rank[i]
-        length = timeline.end[i] - timeline.start[i]
-        by_kind[op.kind.value] = by_kind.get(op.kind.value, 0.0) + length
-        by_rank[r] = by_rank.get(r, 0.0) + length
-        if before >= 0 and dag.rank[before] != r:
-            transfers += timeline.start[before] - timeline.end[i]
+    for node in chain(timeline, rank, begin):
+        length = timeline.end[node] - timeline.start[node]
+        if node < len(graph.ops):
+            kind, r = graph.ops[node].kind, graph.rank(node)
+            by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
+            by_rank[r] = by_rank.get(r, 0.0) + length
+        elif node in graph.met:
+            kind = graph.ops[graph.met[node][0]].kind
+            by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
+        else:
+            transfers += length
             changes += 1
-        before = i
-    return Path(by_kind, by_rank, transfers, changes)
+    return Path({kind: ms for kind, ms in by_kind.items() if ms > SAME}, by_rank, transfers, changes)
 
 
 def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
-    """The ops of the critical path that ends `rank`'s step, from its last one back to `begin` ms.
+    """The nodes of the critical path that ends `rank`'s step, from the last one back to `begin` ms: ops, and between
+    them messages and collectives.
 
-    Before each op comes the one that kept it waiting: its rank's last one, or the sender of what it needs.
+    Before each node comes what kept it waiting: the node before it on its rank, else the last it waited for.
     """
-    dag = timeline.dag
-    i, _ = _before_sums(timeline, rank)
-    while i >= 0 and timeline.start[i] >= begin - SAME:
-        yield i
-        ready = i > dag.first[dag.rank[i]] and timeline.end[i - 1] >= timeline.start[i] - SAME
-        i = i - 1 if ready else dag.source[i]
+    graph, marks = timeline.graph, set(timeline.graph.marks)
+    node = _last(timeline, rank)
+    while node >= 0 and timeline.start[node] >= begin - SAME:
+        counts = node >= len(graph.ops) or timeline.end[node] > timeline.start[node] or graph.ops[node].kind.computes
+        if node not in marks and counts:
+            yield node
+        before, waits = graph.before[node], graph.pred[graph.ptr[node] : graph.ptr[node + 1]]
+        if before < 0 or timeline.end[before] < timeline.start[node] - SAME:
+            before = max(waits, key=timeline.end.__getitem__, default=-1)
+        node = before
 
 
-def _before_sums(timeline: Timeline, rank: int) -> tuple[int, float]:
-    """The last op on the critical path of `rank`, and the ms of sums behind it that nothing hides."""
-    last, closes = timeline.dag.first[rank + 1] - 1, timeline.closes(rank)
+def _last(timeline: Timeline, rank: int) -> int:
+    """What a rank's step ends with: its last op, or a collective that is over after it."""
+    ops, graph = timeline.ops(rank), timeline.graph
+    last, closes = ops[-1] if ops else -1, timeline.closes(rank)
     if closes <= timeline.last_end(rank) + SAME:
-        return last, 0.0
-    chain = [one for one in timeline.sums if one.end > one.start]
-    begin, ranks = closes, {rank}
-    while found := next((one for one in chain if abs(one.end - begin) <= SAME and ranks & {*one.ranks}), None):
-        begin, ranks = found.start, {*found.ranks}
-    ends = [i for i, end in enumerate(timeline.end) if abs(end - begin) <= SAME]
-    return max((i for i in ends if timeline.dag.rank[i] in ranks), default=max(ends, default=last)), closes - begin
+        return last
+    ends = (event for event, members in graph.met.items() if any(graph.rank(i) == rank for i in members))
+    return next(event for event in ends if timeline.end[event] == closes)
 
 
 def _longest(compiled: Compiled) -> int:

@@ -41,15 +41,15 @@ def dumps(program: Program, timeline: Timeline) -> str:
 
 
 def _rank(program: Program, timeline: Timeline, rank: int) -> dict[str, Any]:
-    dag = timeline.dag
+    graph = timeline.graph
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     compute = [
         {
-            "op": str(dag.ops[i]),
+            "op": str(graph.ops[i]),
             "start_ms": round(timeline.start[i] - begin, 9),
             "end_ms": round(timeline.end[i] - begin, 9),
-            "needs": str(dag.ops[dag.source[i]]) if dag.source[i] >= 0 else None,
+            "needs": str(graph.ops[graph.sources[i]]) if graph.sources[i] >= 0 else None,
         }
-        for i in range(dag.first[rank], dag.first[rank + 1])
+        for i in timeline.ops(rank)
     ]
     return {"rank": rank, "ops": [program.placement.text(op) for op in program.ranks[rank]], "compute": compute}

@@ -7,6 +7,7 @@ that follow one another on a rank only because of the order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
@@ -22,23 +23,25 @@ def dumps(program: Program, timeline: Timeline, costs: Costs) -> str:
 
 
 def _lines(program: Program, timeline: Timeline, costs: Costs) -> Iterator[str]:
-    dag = timeline.dag
+    graph = timeline.graph
+    number = {i: k for k, i in enumerate(i for rank in range(timeline.ranks) for i in timeline.ops(rank))}
     yield "digraph plan {"
     yield "  rankdir=LR; node [shape=box, style=filled, fontname=Helvetica, fontsize=10, margin=0.05];"
     for rank in range(timeline.ranks):
-        first, stop = dag.first[rank], dag.first[rank + 1]
+        mine = timeline.ops(rank)
         yield f'  subgraph cluster_{rank} {{ label="rank {rank}"; color=gray;'
-        for i in range(first, stop):
+        for i in mine:
             times = f"{short(timeline.start[i])} to {short(timeline.end[i])} ms"
-            fill = _FILL.get(dag.ops[i].kind, "#dddddd")
-            yield f'    o{i} [label="{dag.ops[i]}", fillcolor="{fill}", tooltip="{times}"];'
+            fill = _FILL.get(graph.ops[i].kind, "#dddddd")
+            yield f'    o{number[i]} [label="{graph.ops[i]}", fillcolor="{fill}", tooltip="{times}"];'
         yield "  }"
-        for i in range(first + 1, stop):
-            if dag.source[i] != i - 1:
-                yield f"  o{i - 1} -> o{i} [style=dotted, arrowhead=none];"
-    for i, j in enumerate(dag.source):
+        for before, i in pairwise(mine):
+            if graph.sources[i] != before:
+                yield f"  o{number[before]} -> o{number[i]} [style=dotted, arrowhead=none];"
+    for i in number:
+        j = graph.sources[i]
         if j >= 0:
-            op, source = dag.ops[i], dag.ops[j]
-            ms = costs.link(op.pipe, source.stage, op.stage) if dag.rank[i] != dag.rank[j] else 0.0
-            yield f"  o{j} -> o{i}" + (f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";")
+            op, source = graph.ops[i], graph.ops[j]
+            ms = costs.link(op.pipe, source.stage, op.stage) if graph.rank(i) != graph.rank(j) else 0.0
+            yield f"  o{number[j]} -> o{number[i]}" + (f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";")
     yield "}"

@@ -192,10 +192,10 @@ def _not_ahead(what: str) -> ZbcError:
 def _before(worker: Worker) -> int | None:
     """The rank that NORM comes from."""
     part = worker.plan.rank
-    return worker.seats.rank(worker.copy, part - 1) if part > 0 else None
+    return worker.topology.rank(worker.replica, part - 1) if part > 0 else None
 
 
 def _after(worker: Worker) -> int | None:
     """The rank that VERDICT comes from."""
     part = worker.plan.rank
-    return worker.seats.rank(worker.copy, part + 1) if part + 1 < worker.seats.ranks else None
+    return worker.topology.rank(worker.replica, part + 1) if part + 1 < worker.topology.pp else None

@@ -152,7 +152,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def may_lose_track(manifest: Manifest) -> bool:
     """Whether a plan may run a forward twice, or not all microbatches in order on one rank, or from a checkpoint on."""
     recomputes = any(_recomputes(manifest, stage) for stage in range(manifest.stages))
-    return recomputes or _ahead(manifest) or _holders(manifest, 0) > 1 or _saves(manifest)
+    return recomputes or _ahead(manifest) or manifest.holders(0) > 1 or _saves(manifest)
 
 
 def refuse_carried(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str, names: Sequence[str]) -> None:
@@ -165,7 +165,7 @@ def refuse_carried(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str
         why = "recompute runs its forwards twice"
     elif _ahead(manifest):
         why = "without the barrier forwards may run again"
-    elif order != sorted(set(order)) or _holders(manifest, stage) > 1:
+    elif order != sorted(set(order)) or manifest.holders(stage) > 1:
         why = "its forwards do not run in the order of the microbatches on one rank"
     elif _saves(manifest):
         why = "checkpoints do not hold attributes"
@@ -204,11 +204,6 @@ def _overlap(ops: Iterable[Op], stage: int) -> bool:
 def _recomputes(manifest: Manifest, stage: int) -> bool:
     activations = manifest.planning.get("memory", {}).get("activations", "keep")
     return (activations if isinstance(activations, str) else activations.get(str(stage))) == "recompute"
-
-
-def _holders(manifest: Manifest, stage: int) -> int:
-    """How many ranks hold a copy of a stage."""
-    return manifest.copies * len(set(manifest.placement[stage]))
 
 
 def _saves(manifest: Manifest) -> bool:

@@ -42,7 +42,7 @@ def build_evaluation(
     if not train.eval_every:
         return None
     manifest = worker.acts[-1].plan.manifest
-    per_step, size, kept = manifest.microbatches * manifest.copies, manifest.microbatch_size, samples()
+    per_step, size, kept = manifest.topology.batch, manifest.microbatch_size, samples()
     batches, count = None, 0
     if kept is not None:
         if len(kept) < per_step * size:
@@ -72,7 +72,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
     count = _agreed_count(worker, evaluation)
-    per_batch = evaluation.microbatches * manifest.copies
+    per_batch = evaluation.microbatches * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
     with _evaluating(worker):
@@ -104,7 +104,7 @@ def _of(worker: Worker) -> Evaluation:
 
 def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
     """The rank with the first stage, which reads the data, says how many microbatches count."""
-    first = worker.copy == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    first = worker.replica == 0 and worker.placement.rank_of(0) == worker.plan.rank
     count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)
     return int(count.item())

@@ -55,7 +55,7 @@ def run_step(
         loop(worker)
     except FAILURES as error:
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
-        error.add_note(f"while {worker.plan.manifest.name(worker.rank)} ran {place}: {progress.op}")
+        error.add_note(f"while {worker.plan.manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
     if ahead is None:
         verdict = _verdict(worker)
@@ -107,4 +107,4 @@ def _close(worker: Worker, *, drain: bool) -> None:
 
 
 def _where(worker: Worker) -> str:
-    return f"{worker.plan.manifest.name(worker.rank)} after step {worker.step + 1}"
+    return f"{worker.plan.manifest.topology.name(worker.rank)} after step {worker.step + 1}"

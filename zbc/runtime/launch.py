@@ -177,10 +177,10 @@ def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -
 
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
-    wanted, env = manifest.world, os.environ
+    wanted, env = manifest.topology.world, os.environ
     plan_wants, named = f"plan wants {wanted} ranks", shlex.quote(str(folder))
-    if manifest.copies > 1:
-        plan_wants += f" ({manifest.ranks} pp x {manifest.copies} dp)"
+    if manifest.topology.dp > 1:
+        plan_wants += f" ({manifest.topology.pp} pp x {manifest.topology.dp} dp)"
     torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {named}"
     if "WORLD_SIZE" in env and "RANK" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]

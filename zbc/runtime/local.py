@@ -93,7 +93,7 @@ def run_local(
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
     KeyboardInterrupt when SIGINT or SIGTERM ended the run.
     """
-    parent = Parent(emit, name=manifest.name, live=live)
+    parent = Parent(emit, name=manifest.topology.name, live=live)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -139,13 +139,13 @@ def worth_a_restart(failure: Failure) -> bool:
 def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOptions, wake: int) -> None:
     """Start all ranks and see them to their end, with a store of their own."""
     store, port = _host_store()
-    parent.board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.world)
+    parent.board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.topology.world)
     parent.children = {}
-    threads = max(1, cores() // manifest.world)
+    threads = max(1, cores() // manifest.topology.world)
     try:
         with _ended(parent):
-            for rank in range(manifest.world):
-                order = Order(rank, manifest.world, port, threads, folder.absolute(), options)
+            for rank in range(manifest.topology.world):
+                order = Order(rank, manifest.topology.world, port, threads, folder.absolute(), options)
                 parent.children[rank] = _start(order)
             _supervise(parent, wake)
     finally:  # an exception may keep this frame, and with it the port, for long

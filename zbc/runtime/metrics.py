@@ -99,8 +99,9 @@ class RunLog:
 
     def headline(self) -> str:
         m = self._manifest
-        ranks = _count(m.world, f"{self._settings.device} rank")
-        ranks += f" ({m.ranks} pp x {m.copies} dp)" if m.copies > 1 else ""
+        run = m.topology
+        ranks = _count(run.world, f"{self._settings.device} rank")
+        ranks += f" ({run.pp} pp x {run.dp} dp)" if run.dp > 1 else ""
         counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
         line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
@@ -177,7 +178,7 @@ class RunLog:
         peak = self._log.get("peak_tflops") or planning.get("hardware", {}).get("tflops")
         if flops is None or not peak or seconds <= 0:
             return None
-        return flops * samples / (seconds * m.world * float(peak) * 1e12)
+        return flops * samples / (seconds * m.topology.world * float(peak) * 1e12)
 
     def live(self, result: StepResult) -> str:
         """How far the run is, in one line."""
@@ -200,7 +201,7 @@ class RunLog:
             f"{numbers['step_ms']:.1f} ms",
             *([] if numbers["mfu"] is None else [f"MFU {percent(numbers['mfu'])}"]),
             f"bubble {percent(numbers['bubble_rate_makespan'])}",
-            f"peak {size(peak)} ({self._manifest.name(numbers['peak_bytes'].index(peak))})",
+            f"peak {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
         ]
         return "  ".join(parts)
 

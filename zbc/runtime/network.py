@@ -79,7 +79,7 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     groups = {meeting(manifest, op) for op in sums}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
-    return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.world)
+    return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 
 
 class Network:
@@ -92,14 +92,15 @@ class Network:
         self._edges = {edge: number for number, edge in enumerate(placement.edges)}
         self._pairs: dict[tuple[int, int], Any] = {}
         self._signals: dict[tuple[int, int], Any] = {}
-        for copy in range(manifest.copies):
+        topology = manifest.topology
+        for replica in range(topology.dp):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
                 for a, b in pairs:
-                    pair = manifest.seats.rank(copy, a), manifest.seats.rank(copy, b)
+                    pair = topology.rank(replica, a), topology.rank(replica, b)
                     group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
                     if self.rank in pair:
                         groups[pair] = group
-        self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.world)): dist.group.WORLD}
+        self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.topology.world)): dist.group.WORLD}
         for ranks in gatherings(manifest):
             group = dist.new_group(list(ranks), timeout=timeout)
             if self.rank in ranks:

@@ -210,7 +210,7 @@ def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: s
         return
     what = f"model: layer {layer} changes its buffer {traits.remembers[0]} in its forward"
     hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
-    if manifest.copies * len(set(manifest.placement[stage])) > 1:
+    if manifest.holders(stage) > 1:
         text = f"{what}, and several ranks hold a copy of stage {stage}: each would keep other values"
         raise ZbcError("E509", text, hint=hint)
     order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage]
@@ -221,7 +221,7 @@ def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: s
 
 def refuse_listening(manifest: Manifest, stage: int, layer: str, module: nn.Module) -> None:
     """Raise E509 if a hook sees accumulated gradients of a layer, and they are those of one copy of its stage only."""
-    if manifest.copies * len(set(manifest.placement[stage])) == 1:
+    if manifest.holders(stage) == 1:
         return
     for name, parameter in module.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):

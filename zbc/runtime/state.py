@@ -59,7 +59,7 @@ class Evaluation:
 
     def number(self, worker: Worker, mb: int) -> int:
         """The number of a microbatch among those of all copies of the pipeline."""
-        return worker.copy * self.microbatches + mb
+        return worker.replica * self.microbatches + mb
 
 
 @dataclass
@@ -136,15 +136,15 @@ class Worker:
         self.act = self.acts[0]
         manifest = self.plan.manifest
         self.placement = manifest.to_placement()
-        self.everyone = tuple(range(manifest.world))
+        self.everyone = tuple(range(manifest.topology.world))
         self.rank = self.transport.rank  # of the run
-        self.seats = manifest.seats
-        self.copy = self.seats.of(self.rank).copy  # of the pipeline
+        self.topology = manifest.topology
+        self.replica = self.topology.of(self.rank).dp
         self.clock = clock_for(self.device)
         self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
         for act in self.acts:
-            act.first = self.copy * act.plan.manifest.microbatches
+            act.first = self.replica * act.plan.manifest.microbatches
             self.prepare(act.plan.ops)
 
     @property
@@ -217,13 +217,13 @@ class Worker:
         return [
             optimizer
             for s, optimizer in self.optimizers.items()
-            if isinstance(optimizer, Sharded) or (self.copy == 0 and placement.rank_of(s) == rank)
+            if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)
         ]
 
     def primary(self) -> dict[str, nn.Parameter]:
         """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
         rank, placement = self.plan.rank, self.placement
-        mine = [s for s in self.stages if self.copy == 0 and placement.rank_of(s) == rank]
+        mine = [s for s in self.stages if self.replica == 0 and placement.rank_of(s) == rank]
         found = {name: p for s in mine for name, p in self.optimizers[s].parameters.items()}
         if self.tied is not None and placement.rank_of(0) != rank:
             found.pop(self.tied, None)
@@ -275,7 +275,8 @@ def _route(worker: Worker, op: Op) -> Route | None:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        return Route(key, stage, placement.message(op), worker.seats.rank(worker.copy, peer), None, not sinks)
+        rank = worker.topology.rank(worker.replica, peer)
+        return Route(key, stage, placement.message(op), rank, None, not sinks)
     taken, given = (sources, sinks) if kind is Kind.F else (sinks, sources)
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]

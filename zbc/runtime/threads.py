@@ -53,10 +53,10 @@ def run_threads(
     `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
     """
     manifest = plan.manifest
-    hub = hub or Hub(manifest.world)
+    hub = hub or Hub(manifest.topology.world)
     workers = []
-    for rank in range(manifest.world):
-        part = manifest.seats.of(rank).part
+    for rank in range(manifest.topology.world):
+        part = manifest.topology.of(rank).pp
         own = RankPlan(part, plan.program.ranks[part], manifest)
         ramp = [RankPlan(part, start.program.ranks[part], start.manifest) for start in plan.ramp]
         worker = build_worker(own, hub.end(rank), device, ramp)
@@ -66,7 +66,8 @@ def run_threads(
     failures: list[BaseException] = []
     store = dist.HashStore()  # type: ignore[attr-defined]
     trainings = [
-        _Training(worker, Board(store, worker.rank, manifest.world), steps, folder, resume, tell) for worker in workers
+        _Training(worker, Board(store, worker.rank, manifest.topology.world), steps, folder, resume, tell)
+        for worker in workers
     ]
     threads = [
         threading.Thread(

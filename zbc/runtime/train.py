@@ -106,7 +106,7 @@ def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
             seat.board,
             rank=seat.rank,
             ranks=seat.ranks,
-            name=manifest.name,
+            name=manifest.topology.name,
             limit=float(manifest.training["train"]["watchdog_s"]),
             hung=seat.report,
             orphaned=seat.leave,
@@ -126,19 +126,19 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = seat.board()
     watchdog.phase("waiting for all ranks to start", waiting=True)
-    board.agree(identity(manifest, steps, options.trace), limit, manifest.name)
+    board.agree(identity(manifest, steps, options.trace), limit, manifest.topology.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
-    plan = read_rank(folder, manifest.seats.of(seat.rank).part, manifest)
+    plan = read_rank(folder, manifest.topology.of(seat.rank).pp, manifest)
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if seat.device.type == "cuda" else "gloo"
     if seat.doorstep is not None:
-        check_reach(board, seat.doorstep, limit, manifest.name)
+        check_reach(board, seat.doorstep, limit, manifest.topology.name)
     store = prefixed("groups", seat.connect())
     try:
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
     except RuntimeError as error:
-        raise unconnected(manifest.name(seat.rank), error) from error
+        raise unconnected(manifest.topology.name(seat.rank), error) from error
     network = Network(manifest, seat.device, limit)
     watchdog.phase("building its stages")
     worker = build_worker(plan, network, seat.device, ramp, tell=watchdog.phase)
@@ -292,7 +292,7 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
-    writers = sorted({worker.seats.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
+    writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
     parameters = worker.primary()
     said = ""
     if parameters:

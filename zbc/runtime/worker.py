@@ -160,7 +160,7 @@ def _rate(settings: Settings, course: Course, step: int) -> float:
 def _act(plan: RankPlan, shapes: Shapes) -> Act:
     manifest = plan.manifest
     placement = manifest.to_placement()
-    layout = Layout(shapes.parameters, manifest.microbatches * manifest.copies, manifest.world, shapes.sizes)
+    layout = Layout(shapes.parameters, manifest.topology.batch, manifest.topology.world, shapes.sizes)
     return Act(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
 
 
@@ -235,7 +235,7 @@ def _batches(
     batches = Batches(
         samples,
         seed=settings.train.seed,
-        microbatches=manifest.microbatches * manifest.copies,
+        microbatches=manifest.topology.batch,
         size=manifest.microbatch_size,
         course=course,
         lowered=LOWERED[settings.model.parameters],
@@ -249,7 +249,7 @@ def _batches(
 def _wants(plan: RankPlan, rank: int) -> list[Want]:
     """What a step of `plan` reads on a rank of the run, in its order."""
     manifest = plan.manifest
-    first = manifest.seats.of(rank).copy * manifest.microbatches  # of the microbatches of this copy of the pipeline
+    first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
     forwards = [op for op in plan.ops if op.kind is Kind.F]
     ends = (("inputs", 0), ("targets", manifest.stages - 1))
     return [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]

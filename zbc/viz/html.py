@@ -58,7 +58,8 @@ def _file(name: str) -> str:
 
 
 def _kinds(one: Drawn) -> set[Kind]:
-    return {op.kind for op in one.strip.steps[0].dag.ops}
+    timeline = one.strip.steps[0]
+    return {timeline.graph.ops[i].kind for rank in range(timeline.ranks) for i in timeline.ops(rank)}
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def _path(one: Drawn) -> list[int]:
         timeline = one.strip.steps[step]
         rank = max(range(timeline.ranks), key=timeline.closes)
         begin = min(timeline.first_start(r) for r in range(timeline.ranks))
-        found += [step * len(timeline.dag.ops) + i for i in chain(timeline, rank, begin)]
+        count = len(timeline.graph.ops)
+        found += [step * count + i for i in chain(timeline, rank, begin) if i < count]
     return found
 
 

@@ -26,16 +26,16 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     real = measured(costs, times_of(found))
     pictures = [Drawn("predicted", program, predicted, costs)]
     memory = tuple(rank.memory for rank in trace.ranks)
-    for copy in range(program.copies):
-        record = Recording(tuple(found), copy, ahead=steps > 1 and not found[0].barrier, memory=memory)
-        name = _name(found, copy, program.copies)
+    for replica in range(program.dp):
+        record = Recording(tuple(found), replica, ahead=steps > 1 and not found[0].barrier, memory=memory)
+        name = _name(found, replica, program.dp)
         pictures.append(Drawn(name, program, Strip(record.timelines()), real, record))
     return pictures
 
 
-def _name(steps: list[Step], copy: int, copies: int) -> str:
+def _name(steps: list[Step], replica: int, dp: int) -> str:
     which = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number}-{steps[-1].number}"
-    return f"measured, {which}" + (f", copy {copy}" if copies > 1 else "")
+    return f"measured, {which}" + (f", copy {replica}" if dp > 1 else "")
 
 
 def _numbers(trace: Trace, steps: int, first: int | None) -> range:

@@ -16,7 +16,7 @@ from zbc.ir import Kind, Op, Program
 
 
 class Piece(NamedTuple):
-    """An op that takes time; ms from the first start of the strip. Ids count through the ranks, then the steps."""
+    """An op that takes time; ms from the first start of the strip. Ids are those of the graph, step after step."""
 
     id: int
     op: Op
@@ -48,12 +48,12 @@ class Strip:
         """The ops of a rank that take time, in order."""
         begin = self.begin
         for step, timeline in enumerate(self.steps):
-            dag = timeline.dag
-            base = step * len(dag.ops)
-            for i in range(dag.first[rank], dag.first[rank + 1]):
+            ops = timeline.graph.ops
+            base = step * len(ops)
+            for i in timeline.ops(rank):
                 start, end = timeline.start[i] - begin, timeline.end[i] - begin
-                if end > start or dag.ops[i].kind.computes:
-                    yield Piece(base + i, dag.ops[i], start, end)
+                if end > start or ops[i].kind.computes:
+                    yield Piece(base + i, ops[i], start, end)
 
     def sums(self, rank: int) -> Iterator[Piece]:
         """The collectives a rank takes part in, which run beside its compute ops; their ids are -1."""
@@ -81,10 +81,10 @@ class Strip:
         return {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
 
     def sources(self) -> Iterator[int]:
-        """Per piece in the order of ids, the id of what feeds it, -1 for nothing."""
+        """By the id of a piece, the id of what feeds it, -1 for nothing."""
         for step, timeline in enumerate(self.steps):
-            base = step * len(timeline.dag.ops)
-            yield from (base + j if j >= 0 else -1 for j in timeline.dag.source)
+            base = step * len(timeline.graph.ops)
+            yield from (base + j if j >= 0 else -1 for j in timeline.graph.sources)
 
     def memory(self, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
         """(ms, activation units held from then on)."""
@@ -125,7 +125,7 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
     for _ in range(steps - 1):
         last = timelines[-1]
         ends = [last.closes(rank) for rank in range(last.ranks)]
-        timelines.append(run(last.dag, program, costs, ends))
+        timelines.append(run(last.graph, costs, ends))
     return Strip(tuple(timelines))
 
 

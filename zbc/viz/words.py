@@ -14,7 +14,7 @@ def title(program: Program) -> str:
     if len(placement.pipes) > 1:
         counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
-    copies = f", {program.copies} copies of it" if program.copies > 1 else ""
+    copies = f", {program.dp} copies of it" if program.dp > 1 else ""
     return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies
 
 

@@ -2,7 +2,8 @@
 
 Node i is op i, ranks one after the other; behind the ops come the messages, then the other events (collectives,
 copies). Per node: `before`, the node before it on the compute lane of its rank (of a message, the one it starts
-behind), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge.
+behind), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The
+first node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node behind which nothing stands, that.
 
 The walk keeps the cells of a rank as the runtime will keep its stores: empty, written (by which node) or freed. What it
 finds wrong on the way (read too early, written twice, no place here) is noted for the checks, which put it into words.
@@ -21,11 +22,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, members
+from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, Message, members
 from zbc.ir import Op, Program
 from zbc.ops import ROWS, Kind, Lane, Rows
 
+NOTHING = -1  # in `before`: the beginning of all
 MESSAGE = -1  # in `again`: a message that is sent or taken a second time
+
+
+def start_of(rank: int) -> int:
+    """What `before` says of the first node of a rank."""
+    return -2 - rank
 
 
 class Unmet(NamedTuple):
@@ -127,12 +134,21 @@ class Graph:
         """Per op the compute op that made the tensor it works on, -1 for none (or none that the walk found)."""
         return _sources(self)
 
-    def feeds(self, op: int) -> Iterator[int]:
-        """The ops on other ranks that an op waits for, through the messages between them; of a group, its mark."""
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The mark of each op in a group."""
+        return {op: mark for mark in self.marks for op in (mark + 1, mark + 2)}
+
+    def arrivals(self, op: int) -> Iterator[int]:
+        """The messages that an op waits for; of an op in a group, those of the group."""
+        n, op = len(self.ops), self.group_of.get(op, op)
+        return (x for x in self.pred[self.ptr[op] : self.ptr[op + 1]] if n <= x < n + len(self.sender))
+
+    @property
+    def messages(self) -> Iterator[int]:
+        """All messages that an op waits for, in the order of these ops."""
         n = len(self.ops)
-        for node in self.pred[self.ptr[op] : self.ptr[op + 1]]:
-            if n <= node < n + len(self.sender) and self.before[node] >= 0:
-                yield self.before[node]
+        return (x for x in self.pred[: self.ptr[n]] if n <= x < n + len(self.sender))
 
 
 def build(program: Program, rows: Rows = ROWS) -> Graph:
@@ -144,7 +160,7 @@ def build(program: Program, rows: Rows = ROWS) -> Graph:
 
 
 _Known = tuple[int, Lane, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
-_NOTHING: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
+_NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
 
 class _Walk:
@@ -156,7 +172,7 @@ class _Walk:
         g.sender = [-1] * self.messages
         g.receiver = [-1] * self.messages
         g.parties = [1 + g.layout.explicit] * self.messages
-        self.origin = [-1] * self.messages  # the node on its sender's compute lane that a message starts behind
+        self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts behind
         self.meetings: dict[tuple[object, ...], int] = {}
         self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; before it is known, by -1 - op
         self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
@@ -188,7 +204,7 @@ class _Walk:
         g.before += self.origin
         g.ptr += [g.ptr[self.n]] * self.messages
         for event in range(self.n + self.messages, self.n + len(g.parties)):
-            g.before.append(-1)
+            g.before.append(NOTHING)
             g.pred += self.edges.get(event, ())
             g.ptr.append(len(g.pred))
         g.waits = {event: nodes for event, nodes in self.edges.items() if event < self.n + self.messages}
@@ -204,7 +220,7 @@ class _Walk:
         table: dict[Kind, dict[int, _Known]] = {kind: {} for kind in layout.kinds}
         queue: dict[Lane, int] = {}  # the last event of each lane
         count: dict[tuple[object, ...], int] = {}
-        last = -1
+        last = start_of(rank)
         for i, (kind, stage, mb, pipe, part) in enumerate(ops, g.first[-1]):
             where = (pipe * stages + stage) * slices + part
             known = table[kind].get(where)
@@ -213,7 +229,7 @@ class _Walk:
             number, lane, reads, frees, writes, posts, step, state = known
             if number < 0 or (mb >= microbatches and step):
                 g.lost.append((i, str(lane) if number < 0 else "E202"))
-                number, lane, reads, frees, writes, posts, step, state = _NOTHING
+                number, lane, reads, frees, writes, posts, step, state = _NO_ROW
             before.append(last)
             row_of.append(number)
             j = mb * step
@@ -289,7 +305,7 @@ class _Walk:
         """A compiled row as the walk unpacks it; for an op without a place here the code of the error as its lane."""
         row = self.layout.compile(rank, kind, pipe, stage, part)
         if isinstance(row, str):
-            return -1, row, *_NOTHING[2:]  # type: ignore[return-value]
+            return -1, row, *_NO_ROW[2:]  # type: ignore[return-value]
         self.g.rows.append(row)
         return len(self.g.rows) - 1, *row[:7]
 
@@ -440,6 +456,7 @@ def happens(g: Graph, done: bytearray) -> bool:
 def _sources(g: Graph) -> list[int]:
     """The maker of what each op works on, found by walking once more over what ops write."""
     n, made, found = len(g.ops), dict[int, int](), [-1] * len(g.ops)
+    brought = {base: g.layout.messages.get(Message(*key[:3])) for key, base in g.layout.columns.items() if key.end}
     for i, r in enumerate(g.row_of):
         if r >= 0 and g.rows[r].lane is Lane.COMPUTE:
             for c in g.rows[r].writes:
@@ -447,8 +464,12 @@ def _sources(g: Graph) -> list[int]:
     for i, r in enumerate(g.row_of):
         if r < 0 or not g.rows[r].kind.computes:
             continue
-        found[i] = next(g.feeds(i), -1)
+        row = g.rows[r]
+        j, part = g.ops[i][2] * row.step, row.slice
+        for c in row.reads:
+            message = brought.get(c - part)
+            if message is not None and g.before[n + message + j + part] >= 0:
+                found[i] = g.before[n + message + j + part]
         if found[i] < 0:
-            j = g.ops[i][2] * g.rows[r].step
-            found[i] = next((made[c + j] for c in reversed(g.rows[r].reads) if c + j in made), -1)
-    return [j if j < n else -1 for j in found]
+            found[i] = next((made[c + j] for c in reversed(row.reads) if c + j in made), -1)
+    return found

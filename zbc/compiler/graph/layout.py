@@ -77,8 +77,8 @@ class Layout:
         self.ahead = "ahead" in closing
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
-        self.shares = {stage: program.copies * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
-        self.tied = program.tied and (program.copies * len(ends(placement)) > 1 or Kind.TIE in self.kinds)
+        self.shares = {stage: program.dp * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
+        self.tied = program.tied and (program.dp * len(ends(placement)) > 1 or Kind.TIE in self.kinds)
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):
@@ -107,7 +107,7 @@ class Layout:
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
         """With fresh cells; what programs of the same shape have compiled is taken over."""
         kinds = frozenset(op[0] for ops in program.ranks for op in ops)
-        shape = (program.placement, program.microbatches, program.slices, program.copies, program.tied, program.sharded)
+        shape = (program.placement, program.microbatches, program.slices, program.dp, program.tied, program.sharded)
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
         if made is None:
@@ -117,6 +117,11 @@ class Layout:
         new = copy(made)
         new.program, new.cells = program, made.fresh[:]
         return new
+
+    @property
+    def stops(self) -> list[int]:
+        """Per message column, the event behind its last."""
+        return [*self.firsts[1:], self.events] if self.firsts else []
 
     def settle(self) -> None:
         """After the walk: columns that another program of the same shape adds are none of this one's."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from zbc.compiler.context import Context
 from zbc.ir import Kind, Op, Program
 
 
-def fuse_backward(program: Program) -> Program:
+@dataclass(frozen=True, slots=True)
+class FuseBackward:
     """Replace each adjacent `B s m`, `W s m` by `BW s m`.
 
     A fused backward walks the autograd graph once, so it is cheaper whenever nothing is scheduled between the halves.
@@ -16,7 +20,11 @@ def fuse_backward(program: Program) -> Program:
         B s0 m0    ->    BW s0 m0
         W s0 m0
     """
-    return program.with_ranks([_fuse(ops) for ops in program.ranks], by="fuse-backward")
+
+    name: ClassVar[str] = "fuse-backward"
+
+    def run(self, program: Program, context: Context) -> Program:
+        return program.with_ranks([_fuse(ops) for ops in program.ranks], by=self.name)
 
 
 def _fuse(ops: Sequence[Op]) -> list[Op]:

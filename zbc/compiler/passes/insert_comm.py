@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zbc.compiler.context import Context
 from zbc.ir import Kind, Message, Op, Program, groups
 
 Position = int
@@ -81,3 +85,13 @@ def _posts(program: Program, channels: dict[tuple[int, int], list[Message]]) -> 
         for position, message in reversed(placed):
             posts[receiver].setdefault(position, []).append(message.recv)
     return posts
+
+
+@dataclass(frozen=True, slots=True)
+class InsertComm:
+    """See `insert_comm`."""
+
+    name: ClassVar[str] = "insert-comm"
+
+    def run(self, program: Program, context: Context) -> Program:
+        return insert_comm(program)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zbc.compiler.context import Context
 from zbc.ir import Kind, Op, Program
 
 
-def optimizer_step(program: Program) -> Program:
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
     """Put `VALIDATE` behind all gradients, and a `STEP` for each stage of the rank behind it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
@@ -15,11 +20,15 @@ def optimizer_step(program: Program) -> Program:
                     ->    VALIDATE
                           STEP s0
     """
-    ranks = [
-        [*ops, Op(Kind.VALIDATE, 0), *(op for s in program.placement.stages_of(rank) for op in _step(program, s))]
-        for rank, ops in enumerate(program.ranks)
-    ]
-    return program.with_ranks(ranks, by="optimizer-step")
+
+    name: ClassVar[str] = "optimizer-step"
+
+    def run(self, program: Program, context: Context) -> Program:
+        ranks = [
+            [*ops, Op(Kind.VALIDATE, 0), *(op for s in program.placement.stages_of(rank) for op in _step(program, s))]
+            for rank, ops in enumerate(program.ranks)
+        ]
+        return program.with_ranks(ranks, by=self.name)
 
 
 def _step(program: Program, stage: int) -> list[Op]:

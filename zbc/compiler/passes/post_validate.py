@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.dag import Dag, build
-from zbc.compiler.simulate import SAME, lags, lengths, replay
-from zbc.compiler.warmup import closed, forwards, lone_forward
+from zbc.compiler.graph.graph import Graph
+from zbc.compiler.simulate import SAME, lengths, replay
+from zbc.compiler.warmup import closed, forwards, leading
 from zbc.ir import Kind, Message, Op, Placement, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
@@ -24,7 +26,8 @@ class _Places(NamedTuple):
     commit: list[int]
 
 
-def post_validate(program: Program, costs: Costs | None = None) -> Program:
+@dataclass(frozen=True, slots=True)
+class PostValidate:
     """Replace the barrier at the end of a step by ops in the warm-up of the next one.
 
     A step ends with TENTATIVE, which waits for nobody. The forwards of the next step run on the tentative weights, and
@@ -43,26 +46,28 @@ def post_validate(program: Program, costs: Costs | None = None) -> Program:
                           ...
                           TENTATIVE s0
 
-    Where NORM and VERDICT stand depends on when their messages arrive, by `costs` (by default all ops take equally
-    long): behind the last forward that does not have to wait for them. REDO stands as early as its forwards can be run
-    again by themselves, so that little is lost when they are; all messages between them are received before it.
+    Where NORM and VERDICT stand depends on when their messages arrive, by what ops cost: behind the last forward that
+    does not have to wait for them. REDO stands as early as its forwards can be run again by themselves, so that little
+    is lost when they are; all messages between them are received before it.
 
     Where the copies of a stage share out its step, GATHER collects the tentative weights behind TENTATIVE.
     """
-    costs = costs or Costs.uniform(program.placement)
-    dag = build(program)
-    places = _places(dag, program, _positive(costs))
-    begun = _messages(program, places.redo)
-    ranks = []
-    for rank, ops in enumerate(program.ranks):
-        stages = program.placement.stages_of(rank)
-        inserted: dict[int, list[Op]] = {}
-        for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
-            inserted.setdefault(place[rank], []).append(Op(kind, 0))
-        inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
-        woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), program.placement, begun)
-        ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
-    return program.with_ranks(ranks, by="post-validate")
+
+    name: ClassVar[str] = "post-validate"
+
+    def run(self, program: Program, context: Context) -> Program:
+        places = _places(context.graph, program, _positive(context.costs))
+        begun = _messages(program, places.redo)
+        ranks = []
+        for rank, ops in enumerate(program.ranks):
+            stages = program.placement.stages_of(rank)
+            inserted: dict[int, list[Op]] = {}
+            for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
+                inserted.setdefault(place[rank], []).append(Op(kind, 0))
+            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
+            woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), program.placement, begun)
+            ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
+        return program.with_ranks(ranks, by=self.name)
 
 
 def _tentative(program: Program, stage: int) -> list[Op]:
@@ -73,21 +78,21 @@ def _tentative(program: Program, stage: int) -> list[Op]:
 # ---- where ---------------------------------------------------------------------------------------------------
 
 
-def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
+def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
     ranks = len(program.ranks)
-    reach = forwards(dag)
+    reach = forwards(graph)
     closing = [[op for s in program.placement.stages_of(r) for op in _tentative(program, s)] for r in range(ranks)]
     tentative = [sum(map(costs.duration, ops)) for ops in closing]
     ends = [0.0] * ranks
-    length, lag = lengths(dag, costs), lags(dag, costs)
+    length = lengths(graph, costs)
     for _ in range(SETTLES):
-        timeline, last = replay(dag, costs, length, lag, ends), ends  # `last`: when each rank ended the step before
+        timeline, last = replay(graph, costs, length, ends), ends  # `last`: when each rank ended the step before
         ends = [timeline.closes(r) + tentative[r] for r in range(ranks)]
         periods = [b - a for a, b in zip(last, ends, strict=True)]
         if max(periods) - min(periods) <= SAME * max(periods):
             break
     hop = costs.of("hop")
-    hops = _Hops(dag, timeline.start, timeline.end, last, reach, costs)
+    hops = _Hops(graph, timeline.start, timeline.end, last, reach, costs)
     norm, down = [0] * ranks, 0.0
     for r in range(ranks):
         norm[r], down = hops.place(r, last[r] if r == 0 else down + hop, 0, hops.late_norm[r])
@@ -95,11 +100,7 @@ def _places(dag: Dag, program: Program, costs: Costs) -> _Places:
     for r in reversed(range(ranks)):
         arrival = down if r == ranks - 1 else up + hop
         verdict[r], up = hops.place(r, arrival, norm[r], hops.late_verdict[r], own=r == ranks - 1)
-    commit = []
-    for r in range(ranks):
-        mine = range(dag.first[r], dag.first[r + 1])
-        commit.append(next((k for k, i in enumerate(mine) if not lone_forward(dag, i)), len(mine)))
-    return _Places(norm, verdict, closed(dag, verdict), commit)
+    return _Places(norm, verdict, closed(graph, verdict), [leading(graph, r) for r in range(ranks)])
 
 
 def _positive(costs: Costs) -> Costs:
@@ -114,14 +115,14 @@ class _Hops:
 
     def __init__(
         self,
-        dag: Dag,
+        graph: Graph,
         start: Sequence[float],
         end: Sequence[float],
         last: Sequence[float],
         reach: Sequence[int],
         costs: Costs,
     ) -> None:
-        self.dag, self.start, self.end, self.last, self.reach = dag, start, end, last, reach
+        self.mine, self.start, self.end, self.last, self.reach = graph.computing, start, end, last, reach
         ranks, hop = len(reach), costs.of("hop")
         self.late_verdict = [self._begin(r, reach[r]) for r in range(ranks)]
         for r in range(1, ranks):
@@ -149,16 +150,15 @@ class _Hops:
         return max(least, self.reach[rank])
 
     def _begin(self, rank: int, k: int) -> float:
-        i = self.dag.first[rank] + k
-        return self.start[i] if i < self.dag.first[rank + 1] else self._free(rank, k)
+        mine = self.mine[rank]
+        return self.start[mine[k]] if k < len(mine) else self._free(rank, k)
 
     def _free(self, rank: int, k: int) -> float:
         """When the op before the k-th ends."""
-        return self.last[rank] if k == 0 else self.end[self.dag.first[rank] + k - 1]
+        return self.last[rank] if k == 0 else self.end[self.mine[rank][k - 1]]
 
     def _forward(self, rank: int) -> float:
-        begin = self.dag.first[rank]
-        lengths = [self.end[i] - self.start[i] for i in range(begin, begin + self.reach[rank])]
+        lengths = [self.end[i] - self.start[i] for i in self.mine[rank][: self.reach[rank]]]
         return sum(lengths) / len(lengths) if lengths else 0.0
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.context import Context
 from zbc.ir import Kind, Op, Program, groups
 
 
-def reduce_grads(program: Program, costs: Costs | None = None, timeline: Timeline | None = None) -> Program:
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
     """Put `REDUCE s` behind the last op of each stage that pipes or data-parallel copies replicate, on each holder.
 
     A weight that two stages share is summed by `TIE`, behind both. Stages with one holder need nothing. A sum is only
@@ -23,31 +25,31 @@ def reduce_grads(program: Program, costs: Costs | None = None, timeline: Timelin
                           REDUCE s0
 
     Ranks that meet in more than one sum must start them in one order, so all of a program follow one: that in which
-    their gradients are complete on all holders, by `costs` (by default all ops take equally long). Where a rank is done
-    with a stage before its turn in that order, its REDUCE stands behind the one before it. `timeline` is that of the
-    program by these costs, where it is known.
+    their gradients are complete on all holders, by what ops cost. Where a rank is done with a stage before its turn in
+    that order, its REDUCE stands behind the one before it.
     """
-    stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
-    sums = [op for op in [*stages, *([Op(Kind.TIE, 0)] if program.tied else [])] if program.shared(op)]
-    if not sums:
-        return program
-    rank_of = _turns(program, sums, costs, timeline)
-    ranks = [
-        _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
-        for rank, ops in enumerate(program.ranks)
-    ]
-    return program.with_ranks(ranks, by="reduce-grads")
+
+    name: ClassVar[str] = "reduce-grads"
+
+    def run(self, program: Program, context: Context) -> Program:
+        stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
+        sums = [op for op in [*stages, *([Op(Kind.TIE, 0)] if program.tied else [])] if program.shared(op)]
+        if not sums:
+            return program
+        rank_of = _turns(program, sums, context)
+        ranks = [
+            _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
+            for rank, ops in enumerate(program.ranks)
+        ]
+        return program.with_ranks(ranks, by=self.name)
 
 
-def _turns(
-    program: Program, sums: Sequence[Op], costs: Costs | None, timeline: Timeline | None
-) -> Callable[[int], Callable[[Op], float]]:
+def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
     """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
     if all(len(program.members(op)) == 1 for op in sums):  # every rank meets its own copies only
         return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
-    timeline = timeline or simulate(program, costs or Costs.uniform(program.placement))
     done: dict[int, float] = {}
-    for span in timeline:
+    for span in context.timeline:
         done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
     ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
     return lambda rank: ready.__getitem__

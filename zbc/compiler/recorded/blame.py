@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import islice
+from itertools import islice, pairwise
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.recorded.view import Step
@@ -122,7 +122,8 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
 def _sender(program: Program, op: Op, rank: int) -> int:
     """The rank of the run that a compute op's message comes from."""
     near = op.stage + (-1 if op.kind is Kind.F else 1)
-    return program.seats.rank(program.seats.of(rank).copy, program.placement.rank_of(near, op.pipe))
+    topology = program.topology
+    return topology.rank(topology.of(rank).dp, program.placement.rank_of(near, op.pipe))
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
@@ -145,18 +146,18 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
 
 def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
     """Of a step without a barrier, which begins for a rank as it ends the one before."""
-    dag, free = timeline.dag, begin
+    ops, free = timeline.graph.ops, begin
     found = Shares()
     computes = False
-    for i in range(dag.first[rank], dag.first[rank + 1]):
+    for i in timeline.ops(rank):
         idle, took = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i]
-        first = dag.ops[i].kind.computes and not computes
+        first = ops[i].kind.computes and not computes
         computes = computes or first
         if computes and not first:
             found.message += idle
         else:
             found.warm_up += idle
-        if dag.ops[i].kind.computes:
+        if ops[i].kind.computes:
             found.compute += took
         else:
             found.optimizer += took
@@ -168,11 +169,12 @@ def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
 
 def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
     """Whom a rank waits for between its ops, and for how many ms."""
-    dag, found = timeline.dag, dict[int, float]()
-    mine = range(dag.first[rank], dag.first[rank + 1])
-    first = next((i for i in mine if dag.ops[i].kind.computes), mine.stop)
-    for i in range(first + 1, mine.stop):
-        idle, source = timeline.start[i] - timeline.end[i - 1], dag.source[i]
-        if idle > 1e-9 and source >= 0 and dag.rank[source] != rank and dag.ops[i].kind.computes:
-            found[dag.rank[source]] = found.get(dag.rank[source], 0.0) + idle
+    graph, found = timeline.graph, dict[int, float]()
+    mine = timeline.ops(rank)
+    first = next((k for k, i in enumerate(mine) if graph.ops[i].kind.computes), len(mine))
+    for before, i in pairwise(mine[first:]):
+        idle, source = timeline.start[i] - timeline.end[before], timeline.waited_for(i)
+        if idle > 1e-9 and source >= 0 and graph.ops[i].kind.computes:
+            sender = graph.rank(source)
+            found[sender] = found.get(sender, 0.0) + idle
     yield from found.items()

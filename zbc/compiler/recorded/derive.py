@@ -65,7 +65,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
             device="cuda" if device == "cuda" else "cpu",
             name="" if about is None else about.name,
             threads=1 if about is None else about.threads,
-            together=manifest.world,
+            together=manifest.topology.world,
             rounds=rounds,
             torch="" if about is None else about.torch,
         ),
@@ -249,7 +249,7 @@ class _Work:
         """What is in the times of layers already counts there; the norm is a part of the end of a step."""
         if not self.times.norm:
             return self._host()
-        rounds = max(1, (self.manifest.world - 1).bit_length())
+        rounds = max(1, (self.manifest.topology.world - 1).bit_length())
         close, agree = 1e3 * median_ms(self.times.norm), 1e3 * median_ms(self.times.sums) / rounds
         return self._host().model_copy(update={"close_us": close, "agree_us": agree})
 

@@ -103,7 +103,7 @@ def deviations(times: Times, costs: Costs, steps: int) -> list[Deviation]:
 def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
     """Every pair of ranks that tensors came over, by ranks."""
     edges = _edges(costs, program)
-    part = [program.seats.of(rank).part for rank in range(program.placement.ranks * program.copies)]
+    part = [program.topology.of(rank).pp for rank in range(program.topology.world)]
     return [
         LinkTime(a, b, round(len(samples) / steps), edges.get((part[a], part[b]), 0.0), median_ms(samples))
         for (a, b), samples in sorted(times.links.items())

@@ -10,7 +10,7 @@ from typing import Any
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
-from zbc.seats import Seats
+from zbc.topology import Topology
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 
@@ -50,9 +50,9 @@ class RunLog:
         """Per rank, ms of compute in a step: predicted and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
-        parts, copies = self.about.get("node") or (len(rows), 1)
-        seats = Seats(len(rows), len(columns), (parts, copies))
-        meant = [rows[seats.of(rank).part]["busy_ms"] if rows else None for rank in range(len(columns))]
+        node = self.about.get("node")
+        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None)
+        meant = [rows[topology.of(rank).pp]["busy_ms"] if rows else None for rank in range(len(columns))]
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 
     def peak(self) -> list[int]:

@@ -213,7 +213,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def _shares(step: Step, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
     meant = blame.predicted(step.program, timeline, costs)
     found = [one.scaled(1 / _MS) for one in blame.shares(step)]
-    return tuple(RankShares(rank, meant[step.program.seats.of(rank).part], one) for rank, one in enumerate(found))
+    return tuple(RankShares(rank, meant[step.program.topology.of(rank).pp], one) for rank, one in enumerate(found))
 
 
 def _memory(trace: Trace) -> tuple[RankMemory, ...]:
@@ -227,7 +227,7 @@ def _memory(trace: Trace) -> tuple[RankMemory, ...]:
         running = [not op.kind.is_transfer for op in one.ops]  # no time passes in transfers
         columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
         most = {name: max(compress(column, running), default=0) for name, column in columns.items()}
-        row = meant[manifest.seats.of(rank).part] if known and meant else None
+        row = meant[manifest.topology.of(rank).pp] if known and meant else None
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))

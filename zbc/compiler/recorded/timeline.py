@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
-from zbc.compiler.dag import Dag, build
+from zbc.compiler.graph.graph import Graph, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
-from zbc.compiler.simulate import Sum, Timeline
-from zbc.ir import Kind, Op
+from zbc.compiler.simulate import Timeline
+from zbc.ir import Op
 from zbc.trace import Cause, Memory
 
 _MS = 1e6
@@ -29,7 +30,7 @@ class Beside(NamedTuple):
 class Recording:
     """Recorded steps of one copy of the pipeline, on one axis that begins with the first of them.
 
-    `waited` and `delayed` have an entry per op of a timeline's dag, step after step: ms it waited for its message, and
+    `waited` and `delayed` have an entry per op of the graph, step after step: ms it waited for its message, and
     ms that went by between that and its start.
     """
 
@@ -39,8 +40,12 @@ class Recording:
     memory: tuple[Memory | None, ...] = ()  # per rank of the run, what it held around each op of a step like these
 
     @cached_property
-    def dag(self) -> Dag:
-        return build(self.steps[0].program, ahead=self.ahead)
+    def graph(self) -> Graph:
+        return build(self.steps[0].program)
+
+    def _ops(self, part: int) -> list[int]:
+        """The ops of a rank of the pipeline that a timeline has."""
+        return self.graph.timed[part] if self.ahead else self.graph.computing[part]
 
     @cached_property
     def _origin(self) -> int:
@@ -52,31 +57,26 @@ class Recording:
     def ranks(self) -> list[int]:
         """The ranks of this copy, of the run, in the order of the pipeline."""
         program = self.steps[0].program
-        return [program.seats.rank(self.copy, part) for part in range(program.placement.ranks)]
-
-    @cached_property
-    def _kinds(self) -> set[Kind]:
-        return {op.kind for op in self.dag.ops} | {kind for kind in Kind if kind.computes}
-
-    def _places(self, step: Step, rank: int) -> Iterator[int]:
-        """The places of the dag's ops in a rank's plan."""
-        return (index for index, op in enumerate(step.ranks[rank].ops) if op.kind in self._kinds)
+        return [program.topology.rank(self.copy, part) for part in range(program.placement.ranks)]
 
     def timelines(self) -> tuple[Timeline, ...]:
         return tuple(self._timeline(step) for step in self.steps)
 
     def _timeline(self, step: Step) -> Timeline:
-        start, end = list[float](), list[float]()
-        for rank in self.ranks():
+        graph = self.graph
+        start, end = [0.0] * len(graph.before), [0.0] * len(graph.before)
+        for part, rank in enumerate(self.ranks()):
             one = step.ranks[rank]
-            for index in self._places(step, rank):
-                start.append(self._ms(one.work[index]))
-                end.append(self._ms(one.end[index]))
-        return Timeline(self.dag, start, end, tuple(self._sums(step)))
+            for i in self._ops(part):
+                index = i - graph.first[part]
+                start[i], end[i] = self._ms(one.work[index]), self._ms(one.end[index])
+        events = {graph.ops[ops[0]]: event for event, ops in graph.met.items()}
+        for op, begin, over in self._sums(step):
+            start[events[op]], end[events[op]] = begin, over
+        return Timeline(graph, start, end, self.ahead)
 
-    def _sums(self, step: Step) -> Iterator[Sum]:
-        """Sums of gradients, from when all have come to them until the last has what it waited for."""
-        seats = step.program.seats
+    def _sums(self, step: Step) -> Iterator[tuple[Op, float, float]]:
+        """Sums of gradients, from when all have come to them until the last has what it waited for, in ms."""
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}
         for rank in self.ranks():
@@ -90,26 +90,29 @@ class Recording:
         for op, places in begun.items():
             start = max(at for _, at in places)
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
-            members = tuple(seats.of(rank).part for rank, _ in places)
-            yield Sum(op, members, self._ms(start), self._ms(end))
+            yield op, self._ms(start), self._ms(end)
 
     @cached_property
     def waited(self) -> list[float]:
-        return [ms for ms, _ in self._leads()]
+        return [wait for wait, _ in self._leads()]
 
     @cached_property
     def delayed(self) -> list[float]:
-        return [ms for _, ms in self._leads()]
+        return [delay for _, delay in self._leads()]
 
-    def _leads(self) -> Iterator[tuple[float, float]]:
-        for step in self.steps:
-            for rank in self.ranks():
+    def _leads(self) -> list[tuple[float, float]]:
+        graph, count = self.graph, len(self.graph.ops)
+        found = [(0.0, 0.0)] * (count * len(self.steps))
+        for number, step in enumerate(self.steps):
+            for part, rank in enumerate(self.ranks()):
                 one = step.ranks[rank]
                 messages = one.waited(Cause.MESSAGE)
-                for index in self._places(step, rank):
+                for i in self._ops(part):
+                    index = i - graph.first[part]
                     lead = one.work[index] - one.start[index]
                     wait = min(lead, messages.get(index, 0))
-                    yield wait / _MS, (lead - wait) / _MS
+                    found[number * count + i] = wait / _MS, (lead - wait) / _MS
+        return found
 
     def path(self) -> list[int]:
         """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
@@ -118,27 +121,31 @@ class Recording:
         """
         found = []
         for number in reversed(range(len(self.steps))):
-            base = number * len(self.dag.ops)
+            base = number * len(self.graph.ops)
             found += [base + i for i in self._chain(base, self.timelines()[number])]
         return found
 
     def _chain(self, base: int, timeline: Timeline) -> Iterator[int]:
-        dag = self.dag
-        i = dag.first[max(range(timeline.ranks), key=timeline.last_end) + 1] - 1
+        before = {i: j for rank in range(timeline.ranks) for j, i in pairwise(timeline.ops(rank))}
+        i = max(
+            (timeline.ops(rank)[-1] for rank in range(timeline.ranks) if timeline.ops(rank)),
+            key=timeline.end.__getitem__,
+        )
         while i >= 0:
             yield i
-            source = dag.source[i]
-            fed = source >= 0 and dag.rank[source] != dag.rank[i] and self.waited[base + i] * _MS > LEAST_WAIT_NS
-            i = source if fed else i - 1 if i > dag.first[dag.rank[i]] else -1
+            source = timeline.waited_for(i)
+            fed = source >= 0 and self.waited[base + i] * _MS > LEAST_WAIT_NS
+            i = source if fed else before.get(i, -1)
 
     def beside(self, rank: int) -> Iterator[Beside]:
         """What else a rank of this copy did, in order: waits, transfers, the end of a step."""
         mine = self.ranks()[rank]
+        counted = {i - self.graph.first[rank] for i in self._ops(rank)}
         for step in self.steps:
             one = step.ranks[mine]
             for index, op in enumerate(one.ops):
                 begin, work, end = (self._ms(ns) for ns in (one.start[index], one.work[index], one.end[index]))
-                if op.kind not in self._kinds and end > begin:
+                if index not in counted and end > begin:
                     yield Beside(step.program.placement.text(op), op.kind.value, begin, end)
                 elif work > begin:
                     yield Beside(f"wait for {op}", "wait", begin, work)

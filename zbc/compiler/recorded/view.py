@@ -102,7 +102,7 @@ class Step:
 
     def messages(self) -> Iterator[Message]:
         """Every tensor between two ranks."""
-        copy = [self.program.seats.of(rank).copy for rank in range(len(self.ranks))]
+        copy = [self.program.topology.of(rank).dp for rank in range(len(self.ranks))]
         made = {(copy[rank], op): (rank, index) for rank in range(len(self.ranks)) for index, op in self.compute(rank)}
         for rank, one in enumerate(self.ranks):
             posted = {op: one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}

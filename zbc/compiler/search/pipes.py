@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.passes.reduce_grads import reduce_grads
+from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.schedules import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.search.shifting import annealed
-from zbc.compiler.simulate import simulate, step_ms, with_sums
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -125,11 +126,12 @@ def packed(
 
 def _timed(program: Program, costs: Costs, objective: str) -> Found:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
-    summed, timeline = program, simulate(program, costs)
+    at = Context(program, costs)
     if any(costs.column("reduce")):
-        summed = reduce_grads(program, costs, timeline)
-        timeline = with_sums(timeline, summed, costs)
-    period = step_ms(summed, costs, objective, timeline) if objective == "period" else 0.0
+        sent = Context(InsertComm().run(program, at), costs)
+        at = Context(ReduceGrads().run(sent.program, sent), costs)
+    timeline = at.timeline
+    period = at.step_ms(objective) if objective == "period" else 0.0
     return Found(program, timeline.makespan, timeline.span, period)
 
 

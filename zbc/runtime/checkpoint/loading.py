@@ -35,7 +35,7 @@ def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] =
     def look() -> dict[str, Any]:
         reader = SafetensorsReader(folder, alive)
         _check_training(reader, manifest.training)
-        reader.check_files(range(worker.rank, len(reader.index.files), manifest.world))
+        reader.check_files(range(worker.rank, len(reader.index.files), manifest.topology.world))
         found.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
 

@@ -167,7 +167,7 @@ class Checkpoints:
         if self.worker.rank != 0:
             return {}
         told = [json.loads(text) for text in self.board.collect(_PARTS)]
-        check_copies([one["copies"] for one in told], self.worker.plan.manifest.name)
+        check_copies([one["copies"] for one in told], self.worker.plan.manifest.topology.name)
         if self._whole is None or any("parts" in one for one in told):
             self._parts = [one["parts"] if "parts" in one else self._parts[rank] for rank, one in enumerate(told)]
             self._whole = make_whole(self._parts)

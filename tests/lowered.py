@@ -1,0 +1,18 @@
+"""Complete plans of the programs that tests make."""
+
+from __future__ import annotations
+
+from zbc.compiler.context import Context
+from zbc.compiler.cost import Costs
+from zbc.compiler.lowering import Lowering, Pass
+from zbc.ir import Program
+
+
+def lower(program: Program, sync: str = "before-step", costs: Costs | None = None) -> Program:
+    """Every pass in order; by default all ops take equally long."""
+    return Lowering(sync).lower(Context.of(program, costs)).program
+
+
+def ran(one: Pass, program: Program) -> Program:
+    """One pass alone, all ops taking equally long."""
+    return one.run(program, Context.of(program))

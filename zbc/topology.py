@@ -1,0 +1,74 @@
+"""The axes of a run, and which of its ranks is which rank of which replica of the pipeline.
+
+Ranks of a run are numbered node by node. A node that holds `node[0]` neighbouring ranks of the pipeline, of `node[1]`
+replicas each, has those of one replica next to each other:
+
+    pp 4, dp 2, node (4, 1)     rank 0..3 are replica 0, rank 4..7 replica 1
+    pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """A rank of the run by the axes: its replica of the pipeline, and its rank there."""
+
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many there are of everything a step is shared out among; `node[0]` divides `pp`, `node[1]` divides `dp`."""
+
+    pp: int  # ranks of one pipeline
+    dp: int = 1  # replicas of the pipeline; each runs its ops, and collectives meet over all of them
+    pipes: int = 1  # directions of a pipeline
+    node: tuple[int, int] | None = None  # what shares a node; None: replicas follow one another
+    slices: int = 1  # of a microbatch
+    microbatches: int = 1  # of a step, in each replica
+
+    @property
+    def world(self) -> int:
+        """The ranks of a run."""
+        return self.pp * self.dp
+
+    @property
+    def batch(self) -> int:
+        """The microbatches of a step, over all replicas."""
+        return self.microbatches * self.dp
+
+    @property
+    def alone(self) -> bool:
+        """Whether a stage is held once."""
+        return self.dp == self.pipes == 1
+
+    def rank(self, dp: int, pp: int) -> int:
+        """The rank of the run that is rank `pp` of replica `dp`."""
+        along, across = self.node or (self.pp, 1)
+        block = dp // across * (self.pp // along) + pp // along
+        return block * along * across + dp % across * along + pp % along
+
+    def ranks(self, of: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of the run that are these ranks of the pipeline, in any replica; ascending."""
+        mine = {*of}
+        return tuple(sorted(self.rank(dp, pp) for dp in range(self.dp) for pp in mine))
+
+    def of(self, rank: int) -> Place:
+        """Where a rank of the run is."""
+        along, across = self.node or (self.pp, 1)
+        block, inside = divmod(rank, along * across)
+        replicas, ranks = divmod(block, self.pp // along)
+        replica, part = divmod(inside, along)
+        return Place(replicas * across + replica, ranks * along + part)
+
+    def name(self, rank: int) -> str:
+        """A rank of the run for messages: `rank 5`, or with replicas `rank 5 [dp 1, pp 1]`."""
+        if self.dp == 1 or not 0 <= rank < self.world:
+            return f"rank {rank}"
+        place = self.of(rank)
+        return f"rank {rank} [dp {place.dp}, pp {place.pp}]"
