@@ -32,9 +32,8 @@ demo: $(VENV)/.run
 	$(BIN)/zbc visualize build/demo
 	$(BIN)/zbc run build/demo --local 4 $(if $(STEPS),--steps $(STEPS))
 
-# Files that mostly wait take turns with those that compute, so the order stays as tests/conftest.py makes it.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: $(VENV)/.dev
 	$(PYTEST)

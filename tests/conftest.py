@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-TESTS = Path(__file__).parent
-GOLDEN = TESTS / "golden"
-WAITING = ("docs", "processes")  # mostly wait for processes they have started
+GOLDEN = Path(__file__).parent / "golden"
+WAITING = ("tests/docs/", "tests/processes/")  # mostly wait for processes they have started
 
 settings.register_profile("zbc", settings.default, deadline=None)  # a busy machine may stop a test for a moment
 settings.load_profile("zbc")
@@ -25,29 +24,44 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run tests that are marked `repeats`, too")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--all") and not any("::" in name for name in config.args):
         repeats = [item for item in items if item.get_closest_marker("repeats")]
         config.hook.pytest_deselected(items=repeats)
         items[:] = [item for item in items if not item.get_closest_marker("repeats")]
-    if config.pluginmanager.hasplugin("xdist"):
-        items[:] = _in_groups(items)
+    if hasattr(config, "workerinput"):
+        items[:] = _in_turns(items)
 
 
-def _in_groups(items):
-    """Tests of a file stay on one worker unless they are marked `apart`; what waits takes turns with what computes.
+def _in_turns(items):
+    """Groups that wait take turns with those that compute.
 
     So one worker waits while the other computes, and neither is left with a long wait at the end.
     """
     groups = {}
     for item in items:
-        name = item.nodeid if item.get_closest_marker("apart") else str(item.path.relative_to(TESTS))
-        item.add_marker(pytest.mark.xdist_group(name))
-        groups.setdefault(name, []).append(item)
-    waiting = [group for group in groups.values() if group[0].path.parent.name in WAITING]
-    others = [group for group in groups.values() if group[0].path.parent.name not in WAITING]
+        groups.setdefault(_group(item.nodeid), []).append(item)
+    waiting = [group for name, group in groups.items() if name.startswith(WAITING)]
+    others = [group for name, group in groups.items() if not name.startswith(WAITING)]
     return [item for pair in zip_longest(waiting, others, fillvalue=()) for group in pair for item in group]
+
+
+def _group(nodeid):
+    """What stays on one worker, in its order: a file, but of the documentation each case by itself."""
+    return nodeid if nodeid.startswith("tests/docs/") and "[" in nodeid else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The groups in the order of collection. (`--dist loadgroup` of pytest-xdist 3.8 does nothing with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
 
 
 @pytest.fixture

@@ -106,7 +106,6 @@ def once(chain):
     return chain.page == README or not any(line.startswith("torchrun") for line in chain.lines)
 
 
-@pytest.mark.apart
 @pytest.mark.parametrize("chain", few(CHAINS, once), ids=str)
 def test_the_command_blocks_of_a_page_work(chain, clone):
     for line in chain.lines:
