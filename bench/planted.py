@@ -280,7 +280,7 @@ BUGS = (
         "zbc/interop/torch_lowered.py",
         "if op.kind in (Kind.BW, Kind.W)}",
         "if op.kind in (Kind.BW, Kind.B)}",
-        ("tests/interop",),
+        ("tests/processes/test_torch_oracle.py",),
     ),
     Bug(
         "a suggested order may hold more than the fullest rank held",
