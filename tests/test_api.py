@@ -11,6 +11,9 @@ import pytest
 import zbc
 from tests.jobs import job, toml_text
 from zbc.api import open_plan
+from zbc.compiler.context import Context
+from zbc.compiler.lowering import Lowering
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.spec import Job
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -98,3 +101,15 @@ def test_zbc_has_no_other_names():
     assert {"Plan", "ZbcError", "load", "plan"} <= set(dir(zbc))
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         zbc.plans  # noqa: B018
+
+
+def test_an_order_of_slices_is_checked_and_not_priced():
+    """Costs are of whole microbatches: each slice would be charged one."""
+    ops = [(Kind.F, 0), (Kind.F, 1), (Kind.BW, 1), (Kind.BW, 0)]
+    ranks = tuple(tuple(Op(kind, r, 0, slice=part) for kind, part in ops) for r in range(2))
+    compute = Context.of(Program(Placement.linear(2), 1, ranks, ("mine",), slices=2))
+    mine = zbc.Plan("mine", Lowering().lower(compute).program)
+    mine.check()
+    with pytest.raises(zbc.ZbcError, match="mine cuts microbatches into 2 slices") as caught:
+        mine.simulate()
+    assert caught.value.code == "E124" and "slices = 1" in caught.value.hint

@@ -26,7 +26,7 @@ from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost import Costs, refuse_slices
 from zbc.compiler.difference import RankDifference, difference
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.noise import Noise, Spread, spread
@@ -78,11 +78,15 @@ class Plan:
 
     @cached_property
     def costs(self) -> Costs:
-        """What the ops cost: the job's; F = B = W = 1 per rank and free transfers where there is no job."""
+        """What the ops cost: the job's; F = B = W = 1 per rank and free transfers where there is no job.
+
+        Raises E124 for an order of slices of microbatches.
+        """
         if self.compiled is not None:
             return self.compiled.costs
         if self.manifest is not None:
             return recall.costs_of(self.manifest)
+        refuse_slices(f"plan: the order of {self.name}", self.program.slices)
         return Costs.uniform(self.program.placement)
 
     @cached_property

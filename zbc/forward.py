@@ -24,8 +24,9 @@ def forward_only(placement: Placement, microbatches: int) -> Program:
     for rank in range(placement.ranks):
         mine = [Op(Kind.F, -back, mb) for _, back, mb in waves if placement.rank_of(-back) == rank]
         posts = [[Message(*edge, op.mb, 0, 0).recv for edge in into[op.stage]] for op in mine]
-        ops = list(posts[0]) if posts else []
-        for op, ahead in zip(mine, [*posts[1:], []], strict=True):
+        now, *later = *posts, list[Op]()
+        ops = list(now)
+        for op, ahead in zip(mine, later, strict=True):
             ops += [*ahead, op, *(Message(*edge, op.mb, 0, 0).send for edge in out[op.stage])]
         ranks.append(ops)
     return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",))

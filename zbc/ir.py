@@ -202,6 +202,16 @@ class Placement:
     def ranks(self) -> int:
         return 1 + max(max(pipe) for pipe in self.pipes)
 
+    @property
+    def chunks(self) -> int | None:
+        """The stages that each rank has in each pipe; None where they differ in number."""
+        counts = {pipe.count(rank) for pipe in self.pipes for rank in range(self.ranks)}
+        return counts.pop() if len(counts) == 1 else None
+
+    def only(self, pipe: int) -> Placement:
+        """One of the pipes, as if it were the only one."""
+        return replace(self, pipes=(self.pipes[pipe],))
+
     def rank_of(self, stage: int, pipe: int = 0) -> int:
         return self.pipes[pipe][stage]
 

@@ -92,6 +92,8 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         return other.kind.computes or other.kind.sums
     if op.kind is Kind.GATHER:
         return other.kind in (Kind.STEP, Kind.TENTATIVE) and op.stage == other.stage
+    if op.kind is Kind.STEP and other.kind is Kind.GATHER:
+        return op.stage == other.stage  # a second STEP needs the weights that were collected after the first
     return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
 
 

@@ -54,7 +54,7 @@ def costs(rng: random.Random, place: Placement) -> Costs | None:
 
     found = Costs.uniform(place, comm=rng.choice([0.0, 0.1, 3.0]))
     times = {"f": each(0.0, 1.0, 2.5), "b": each(0.0, 1.0, 4.0), "w": each(0.0, 1.0), "tentative": each(0.0, 0.5)}
-    return replace(found, **times, hop=rng.choice([0.0, 0.01, 2.0]))
+    return found.with_ms(**times, hop=(rng.choice([0.0, 0.01, 2.0]),))
 
 
 @cache

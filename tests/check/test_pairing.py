@@ -89,8 +89,8 @@ def test_a_repeated_transfer_is_surplus():
 def test_transfers_out_of_the_pipeline_are_surplus():
     errors = errors_of(PIPELINE + "      SEND_F s1 m0\n      RECV_B s1 m1\n")
     assert [error.message for error in errors] == [
-        "program: SEND_F s1 m0 carries nothing: there is no stage 2",
-        "program: RECV_B s1 m1 carries nothing: there is no stage 2",
+        "program: SEND_F s1 m0 carries nothing: no stage reads the output of stage 1",
+        "program: RECV_B s1 m1 carries nothing: no stage reads the output of stage 1",
     ]
 
 

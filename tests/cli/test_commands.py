@@ -192,6 +192,30 @@ def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, fo
     assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
 
 
+SLICED = """
+from zbc.ir import Kind, Op, Placement, Program
+
+
+def make(request):
+    halves = ((Kind.F, 0), (Kind.F, 1), (Kind.BW, 1), (Kind.BW, 0))
+    ranks = [[Op(kind, r, i, slice=k) for i in range(request.m) for kind, k in halves] for r in range(request.p)]
+    return Program(Placement.linear(request.p), request.m, tuple(map(tuple, ranks)), slices=2)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("plan", "zbc.toml", "-q"), ("check", "zbc.toml"), ("compare", "zbc.toml", "--schedules", "sliced:make")],
+)
+def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(command, zbc, folder):
+    """It would be charged a whole microbatch for each slice."""
+    (folder / "sliced.py").write_text(SLICED)
+    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "sliced:make"'))
+    ran = zbc(*command)
+    assert ran.code == 3 and "E124" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
+    assert not (folder / "plan").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [

@@ -7,7 +7,8 @@ from operator import add
 import pytest
 
 from tests.jobs import job
-from zbc.compiler import cost, estimate
+from zbc.compiler import cost, estimate, recall
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.partition import partition
 from zbc.compiler.work import keys_seen
@@ -353,6 +354,50 @@ def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_on
     assert row == 3000 * 32 > 1.1 * sum(counts) / 3  # the embedding alone is more than a third
     assert parts.of("reduce") / whole.of("reduce") == pytest.approx(3 * row / sum(counts) / 2)
     assert parts.column("gather") == parts.column("reduce")
+
+
+# ---- columns -------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_of_a_column_may_say_what_each_slice_costs():
+    """Attention reads what is before it in the sequence: a later slice takes longer."""
+    sliced = Costs.uniform(Placement.linear(2)).with_ms(f=((1.0, 2.0), 5.0), b=((1.5, 2.5), 4.0), w=(0.5, (1.0, 2.0)))
+    assert [sliced.of("f", stage, part) for stage in (0, 1) for part in (0, 1)] == [1.0, 2.0, 5.0, 5.0]
+    assert sliced.duration(Op(Kind.F, 0, 3, slice=1)) == 2.0 and sliced.duration(Op(Kind.W, 1, 0, slice=1)) == 2.0
+    assert [sliced.duration(Op(Kind.BW, 0, 0, slice=part)) for part in (0, 1)] == [2.0, 3.0]
+    assert [sliced.duration(Op(Kind.BW, 1, 0, slice=part)) for part in (0, 1)] == [5.0, 6.0]
+    assert sliced.column("f") == (3.0, 5.0) and sliced.column("bw") == (5.0, 11.0)
+    whole = sliced.joined()
+    assert whole.column("b") == (5.0, 11.0) and whole.of("b", 0, 1) == 3.0 and not any(whole.column("w"))
+    fused = sliced.with_ms(bw=((1.75, 3.0), 4.5)).least()
+    assert [fused.of("w", stage, part) for stage in (0, 1) for part in (0, 1)] == [0.25, 0.5, 0.5, 0.5]
+
+
+def test_a_column_that_is_not_there_costs_nothing():
+    free = Costs.uniform(V)
+    for kind in (Kind.REDUCE, Kind.TIE, Kind.GATHER, Kind.STEP, Kind.COMMIT, Kind.TENTATIVE, Kind.VALIDATE, Kind.NORM):
+        assert free.duration(Op(kind, 0)) == 0.0, kind
+    assert free.of("hop") == 0.0 and free.column("step") == (0.0,) * 8 and free.total("tentative", (0, 7)) == 0.0
+    assert free.with_ms(f=()).duration(Op(Kind.F, 3, 0)) == 0.0
+    dear = free.with_ms(step=tuple(map(float, range(8))), agree=(3.0,), tie=(4.0,))
+    assert dear.total("step", (0, 7)) == 7.0 and dear.duration(Op(Kind.COMMIT, 5)) == 5.0
+    assert (dear.duration(Op(Kind.VALIDATE, 0)), dear.duration(Op(Kind.TIE, 0))) == (3.0, 4.0)
+
+
+def test_a_transfer_takes_as_long_in_either_direction_and_no_time_within_a_rank():
+    found = Costs.uniform(V, comm=0.5)
+    assert found.link(0, 2, 3) == found.link(0, 3, 2) == 0.5 and found.link(0, 3, 4) == found.link(0, 4, 3) == 0.0
+
+
+def test_what_a_plan_of_slices_costs_is_not_guessed():
+    manifest = compile_job(job()).assemble()[0]
+    assert recall.costs_of(manifest).stages == 4
+    with pytest.raises(ZbcError, match="into 2 slices") as caught:
+        recall.costs_of(manifest.model_copy(update={"slices": 2}))
+    assert caught.value.code == "E124"
+
+
+# ---- a weight that two stages share --------------------------------------------------------------------------
 
 
 def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():

@@ -84,6 +84,21 @@ def test_uneven_stages_wait_for_the_slowest():
     assert placement.ranks == timeline.ranks
 
 
+def test_slices_take_the_times_given_for_them():
+    """Two ranks, one microbatch in two slices: the second rank waits for each slice, backwards in their turn."""
+    slices = ((Kind.F, 0), (Kind.F, 1), (Kind.BW, 1), (Kind.BW, 0))
+    program = Program(
+        Placement.linear(2), 1, tuple(tuple(Op(kind, r, 0, slice=k) for kind, k in slices) for r in range(2)), slices=2
+    )
+    costs = Costs.uniform(program.placement, comm=0.5)
+    costs = costs.with_ms(f=((1.0, 2.0), (2.0, 3.0)), b=((1.0, 2.0), (1.0, 3.0)), w=((1.0, 1.0),) * 2)
+    at = {str(op): (start, end) for _, op, start, end in simulate(program, costs)}
+    assert at == {
+        **{"F s0 m0": (0.0, 1.0), "F s0 m0.1": (1.0, 3.0), "BW s0 m0.1": (11.0, 14.0), "BW s0 m0": (14.0, 16.0)},
+        **{"F s1 m0": (1.5, 3.5), "F s1 m0.1": (3.5, 6.5), "BW s1 m0.1": (6.5, 10.5), "BW s1 m0": (10.5, 12.5)},
+    }
+
+
 def test_a_backward_fused_is_timed_as_both_halves_together():
     program = Program(Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0)),))
     assert timed(program, 1.0, 2.0, 4.0).makespan == 7.0

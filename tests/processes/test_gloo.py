@@ -67,8 +67,8 @@ def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
 # ---- the transport -------------------------------------------------------------------------------------------
 
 
-def message(mb, stage=1):
-    return Message(stage - 1, stage, mb, 0, 0)
+def message(mb, source=0, sink=1):
+    return Message(source, sink, mb, 0, 0)
 
 
 def out_of_order(rank, plan):
@@ -93,19 +93,19 @@ def two_ways(rank, plan):
     """Rank 1 sends to 2, which is not there yet, and then to 0, which is: whether what 0 took was let go of."""
     network, left, found = open_network(plan), threading.Event(), None
     if rank == 0:
-        network.post(message(0, 0), torch.empty(3), 1)
-        network.wait(message(0, 0))
+        network.post(message(0, 1, 0), torch.empty(3), 1)
+        network.wait(message(0, 1, 0))
     if rank == 1:
-        network.send(message(0, 2), torch.zeros(3), 2)
+        network.send(message(0, 1, 2), torch.zeros(3), 2)
         tensor = torch.zeros(3)
         weakref.finalize(tensor.untyped_storage(), left.set)
-        network.send(message(0, 0), tensor, 0)
+        network.send(message(0, 1, 0), tensor, 0)
         del tensor
         found = left.wait(10)
     network.all_reduce(torch.zeros(1), (0, 1, 2, 3))
     if rank == 2:
-        network.post(message(0, 2), torch.empty(3), 1)
-        network.wait(message(0, 2))
+        network.post(message(0, 1, 2), torch.empty(3), 1)
+        network.wait(message(0, 1, 2))
     network.finish_step()
     return found
 

@@ -48,7 +48,7 @@ def plan_for(
 ) -> Plan:
     found = find(schedule)
     order = replace(found.make(Request(p=p, m=m, v=found.default_chunks)), dp=copies)
-    costs = replace(Costs.uniform(order.placement), hop=0.8)  # so that the verdict comes late in the warm-up
+    costs = Costs.uniform(order.placement).with_ms(hop=(0.8,))  # so that the verdict comes late in the warm-up
     program = lower(order, sync, costs)
     check_all(program)
     made = {

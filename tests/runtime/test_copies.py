@@ -265,7 +265,7 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
     options = {"optimizer": {**CLIPPED, **optimizer}, "tied": tied}
     plain, mixed = (run_threads(copies_of(schedule, 2, 4, 2, node=node, **options), 3) for node in ((), (1, 2)))
-    assert [(w.copy, w.plan.rank) for w in mixed] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(w.replica, w.plan.rank) for w in mixed] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     before, after, tolerance = alike(plain), alike(mixed), 0.0 if schedule.startswith("zb") else 1e-6
     for one, two in zip(results(plain), results(mixed), strict=True):
         assert one == pytest.approx(two, rel=tolerance, abs=0)

@@ -11,8 +11,10 @@ from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
 from tests.tiers import few
+from tests.uneven import FOLD, FORK, THREE, eager
+from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.ir import Kind
+from zbc.ir import Kind, Placement
 from zbc.runtime.threads import run_threads
 
 TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
@@ -71,6 +73,14 @@ def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
 @pytest.mark.parametrize("m", [1, 3])
 def test_a_pipe_with_fewer_microbatches_or_none_does_not_matter(name, m):
     check_gradients(make_plan(make_program(name, 4, m), keep=without_step), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
+@pytest.mark.parametrize("split", [False, True])
+def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):
+    program = lower(eager(Placement(pipes), 5, split=split))
+    check_all(program)
+    check_gradients(make_plan(program, keep=without_step), tolerance=1e-6)
 
 
 def test_pipes_and_data_parallel_copies_are_summed_at_once():

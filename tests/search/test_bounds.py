@@ -10,11 +10,13 @@ import pytest
 
 from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
+from tests.uneven import FORK, eager
 from zbc.compiler.bounds import bounds, with_sums
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request, slots
 from zbc.compiler.search.exact import solve
+from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
@@ -140,6 +142,35 @@ def test_no_order_of_two_pipes_beats_the_bounds(block):
                 assert timeline.makespan >= least.makespan * (1 - 1e-9), seed
                 met += timeline.makespan <= least.makespan * (1 + 1e-9)
     assert met >= 5
+
+
+@pytest.mark.parametrize("pipes", [1, 2, 3])
+def test_no_order_beats_the_bounds_of_ranks_that_differ(pipes):
+    """Any number of stages per rank and pipe, none as well, and microbatches dealt to some pipes only."""
+    nearest = float("inf")
+    for seed in range(60):
+        rng = Random(seed)
+        stages, ranks = rng.randint(1, 6), rng.randint(1, 5)
+        homes = [rng.randrange(ranks) for _ in range(stages * pipes)]
+        names = {rank: number for number, rank in enumerate(sorted(set(homes)))}
+        placement = Placement(tuple(tuple(names[r] for r in homes[k::pipes]) for k in range(pipes)))
+        given, m = costs(rng, placement), rng.randint(1, 8)
+        used = rng.sample(range(pipes), rng.randint(1, pipes))
+        program = eager(placement, m, split=rng.random() < 0.5, deal=lambda mb, used=used: used[mb % len(used)])
+        timeline = simulate(program, given)
+        for limits in (None, [rank.units for rank in peaks(program, given)]):
+            least = bounds(placement, given, m, limits)
+            assert timeline.span >= least.span * (1 - 1e-9), seed
+            assert timeline.makespan >= least.makespan * (1 - 1e-9), seed
+            nearest = min(nearest, timeline.makespan / least.makespan)
+    assert nearest < 1.1
+
+
+def test_least_memory_knows_the_stages_of_each_rank():
+    placement = Placement(FORK)
+    given = Costs.per_stage((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, (1.0, 2.0, 4.0), (0.5,) * 3, ((0.0,) * 2,) * 2)
+    assert least_of(placement, given) == [1.0, 1.0, 2.0, 4.0]
+    assert least_of(Placement(((0, 1, 1), (2, 2, 2))), given) == [1.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize("p", [2, 4, 5, 8])

@@ -41,7 +41,8 @@ class Bounds:
 def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
     """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
 
-    With two pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py.
+    With several pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py. A rank
+    that has no stage bounds nothing.
     """
     if costs.overlap:  # as if every F could hide, as far as groups allow
         hidden = 1.0 - costs.overlap
@@ -53,13 +54,13 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
     if len(placement.pipes) > 1:
         alone = [
-            bounds(Placement((pipe,)), replace(costs, links=(links,)), m, limits)
-            for pipe, links in zip(placement.pipes, costs.links, strict=True)
+            bounds(placement.only(pipe), replace(costs, links=(links,)), m, limits)
+            for pipe, links in enumerate(costs.links)
         ]
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
     way = Way(placement, costs)
-    single = [_Rank(way, m, limits, r).bounds() for r in range(p)]
+    single = [_Rank(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 

@@ -1,6 +1,7 @@
-"""Lower bounds for placements with two pipes, when both get microbatches.
+"""Lower bounds for placements with several pipes, when more than one gets microbatches.
 
-Rank r holds stages lo..hi of each pipe. What bounds.py says of one pipe holds here for the pipe that asks for less:
+With two, rank r holds stages lo..hi of each pipe, or of one of them. What bounds.py says of one pipe holds here for the
+pipe that asks for less:
 
 - nothing starts on r before the shorter of the ways down to its first stages;
 - before the first B on r, some microbatch has been to the end of its pipe and back; meanwhile r can run F only, and no
@@ -8,7 +9,8 @@ Rank r holds stages lo..hi of each pipe. What bounds.py says of one pipe holds h
 - behind the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
   work r can have left only the W that fit in memory.
 
-Work depends on how many microbatches each pipe gets; the split with the least bound counts.
+Work depends on how many microbatches each pipe gets; the split with the least bound counts. With three pipes and more
+the busiest rank has no less than an equal share of all work, and one microbatch has to go its way.
 """
 
 from __future__ import annotations
@@ -52,27 +54,36 @@ def _of(split: Sequence[int], each: Sequence[float]) -> float:
 
 
 def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -> tuple[float, float]:
-    """Makespan and span in ms that no order with microbatches in both pipes can beat; infinite for m = 1."""
+    """Makespan and span in ms that no order with microbatches in several pipes can beat; infinite for m = 1."""
     ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
-    ranks = [_rank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks)]
+    if len(ways) > 2:
+        return _shared(ways, m)
+    ranks = [_rank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks) if ways[0].stages[r]]
     splits = [(x, m - x) for x in range(1, m)]
     makespan = min((max(rank.makespan(split) for rank in ranks) for split in splits), default=float("inf"))
     span = min((max(rank.span(split) for rank in ranks) for split in splits), default=float("inf"))
     return makespan, span
 
 
+def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
+    """However many pipes there are."""
+    one = ways[0]
+    share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / one.placement.ranks
+    return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
+
+
 def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
     one, placement = ways[0], ways[0].placement
     chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
-    low, high = [c[0] for c in chunks], [c[-1] for c in chunks]
+    held = [(way, c[0], c[-1]) for way, c in zip(ways, chunks, strict=True) if c]
     stages = [s for c in chunks for s in c]
-    around = [way.around(s, t) for way, s, t in zip(ways, low, high, strict=True)]
-    down = [way.down(0, s) for way, s in zip(ways, low, strict=True)]
+    around = [way.around(s, t) for way, s, t in held]
+    down = [way.down(0, s) for way, s, _ in held]
     forwards = fill([(one.kept[s], one.f[s], m) for s in stages], limit)
     last = [(one.kept[s], one.b[s] + one.w[s], m) for s in stages]
     last += [(one.left[s], one.w[s], m) for s in stages]
-    windows = [way.around(t, s) - one.f[t] for way, s, t in zip(ways, low, high, strict=True)]
-    back = [way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s in zip(ways, low, strict=True)]
+    windows = [way.around(t, s) - one.f[t] for way, s, t in held]
+    back = [way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s, _ in held]
     life = [
         sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
         for way, c in zip(ways, chunks, strict=True)

@@ -75,9 +75,9 @@ class Compiled:
             below |= {f"{name}/{file}": text for file, text in {plans.MANIFEST: its.dumps(), **files}.items()}
         manifest, files = plans.assemble(
             self.program,
-            parameters={"chunks": self.program.placement.stages // self.program.placement.ranks},
+            parameters={"chunks": self.program.placement.chunks},
             layers=self.layers,
-            boundaries=[boundary] * (self.program.placement.stages - 1),
+            boundaries=[boundary] * len(self.program.placement.edges),
             microbatch_size=self.job.schedule.microbatch_size,
             predicted=self.report.predicted(),
             planning=settled(self.job, self.found.again, self.program.placement).planning(),
@@ -166,7 +166,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
 def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
     """The plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
     job = compiled.job
-    chosen = {"ramp": [], "chunks": compiled.program.placement.stages // compiled.program.placement.ranks}
+    chosen: dict[str, object] = {"ramp": [], "chunks": compiled.program.placement.chunks}
     if job.schedule.plugin is None:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]

@@ -13,11 +13,10 @@ from zbc.ir import Program
 
 @dataclass(frozen=True)
 class Context:
-    """What passes and predictions ask of one program. Where a timeline is known already it is `known`."""
+    """What passes and predictions ask of one program."""
 
     program: Program
     costs: Costs
-    known: Timeline | None = None
     twin: Context | None = None  # of the same program at other costs: what needs no costs is made there
 
     @classmethod
@@ -36,14 +35,12 @@ class Context:
     @cached_property
     def graph(self) -> Graph:
         """What each op waits for."""
-        if self.known is not None:
-            return self.known.graph
         return build(self.program) if self.twin is None else self.twin.graph
 
     @cached_property
     def timeline(self) -> Timeline:
         """When each op runs. Raises E201 or E202 if the order can never finish."""
-        return self.known or run(self.graph, self.costs)
+        return run(self.graph, self.costs)
 
     def step_ms(self, objective: str) -> float:
         """What a step costs, in ms, by an objective: "makespan", "span", or "period" (see `steady_state`)."""

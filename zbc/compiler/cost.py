@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from operator import add, mul
 from typing import NamedTuple
 
@@ -17,15 +16,23 @@ from zbc.compiler.footprint import GRAD_BYTES
 from zbc.compiler.machine import Kernel, Machine
 from zbc.compiler.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import Edge, Kind, Op, Placement, chain
+from zbc.ops import VALUES, Ref
 from zbc.spec import Job
 
 PerStage = tuple[float, ...]
 Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
-Links = Mapping[tuple[int, int], float]  # (stage, stage that reads from it) -> ms
+Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
 
-_MAKES = {Kind.F: "kept", Kind.B: "left"}
-_FREES = {Kind.B: "kept", Kind.W: "left", Kind.BW: "kept"}
+
+def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
+    """Per kind the one of its values that is an activation, if there is one."""
+    found = ((kind, ref.what) for kind, each in refs.items() for ref in each)
+    return {kind: what for kind, what in found if VALUES[what].memory == "activations"}
+
+
+_MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
+_FREES = _activations_of({kind: kind.row.frees for kind in Kind})
 
 
 class Size(NamedTuple):
@@ -78,9 +85,9 @@ class Costs:
     def per_stage(
         cls, f: PerStage, b: PerStage, w: PerStage, kept: PerStage, left: PerStage, comm: Sequence[PerStage]
     ) -> Costs:
-        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms between stages s and s+1."""
+        """Costs of stages in a row; `kept` and `left` are units, `comm[pipe][s]` is ms from stage s on."""
         size = {"kept": tuple(map(Size, kept)), "left": tuple(map(Size, left))}
-        links = tuple(dict(zip(pairwise(range(len(f))), pipe, strict=True)) for pipe in comm)
+        links = tuple(dict(zip(chain(len(f)), pipe, strict=True)) for pipe in comm)
         return cls({"f": f, "b": b, "w": w}, size, links)
 
     def with_ms(self, **columns: Column) -> Costs:
@@ -206,6 +213,13 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
 
 
+def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
+    """Raise E124 if `what` is an order of slices of microbatches: costs are known of whole ones only."""
+    if slices != 1:
+        text = f"{what} cuts microbatches into {slices} slices, which zbc can neither price nor run yet"
+        raise ZbcError("E124", text, where=where, hint="make ops of whole microbatches: slices = 1, no slice in an op")
+
+
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
     """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
 
@@ -322,7 +336,7 @@ def _with_sums(
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
         weight = 2 if job.model.parameters == "bfloat16" else 4
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
-    ends = [*placement.holders(0), *placement.holders(len(stages) - 1)]
+    ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
     summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
@@ -366,8 +380,8 @@ def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
     numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
     if per == "stage":
         return tuple(numbers)
-    v = placement.stages / placement.ranks
-    return tuple(numbers[placement.rank_of(s)] / v for s in range(placement.stages))
+    homes = placement.pipes[0]
+    return tuple(numbers[rank] / homes.count(rank) for rank in homes)
 
 
 def _sizes(
@@ -429,8 +443,11 @@ def _transfers(
 
 
 def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
-    """`ms` of every boundary of every pipe, from the stage before it and its two ranks; 0 within a rank."""
-    edges = list(pairwise(range(placement.stages)))
+    """`ms` of every edge of every pipe, from its source and its two ranks; 0 within a rank."""
     return tuple(
-        {(a, b): ms(a, (pipe[a], pipe[b])) if pipe[a] != pipe[b] else 0.0 for a, b in edges} for pipe in placement.pipes
+        {
+            edge: ms(edge[0], ends) if placement.crosses(*edge, pipe) else 0.0
+            for edge, ends in zip(placement.edges, placement.links(pipe), strict=True)
+        }
+        for pipe in range(len(placement.pipes))
     )

@@ -48,7 +48,7 @@ def between(
         for pipe in placement.pipes:
             node = [topology.rank(dp, rank) // size for rank in pipe]
             each = 2 * microbatches / len(placement.pipes)
-            total += sum(each * sent for (a, b), sent in zip(pairwise(node), boundaries, strict=True) if a != b)
+            total += sum(each * boundaries[a] for a, b in placement.edges if node[a] != node[b])
     for stage, grad in enumerate(grads):
         ring = topology.ranks(placement.holders(stage))
         leaving = sum(a // size != b // size for a, b in pairwise([*ring, ring[0]]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from zbc import userobject
 from zbc.compiler import estimate
 from zbc.compiler.auto import best_of_all
+from zbc.compiler.cost import refuse_slices
 from zbc.compiler.judging import Case
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.schedules import AUTO, Request, find
@@ -18,7 +19,7 @@ from zbc.compiler.tailor import best_cut
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Kind, Op, Placement, Program, chain
 from zbc.spec import Job
 
 
@@ -51,8 +52,11 @@ def _file(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     for key, found, asked in (
         ("parallel.pp", program.placement.ranks, job.parallel.pp),
         ("schedule.microbatches", program.microbatches, job.schedule.microbatches),
-        ("schedule.chunks", program.placement.stages // program.placement.ranks, job.schedule.chunks),
+        ("schedule.chunks", program.placement.chunks, job.schedule.chunks),
     ):
+        if asked is not None and found is None:
+            text = f"schedule: {path.name} has ranks with different numbers of stages, {key} is {asked}"
+            raise ZbcError("E122", text, where=where, hint=f"leave {key} out")
         if asked is not None and found != asked:
             text = f"schedule: {path.name} is an order for {key} = {found}, the job has {asked}"
             raise ZbcError("E122", text, where=where, hint=f"set {key} = {found}")
@@ -69,16 +73,19 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
     _refuse_what_is_no_op(program, name, where)
+    refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
+    _refuse_what_is_no_pipeline(program.placement, name, where)
     found, asked_for = (program.placement.ranks, program.microbatches), (job.parallel.pp, job.schedule.microbatches)
     if found != asked_for:
         text = f"schedule: plugin {name} made a program of {found[0]} ranks and {found[1]} microbatches"
         hint = f"it was asked for {asked_for[0]} and {asked_for[1]}: request.p and request.m"
         raise ZbcError("E121", text, where=where, hint=hint)
-    made, asked = program.placement.stages // program.placement.ranks, job.schedule.chunks
+    made, asked = program.placement.chunks, job.schedule.chunks
     if asked is not None and made != asked:
-        text = f"schedule: plugin {name} made a program with {made} stages per rank, schedule.chunks is {asked}"
-        where = job.where("schedule", "chunks")
-        raise ZbcError("E121", text, where=where, hint=f"set schedule.chunks = {made}, or leave it out")
+        number = "different numbers of stages on its ranks" if made is None else f"{made} stages per rank"
+        text = f"schedule: plugin {name} made a program with {number}, schedule.chunks is {asked}"
+        hint = "leave schedule.chunks out" if made is None else f"set schedule.chunks = {made}, or leave it out"
+        raise ZbcError("E121", text, where=job.where("schedule", "chunks"), hint=hint)
     return _given(name, replace(program, history=(name,)), job, table)
 
 
@@ -96,6 +103,20 @@ def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
             text = f"schedule: plugin {name} has {op!r} in the order of rank {rank}, step {step}"
             hint = "an entry is zbc.ir.Op(Kind.F, stage, microbatch), with whole numbers"
             raise ZbcError("E121", text, where=where, hint=hint)
+
+
+def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> None:
+    """Raises E121 for pipes of different lengths, for stages that are not in a row, and for a rank without any."""
+    homes = {rank for pipe in placement.pipes for rank in pipe}
+    idle = next((rank for rank in range(placement.ranks) if rank not in homes), None)
+    problems = [
+        (len(set(map(len, placement.pipes))) > 1, "pipes of different lengths", "every pipe holds all stages"),
+        (placement.edges != chain(placement.stages), "stages that are not in a row", "leave out the placement's edges"),
+        (idle is not None, f"no stage on rank {idle}", "every rank holds a stage of some pipe"),
+    ]
+    for wrong, text, hint in problems:
+        if wrong:
+            raise ZbcError("E121", f"schedule: plugin {name} made a placement with {text}", where=where, hint=hint)
 
 
 def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]:

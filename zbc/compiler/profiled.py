@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import add
 
 from zbc.compiler.footprint import Footprint
 from zbc.ir import Placement
@@ -101,8 +99,10 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
     """ms that a rank adds to each F, B (or BW) and W of a stage: to the op, and to transfers it starts around it."""
-    pairs = [a != b for a, b in pairwise(placement.pipes[0])]
-    ways = tuple(map(add, [False, *pairs], [*pairs, False]))  # a message in and one out, F or B
+    ways = [  # messages in and out, F or B
+        sum(placement.crosses(s, other) for other in (*placement.sources(s), *placement.sinks(s)))
+        for s in range(placement.stages)
+    ]
     f, b = (tuple((us + count * host.transfer_us) / 1e3 for count in ways) for us in (host.f_us, host.b_us))
     return {"F": f, "B": b, "W": (host.w_us / 1e3,) * placement.stages}
 

@@ -72,12 +72,13 @@ def _dumped(value: Any) -> Any:
 
 
 def costs_of(manifest: Manifest) -> Costs:
-    """What the ops of a plan cost."""
+    """What the ops of a plan cost. Raises E124 for slices of microbatches."""
     return costs_for(job_of(manifest), manifest)
 
 
 def costs_for(job: Job, manifest: Manifest) -> Costs:
-    """What the ops of a plan cost where its job is `job`, with the cut of the plan."""
+    """What the ops of a plan cost where its job is `job`, with the cut of the plan. Raises E124."""
+    cost.refuse_slices("plan: the order", manifest.slices, where=MANIFEST)
     table = estimate.layers(job)
     return cost.build(job, manifest.to_placement(), stages_of(manifest, table), table)
 

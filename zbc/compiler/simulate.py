@@ -272,7 +272,7 @@ def _awaited(graph: Graph, done: bytearray, op: int) -> int:
     """The op that starts, or makes, what an op waits for; -1 if there is none."""
     n, cells = len(graph.ops), graph.layout.cells
     nodes = [x for x in graph.pred[graph.ptr[op] : graph.ptr[op + 1]] if not done[x]]
-    nodes += [cells[one.cell] for one in graph.unmet if one.op == op]
+    nodes += [cells[one.cell] for one in graph.unmet if one.op == op and cells[one.cell] >= 0]
     nodes += [behind for early, behind in graph.late if early == op]
     nodes += [graph.party[op]] if not nodes else []
     starts = [x if x < n else graph.met[x][0] if x in graph.met else graph.sender[x - n] for x in nodes]

@@ -50,10 +50,13 @@ def of_stages(
         return None
     behind = [*boundaries(job, stages, table), 0.0]
     found = [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)]
-    near = [s > 0 and all(pipe[s - 1] == pipe[s] for pipe in placement.pipes) for s in range(len(stages))]
-    return tuple(
-        replace(one, given=found[s - 1].sent) if near[s] and found[s - 1].sent else one for s, one in enumerate(found)
-    )
+    near = [[a for a in placement.sources(s) if _together(placement, a, s)] for s in range(len(stages))]
+    return tuple(replace(one, given=sum((found[a].sent for a in near[s]), 0.0)) for s, one in enumerate(found))
+
+
+def _together(placement: Placement, a: int, b: int) -> bool:
+    """Whether no pipe has the two stages of an edge on different ranks."""
+    return not any(placement.crosses(a, b, pipe) for pipe in range(len(placement.pipes)))
 
 
 def _stage(
@@ -75,9 +78,9 @@ def _stage(
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state,
-        boundary=max(behind[s - 1], behind[s]),
-        more=more(sizes, recompute=again, first=s == 0),
-        first=more([z.first for z in sizes], recompute=again, first=s == 0),
+        boundary=max(behind[at] for at in (s, *placement.sources(s))),
+        more=more(sizes, recompute=again, first=not placement.sources(s)),
+        first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
         rise=rise(sizes, recompute=again, first=False),
         coming=rise(sizes, recompute=again, first=True),
         early=min(gradients, sum(z.came_b for z in sizes)),

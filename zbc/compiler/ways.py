@@ -23,9 +23,9 @@ class Way:
         self.f, self.b, self.w = map(costs.column, ("f", "b", "w"))
         self.kept, self.left = map(costs.units, ("kept", "left"))
         self.stages = [placement.stages_of(rank) for rank in range(placement.ranks)]
-        self.last = placement.stages - 1
-        self._f = [0.0, *accumulate(self.f)]
-        self._b = [0.0, *accumulate(self.b)]
+        (self.last,) = (s for s in range(placement.stages) if not placement.sinks(s))
+        self._f = [0.0, *accumulate(self.f)]  # of the stages before
+        self._b = list(accumulate(self.b))  # of these and its own
         self._lag = [0.0, *accumulate(costs.links[pipe].values())]
 
     def down(self, s: int, t: int) -> float:
@@ -34,7 +34,7 @@ class Way:
 
     def up(self, t: int, s: int) -> float:
         """From the start of B_t to the start of B_s, s <= t."""
-        return self._b[t + 1] - self._b[s + 1] + self._lag[t] - self._lag[s]
+        return self._b[t] - self._b[s] + self._lag[t] - self._lag[s]
 
     def around(self, s: int, t: int) -> float:
         """From the start of F_s to the start of B_t."""

@@ -192,6 +192,15 @@ stages on the same ranks. Schedules of zbc have them; a plugin that places
 stages by the number of microbatches cannot be used with a ramp.
 """,
     ),
+    "E124": entry(
+        "an order cuts microbatches into slices",
+        """
+A Program can say that a microbatch is cut along its sequence (slices), and the
+order of such ops can be checked. What a slice costs is not known yet, and no
+runtime can run one, so a plugin with slices is not planned and such a plan is
+not simulated. Return ops of whole microbatches.
+""",
+    ),
     "E130": entry(
         "fewer layers than stages",
         """

@@ -22,13 +22,13 @@ def dumps(program: Program, manifest: Manifest) -> str:
     if model.get("family") != "gpt":
         refused.add(f"its arguments are written for the built-in gpt only, model.family is {model.get('family')!r}")
     placement = program.placement
-    p, v = placement.ranks, placement.stages // placement.ranks
-    if placement != Placement.looped(p, v):
+    p, v = placement.ranks, placement.chunks
+    if v is None or placement != Placement.looped(p, v):
         refused.add("it deals stages round and round the ranks; the plan places them otherwise")
     elif not _runs(program, p, v):
         name = "1F1B" if v == 1 else "interleaved 1F1B in rounds of one microbatch per rank"
         refused.add(f"it runs {name} here, the plan has another order ({manifest.schedule})")
-    if v > 1 and program.microbatches % p:
+    if v and v > 1 and program.microbatches % p:
         refused.add(
             f"its interleaved schedule wants microbatches in multiples of {p}, the plan has {program.microbatches}"
         )
@@ -64,7 +64,7 @@ def _fused(ops: tuple[Op, ...]) -> Iterator[Op]:
 
 
 def _lines(program: Program, manifest: Manifest, model: dict[str, object]) -> Iterator[str]:
-    p, v = program.placement.ranks, program.placement.stages // program.placement.ranks
+    p, v = program.placement.ranks, program.placement.chunks or 1
     dp = manifest.planning.get("parallel", {}).get("dp", 1)
     yield f"# {manifest.schedule}: {p} ranks, {program.microbatches} microbatches"
     yield f"# virtual pipeline size {v}; Megatron works it out from the layout"

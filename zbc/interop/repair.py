@@ -10,7 +10,7 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
@@ -122,7 +122,9 @@ def _candidates(program: Program, costs: Costs, limits: Sequence[float]) -> Iter
 def _known(program: Program) -> Iterator[Ranks]:
     """Named schedules by formula on this placement, with this program's choice of split and fused backwards."""
     placement, m = program.placement, program.microbatches
-    p, v = placement.ranks, placement.stages // placement.ranks
+    p, v = placement.ranks, placement.chunks
+    if v is None:
+        return
     mine = [frozenset(ops) for ops in program.ranks]
     for card in SCHEDULES.values():
         if card.allows(v) and card.placement(p, v) == placement and (not card.searched or card.budget == 0):
@@ -158,23 +160,19 @@ class _State:
 
     def ready(self, op: Op) -> float | None:
         """When all that `op` needs is there; None if something has not been started."""
-        kind, stage, mb = op.kind, op.stage, op.mb
-        if kind is Kind.F:
-            return 0.0 if stage == 0 else self._after(Op(Kind.F, stage - 1, mb), stage - 1, stage)
-        if kind is Kind.W:
-            return self.ended.get(Op(Kind.B, stage, mb))
-        own = self.ended.get(Op(Kind.F, stage, mb))
-        if own is None or stage == self.program.placement.stages - 1:
-            return own
-        later = [self._after(Op(kind, stage + 1, mb), stage, stage + 1) for kind in (Kind.B, Kind.BW)]
-        known = [time for time in later if time is not None]
-        return max(own, known[0]) if known else None
+        placement, stage = self.program.placement, op.stage
+        if op.kind is Kind.W:
+            return self.ended.get(op._replace(kind=Kind.B))
+        if op.kind is Kind.F:
+            return _latest(self._from(op, other, (Kind.F,)) for other in placement.sources(stage))
+        own = self.ended.get(op._replace(kind=Kind.F))
+        return _latest([own, *(self._from(op, other, (Kind.B, Kind.BW)) for other in placement.sinks(stage))])
 
-    def _after(self, source: Op, low: int, high: int) -> float | None:
-        end = self.ended.get(source)
-        if end is None:
-            return None
-        return end + self.costs.link(0, low, high)
+    def _from(self, op: Op, other: int, kinds: Sequence[Kind]) -> float | None:
+        """When what the stage `other` makes for `op`, by one of these kinds, is there."""
+        ends = (self.ended.get(op._replace(kind=kind, stage=other)) for kind in kinds)
+        end = next((end for end in ends if end is not None), None)
+        return None if end is None else end + self.costs.link(0, op.stage, other)
 
     def start(self, rank: int, place: int, time: float) -> float:
         """Run the op at `place` among what is left; returns when it ends."""
@@ -183,6 +181,16 @@ class _State:
         self.units[rank] += self.costs.held(op)
         self.ended[op] = self.free[rank] = time + self.costs.duration(op)
         return self.free[rank]
+
+
+def _latest(times: Iterable[float | None]) -> float | None:
+    """The last of them, 0 of none; None if one is not known."""
+    latest = 0.0
+    for time in times:
+        if time is None:
+            return None
+        latest = max(latest, time)
+    return latest
 
 
 def _run(program: Program, costs: Costs, limits: Sequence[float], ahead: int) -> Ranks:

@@ -25,11 +25,11 @@ def dumps(program: Program, manifest: Manifest, csv_name: str) -> tuple[str, str
     csv = torch_csv.dumps(program)
     refused = Refused("torchtitan", "torchtitan")
     placement = program.placement
-    p, v = placement.ranks, placement.stages // placement.ranks
+    p, v = placement.ranks, placement.chunks
     model = manifest.planning.get("model", {})
     if model.get("family") not in ("gpt", "llama"):
         refused.add(f"it has models of its own, the plan is for model.family = {model.get('family')!r}")
-    if placement != Placement.looped(p, v):
+    if v is None or placement != Placement.looped(p, v):
         refused.add("with a CSV file it deals stages round and round the ranks; the plan places them otherwise")
     if manifest.ramp:
         refused.add("all of its batches are of one size; the training begins with smaller ones (schedule.ramp)")

@@ -19,7 +19,7 @@ from zbc.errors import ZbcError
 from zbc.forward import forward_only
 from zbc.ir import Kind, Op
 from zbc.runtime.data import Batches, Samples
-from zbc.runtime.handlers import HANDLERS, stage_loss, to_device
+from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss, to_device
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
@@ -135,20 +135,20 @@ def _evaluating(worker: Worker) -> Iterator[None]:
 
 def _forward(worker: Worker, op: Op) -> None:
     """F without a backward: the output goes on, and nothing is kept."""
-    key, stage, message, _, local, end = worker.routes[op]
+    key, stage, message, _, local, first, last = worker.routes[op]
     number = _of(worker).number(worker, op.mb)
     if message is not None:
         x = stage.arrived(worker.wait(message))
-    elif op.stage == 0:
+    elif first:
         x = to_device(_batches(worker).inputs(worker.step, number), worker.device)
     else:
-        x = take(worker.handed, key, "F {}: the stage before has not handed over its output")
+        x = take(worker.handed, key, NOT_HANDED)
     finish: Callable[[Tensor], Tensor] = stage.fit
-    if end:
+    if last:
         target = to_device(_batches(worker).targets(worker.step, number), worker.device)
         finish = functools.partial(stage_loss, worker.loss, target)
     y = stage.evaluate(x, finish, "evaluation", worker.step, number)
-    if end:
+    if last:
         worker.losses[op.mb] = y
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)

@@ -24,19 +24,21 @@ from zbc.userobject import FAILURES
 
 __all__ = ["HANDLERS", "Worker"]
 
+NOT_HANDED = "F {}: the stage before has not handed over its output"
+
 # ---- compute -------------------------------------------------------------------------------------------------
 
 
 def forward(worker: Worker, op: Op) -> None:
     """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
-    key, stage, message, _, local, end = worker.routes[op]
+    key, stage, message, _, local, first, last = worker.routes[op]
     kept, act, step = worker.kept, worker.act, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
     number, takes = act.first + key.mb, stage.takes
     if message is None:
-        x = _input_here(worker, key, number)
-    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if end else stage.fit
+        x = _data(worker, number) if first else take(worker.handed, key, NOT_HANDED)
+    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or key in act.halves else None
     if message is not None:  # last, so that what comes is used at once
@@ -48,7 +50,7 @@ def forward(worker: Worker, op: Op) -> None:
     clock = worker.clock
     began = clock.start()
     y, tape = stage.forward(x, step, number, finish, slot)
-    if end:
+    if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         worker.losses[key.mb] = y.item() if y.is_cpu else y.detach().clone()
         kept[key] = x, tape, act.share(y), slot
@@ -59,10 +61,7 @@ def forward(worker: Worker, op: Op) -> None:
     clock.stop(began)
 
 
-def _input_here(worker: Worker, key: Key, number: int) -> Tensor:
-    """The input of a stage that no message brings."""
-    if key.stage:
-        return take(worker.handed, key, "F {}: the stage before has not handed over its output")
+def _data(worker: Worker, number: int) -> Tensor:
     if worker.batches is None:
         raise _no_data()
     x = worker.batches.inputs(worker.step, number)
@@ -100,12 +99,12 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
 
 def backward(worker: Worker, op: Op) -> None:
     """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
-    key, stage, message, _, local, end = worker.routes[op]
+    key, stage, message, _, local, first, last = worker.routes[op]
     try:
         x, tape, grad, slot = worker.kept.pop(key)
     except KeyError:
         raise ZbcError("E703", f"run: {op}: its F has not run") from None
-    if not end:
+    if not last:
         grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
         gives = stage.gives
         if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
@@ -119,7 +118,7 @@ def backward(worker: Worker, op: Op) -> None:
     else:
         _with_slot(slot, tape, grad)
     stage.alone.look(worker.step)
-    if key.stage:
+    if not first:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         store[place] = torch.zeros_like(x) if found is None else found
@@ -161,7 +160,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
 
 def send_forward(worker: Worker, op: Op) -> None:
     """SEND_F: start sending an output; from here on only the transport holds it."""
-    key, _, message, peer, _, _ = worker.routes[op]
+    key, _, message, peer, *_ = worker.routes[op]
     tensor = worker.outputs.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
@@ -170,7 +169,7 @@ def send_forward(worker: Worker, op: Op) -> None:
 
 def send_backward(worker: Worker, op: Op) -> None:
     """SEND_B: start sending an input gradient."""
-    key, _, message, peer, _, _ = worker.routes[op]
+    key, _, message, peer, *_ = worker.routes[op]
     tensor = worker.input_grads.pop(key, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
@@ -183,14 +182,14 @@ def _nothing_to_send(op: Op) -> ZbcError:
 
 def receive_forward(worker: Worker, op: Op) -> None:
     """RECV_F: post the buffer for the stage input; F waits for it."""
-    _, stage, message, peer, _, _ = worker.routes[op]
+    _, stage, message, peer, *_ = worker.routes[op]
     if message is not None:
         worker.transport.post(worker.renamed.get(message, message), stage.empty_input(), peer)
 
 
 def receive_backward(worker: Worker, op: Op) -> None:
     """RECV_B: post the buffer for the gradient of the stage output; B or BW waits for it."""
-    _, stage, message, peer, _, _ = worker.routes[op]
+    _, stage, message, peer, *_ = worker.routes[op]
     if message is not None and stage.gives is not None:
         worker.transport.post(worker.renamed.get(message, message), stage.empty_grad(), peer)
 

@@ -94,7 +94,8 @@ class Route(NamedTuple):
     message: Message | None  # a transfer's own; of F, B and BW the one that brings what they need
     peer: int  # of a transfer, in the run
     local: Key | None  # of F, B and BW: where the result goes in memory, if the neighbour is on this rank
-    end: bool  # the last stage: F ends in the loss, B and BW begin there
+    first: bool  # a stage that reads the data: B and BW give nothing
+    last: bool  # one that no other reads: F ends in the loss, B and BW begin there
 
 
 @dataclass
@@ -276,12 +277,12 @@ def _route(worker: Worker, op: Op) -> Route | None:
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
         rank = worker.topology.rank(worker.replica, peer)
-        return Route(key, stage, placement.message(op), rank, None, not sinks)
+        return Route(key, stage, placement.message(op), rank, None, not sources, not sinks)
     taken, given = (sources, sinks) if kind is Kind.F else (sinks, sources)
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
     message, local = next(iter(messages), None), next(iter(inside), None)  # the runtime runs chains
-    return Route(key, stage, message, -1, local, not sinks)
+    return Route(key, stage, message, -1, local, not sources, not sinks)
 
 
 def take(store: dict[Key, Value], key: Key, missing: str) -> Value:

@@ -89,7 +89,7 @@ def build_worker(
     settings = Settings.of(manifest)
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
-    ends = {0, placement.stages - 1} & set(mine)
+    ends = set(placement.ends) & set(mine)
     size = manifest.microbatch_size
     samples = _samples(settings, needed=bool(ends))
     plans = layer_plans(settings) if plans is None else list(plans)
@@ -251,8 +251,9 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
     forwards = [op for op in plan.ops if op.kind is Kind.F]
-    ends = (("inputs", 0), ("targets", manifest.stages - 1))
-    return [(kind, first + op.mb) for op in forwards for kind, stage in ends if op.stage == stage]
+    placement = manifest.to_placement()
+    ends = (("inputs", placement.sources), ("targets", placement.sinks))
+    return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]
 
 
 def _build_stages(
@@ -265,13 +266,14 @@ def _build_stages(
     manifest = parts[-1].manifest
     by_name, split = {layer.name: layer for layer in plans}, _split(parts)
     stages = {}
-    for s in manifest.to_placement().stages_of(parts[-1].rank):
+    placement = manifest.to_placement()
+    for s in placement.stages_of(parts[-1].rank):
         _refuse_forwards(parts, s, shapes.traits)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
             takes=shapes.inputs[s],
-            gives=shapes.inputs[s + 1] if s + 1 < manifest.stages else None,
+            gives=next((shapes.inputs[other] for other in placement.sinks(s)), None),
             traits=shapes.traits,
             seed=settings.train.seed,
             device=device,

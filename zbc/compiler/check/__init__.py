@@ -13,11 +13,11 @@ from __future__ import annotations
 from zbc.compiler.check.complete import check_complete, complete_problems
 from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.numbered import number
 from zbc.compiler.check.pairing import check_pairing, pairing_problems
+from zbc.compiler.graph.graph import Graph, build
 from zbc.ir import Program
 
-__all__ = ["check_all", "check_complete", "check_deadlock", "check_pairing", "survives_blocking_sends"]
+__all__ = ["check_all", "check_complete", "check_deadlock", "check_graph", "check_pairing", "survives_blocking_sends"]
 
 
 def check_all(program: Program) -> None:
@@ -25,6 +25,10 @@ def check_all(program: Program) -> None:
 
     Returns for exactly the programs that run to their end under every timing of ranks and messages.
     """
-    numbered = number(program)
+    check_graph(build(program))
+
+
+def check_graph(graph: Graph) -> None:
+    """The same of a program whose graph is made."""
     for problems in (complete_problems, pairing_problems, deadlock_problems):
-        raise_found(problems(numbered))
+        raise_found(problems(graph))

@@ -1,19 +1,23 @@
 """Does every microbatch go through every stage once, on the right ranks, in an order each rank can run?
 
-A complete program runs, for every microbatch and slice, F once and the backward once (BW, or B and W) on every stage
-of exactly one pipe. Step-level ops are optional; where a program has them, it has all of them.
+Read off the cells of the graph: whatever an op reads is written before, on its rank; what is written is written once
+and used; every unit's `part` of the gradients exists once, over all pipes; step-level ops are on all their ranks. Where
+the graph has no fault the answer takes no walk of its own; where it has, the ops are looked at once more for words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.numbered import Numbered, number
-from zbc.compiler.check.order import Late, late_ops, late_step_ops
 from zbc.compiler.check.redo import redo_problems
+from zbc.compiler.graph.graph import MESSAGE, Graph, build
+from zbc.compiler.graph.layout import EMPTY, FAR, FREED, Key, members
 from zbc.errors import ZbcError
-from zbc.ir import AHEAD, BARRIER, COLLECTIVE, COMPUTE, EVERYWHERE, RANK_WIDE, STAGE_WIDE, SUM, Kind, Op, Program
+from zbc.ir import Op, Program
+from zbc.ops import VALUES, Kind, Lane, Scope
 
 
 def check_complete(program: Program) -> None:
@@ -22,216 +26,347 @@ def check_complete(program: Program) -> None:
     E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that
     come before what they need on their own rank. Transfers are checked for range, rank and order only.
     """
-    raise_found(complete_problems(number(program)))
+    raise_found(complete_problems(build(program)))
 
 
-def complete_problems(n: Numbered) -> Iterator[ZbcError]:
+def complete_problems(g: Graph) -> Iterator[ZbcError]:
     """The problems of `check_complete`, one by one."""
-    yield from _outside(n)
-    yield from _repeated(n)
-    yield from _missing_compute(n)
-    yield from _groups(n)
-    yield from _missing_step_ops(n)
-    yield from _misplaced(n)
-    yield from _out_of_order(n, late_ops(n))
-    yield from _out_of_order(n, late_step_ops(n))
-    yield from redo_problems(n)
+    yield from _outside(g)
+    if not _units_are_whole(g):
+        units = _Units(g)
+        yield from units.repeated()
+        yield from units.missing()
+        yield from units.values()
+    yield from _groups(g)
+    yield from _step_ops(g)
+    yield from _misplaced(g)
+    yield from _out_of_order(g)
+    yield from redo_problems(g)
 
 
 # ---- E202 ----------------------------------------------------------------------------------------------------
 
 
-def _outside(n: Numbered) -> Iterator[ZbcError]:
-    placement, program = n.program.placement, n.program
-    for i in n.outside:
-        if n.op(i).kind in (Kind.TIE, Kind.GATHER):
-            text = f"program: {n.op(i)} has nothing to work on: {_NOTHING[n.op(i).kind]}"
-            yield ZbcError("E202", text, where=n.where(i), hint="drop it")
+def _outside(g: Graph) -> Iterator[ZbcError]:
+    placement, program = g.program.placement, g.program
+    for i, code in g.lost:
+        op = g.ops[i]
+        if code != "E202":
             continue
-        size = f"{placement.stages} stages, {program.microbatches} microbatches"
-        size += f", {len(placement.pipes)} pipes" if n.op(i).pipe else ""
-        size += f", {program.slices} slices" if n.op(i).slice else ""
-        text = f"program: {n.op(i)} is outside the program, which has {size}"
-        yield ZbcError("E202", text, where=n.where(i), hint="drop it")
+        if op.kind in _NOTHING and op.stage in range(placement.stages):
+            text = f"program: {op} has nothing to work on: {_NOTHING[op.kind]}"
+        else:
+            size = f"{placement.stages} stages, {program.microbatches} microbatches"
+            size += f", {len(placement.pipes)} pipes" if op.pipe else ""
+            size += f", {program.slices} slices" if op.slice else ""
+            text = f"program: {op} is outside the program, which has {size}"
+        yield ZbcError("E202", text, where=g.where(i), hint="drop it")
 
 
 _NOTHING = {Kind.TIE: "no weight is shared by two stages", Kind.GATHER: "no stage is stepped in parts"}
 
 
-def _repeated(n: Numbered) -> Iterator[ZbcError]:
-    for i in n.repeated:
-        op = n.op(i)
-        if op.kind in COMPUTE:
-            row = op.pipe * n.program.placement.stages + op.stage
-            first = n.at[op.kind][row * n.width + op.mb * n.program.slices + op.slice]
-            yield _twice(n, i, first)
+def _twice(g: Graph, again: int, first: int) -> ZbcError:
+    text = f"program: {g.ops[again]} runs a second time"
+    return ZbcError("E202", text, where=g.where(again), hint="drop one", details=[f"first at {g.text(first)}"])
 
 
-def _twice(n: Numbered, again: int, first: int) -> ZbcError:
-    text = f"program: {n.op(again)} runs a second time"
-    return ZbcError("E202", text, where=n.where(again), hint="drop one", details=[f"first at {n.text(first)}"])
+def _units_are_whole(g: Graph) -> bool:
+    """Whether every microbatch went through all stages of one pipe and left nothing behind, by the cells alone."""
+    if g.lost or g.unmet or any(cell != MESSAGE for _, cell, _ in g.again):
+        return False
+    layout, parts = g.layout, dict[int, list[int]]()  # stage -> how often each unit's gradients were made
+    for key, base in layout.columns.items():
+        cells = layout.cells[base : base + layout.widths[key]]
+        if key.what == "part":
+            made = [int(w >= 0) for w in cells]
+            parts[key.place] = list(map(int.__add__, parts[key.place], made)) if key.place in parts else made
+        elif _may_not_stay(g, key) and max(cells, default=EMPTY) >= 0:
+            return False
+    if layout.width and (len(parts) < layout.stages or any(set(made) != {1} for made in parts.values())):
+        return False
+    return len(layout.pipes) == 1 or not _scattered(g)
 
 
-def _missing_compute(n: Numbered) -> Iterator[ZbcError]:
-    """Each microbatch has one pipe, and all its ops there."""
-    pipes, microbatches = len(n.program.placement.pipes), n.program.microbatches
-    bad = _bad_places(n)
-    if pipes == 1 and not bad:
-        return
-    homes: list[list[int]] = [[] for _ in range(microbatches)]
-    for pipe in range(pipes):
-        for mb in _microbatches_in(n, pipe):
-            homes[mb].append(pipe)
-    for mb, pipe_list in enumerate(homes):
-        if not pipe_list:
-            yield ZbcError("E202", f"program: microbatch {mb} never runs", hint=f"add F s0 m{mb} and what follows it")
-        elif len(pipe_list) > 1:
-            ops = [f"pipe {pipe}: {n.text(_first_op(n, pipe, mb))}" for pipe in pipe_list]
-            text = f"program: microbatch {mb} runs in {len(pipe_list)} pipes"
-            yield ZbcError("E202", text, details=ops, hint="drop its ops in all pipes but one")
-    for row, index in bad:
-        if row // n.program.placement.stages in homes[index // n.program.slices]:
-            yield from _missing_at(n, row, index)
+def _may_not_stay(g: Graph, key: Key) -> bool:
+    """Whether a value has to be gone when the step is over. What travels is the pairing's business."""
+    if VALUES[key.what].stays or key.end == FAR:
+        return False
+    return VALUES[key.what].scope != "edge" or not g.layout.crosses(key.home, key.place)
 
 
-def _bad_places(n: Numbered) -> list[tuple[int, int]]:
-    """(row, index) of every place that lacks an op or has BW next to B or W."""
-    bad = []
-    for row in range(len(n.owners)):
-        columns = [n.cut(n.at[kind], row) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)]
-        for index, (f, b, w, bw) in enumerate(zip(*columns, strict=True)):
-            if f < 0 or (b < 0) is (bw < 0) or (b < 0) is not (w < 0):
-                bad.append((row, index))
-    return bad
+def _scattered(g: Graph) -> bool:
+    """Whether a microbatch has ops in several pipes."""
+    homes: list[int] = [-1] * g.program.microbatches
+    for key, base in g.layout.columns.items():
+        if key.what in ("kept", "part", "left"):
+            for unit, w in enumerate(g.layout.cells[base : base + g.layout.width]):
+                mb = unit // g.layout.slices
+                if w != EMPTY:
+                    if homes[mb] not in (-1, key.home):
+                        return True
+                    homes[mb] = key.home
+    return False
 
 
-def _microbatches_in(n: Numbered, pipe: int) -> set[int]:
-    """The microbatches that run any compute op in a pipe."""
-    found: set[int] = set()
-    stages, slices = n.program.placement.stages, n.program.slices
-    for row in range(pipe * stages, (pipe + 1) * stages):
-        for kind in COMPUTE:
-            found.update([index // slices for index, i in enumerate(n.cut(n.at[kind], row)) if i >= 0])
-    return found
+class _Unit(NamedTuple):
+    """A stage of a pipe for one slice of a microbatch."""
+
+    pipe: int
+    stage: int
+    mb: int
+    slice: int
+
+    def op(self, kind: Kind) -> Op:
+        return Op(kind, self.stage, self.mb, self.pipe, self.slice)
 
 
-def _first_op(n: Numbered, pipe: int, mb: int) -> int:
-    """The compute op of a microbatch in a pipe that stands first in the program."""
-    stages, slices = n.program.placement.stages, n.program.slices
-    starts = [row * n.width + mb * slices for row in range(pipe * stages, (pipe + 1) * stages)]
-    return min(i for kind in COMPUTE for start in starts for i in n.at[kind][start : start + slices] if i >= 0)
+class _Units:
+    """The ops of each unit, for words: what is repeated, what is missing, what is made in vain."""
+
+    def __init__(self, g: Graph) -> None:
+        self.g = g
+        self.kinds = [kind for kind, row in g.layout.rows.items() if kind.computes and row.scope is Scope.UNIT]
+        self.at: dict[Op, int] = {}
+        self.again: list[tuple[int, int]] = []
+        outside = {i for i, code in g.lost if code == "E202"}
+        for i, op in enumerate(g.ops):
+            if op.kind.computes and i not in outside:
+                first = self.at.setdefault(op, i)
+                if first != i:
+                    self.again.append((i, first))
+        self.said: set[tuple[int, int]] = set()  # (op, cell) that a problem speaks of
+
+    def repeated(self) -> Iterator[ZbcError]:
+        yield from (_twice(self.g, again, first) for again, first in self.again)
+
+    def missing(self) -> Iterator[ZbcError]:
+        """Each microbatch has one pipe, and all its ops there."""
+        program = self.g.program
+        homes: list[set[int]] = [set() for _ in range(program.microbatches)]
+        for op in self.at:
+            homes[op.mb].add(op.pipe)
+        for mb, pipes in enumerate(homes):
+            if not pipes:
+                hint = f"add F s0 m{mb} and what follows it"
+                yield ZbcError("E202", f"program: microbatch {mb} never runs", hint=hint)
+            elif len(pipes) > 1:
+                text = f"program: microbatch {mb} runs in {len(pipes)} pipes"
+                ops = [f"pipe {pipe}: {self.g.text(self._first(pipe, mb))}" for pipe in sorted(pipes)]
+                yield ZbcError("E202", text, details=ops, hint="drop its ops in all pipes but one")
+        for pipe in range(len(program.placement.pipes)):
+            for stage in range(program.placement.stages):
+                for mb in range(program.microbatches):
+                    for part in range(program.slices if pipe in homes[mb] else 0):
+                        yield from self._missing_at(_Unit(pipe, stage, mb, part))
+
+    def _first(self, pipe: int, mb: int) -> int:
+        return min(i for op, i in self.at.items() if (op.pipe, op.mb) == (pipe, mb))
+
+    def _missing_at(self, unit: _Unit) -> Iterator[ZbcError]:
+        g = self.g
+        there = {kind: self.at[unit.op(kind)] for kind in self.kinds if unit.op(kind) in self.at}
+        twice = [(one, other) for one in there for other in there if self._repeats(one, other)]
+        for one, other in twice:
+            text = f"program: {unit.op(one)} repeats a part of {unit.op(other)}"
+            details = [f"also {g.text(there[other])}"]
+            yield ZbcError("E202", text, where=g.where(there[one]), hint="drop one", details=details)
+        for kind, more in [] if twice else self._lacking(set(there)):
+            text = f"program: no rank runs {unit.op(kind)}{more}"
+            yield ZbcError("E202", text, hint=f"add it on rank {names.rank_of(g, unit.op(kind))}")
+
+    def _repeats(self, one: Kind, other: Kind) -> bool:
+        """Whether `one` makes, or uses up, what `other` does too; of two that do as much, the first says so."""
+        a, b = self.g.layout.rows[one], self.g.layout.rows[other]
+        if one is other or not ({*a.writes} & {*b.writes} or {*a.frees} & {*b.frees}):
+            return False
+        size, more = len(a.writes + a.frees), len(b.writes + b.frees)
+        return size < more or (size == more and self.kinds.index(one) < self.kinds.index(other))
+
+    def _lacking(self, there: set[Kind]) -> list[tuple[Kind, str]]:
+        """The kinds without which a unit is not whole, and what would do instead."""
+        rows, found = self.g.layout.rows, dict[Kind, str]()
+        while True:
+            present = [rows[kind] for kind in self.kinds if kind in there or kind in found]
+            made = {ref.what for row in present for ref in row.writes if VALUES[ref.what].scope == "unit"}
+            used = {ref.what for row in present for ref in row.frees if VALUES[ref.what].scope == "unit"}
+            wanted = used - made - {"kv", "dkv"}
+            if wanted:
+                kinds = [kind for kind in self.kinds if any(ref.what in wanted for ref in rows[kind].writes)]
+                found[kinds[0]] = ""
+                continue
+            idle = {what for what in made - used if not VALUES[what].stays and what not in ("kv", "dkv")}
+            if not idle and "part" in made:
+                return sorted(found.items(), key=lambda item: self.kinds.index(item[0]))
+            kinds = [
+                kind
+                for kind in self.kinds
+                if any(ref.what in idle for ref in rows[kind].frees)
+                or (not idle and any(ref.what == "part" for ref in rows[kind].writes))
+            ]
+            found[kinds[-1]] = " (or its B and W)" if len(kinds) > 1 else ""
+
+    def values(self) -> Iterator[ZbcError]:
+        """What other ops of units find missing, make twice or leave behind: those of passes, by their rows alone."""
+        g, cells = self.g, self.g.layout.cells
+        late = late_writers(g)
+        for i, cell, was in g.unmet:
+            if not self._explains_itself(i) and (i, cell) not in late and not self._travels(cell):
+                what = f"{VALUES[g.layout.key_of(cell)[0].what].text}"
+                why = "which is used up before" if was == FREED else "which nothing makes"
+                yield ZbcError("E202", f"program: {g.ops[i]} lacks {what}, {why}", where=g.where(i), hint="drop it")
+        for i, cell, first in g.again:
+            if cell != MESSAGE and not self._explains_itself(i):
+                what = VALUES[g.layout.key_of(cell)[0].what].text
+                text = f"program: {g.ops[i]} makes {what}, which is there already"
+                details = [f"made by {g.text(first)}"] if first < len(g.ops) else []
+                yield ZbcError("E202", text, where=g.where(i), hint="drop one", details=details)
+        for key, base in g.layout.columns.items():
+            if _may_not_stay(g, key) and not self._by_computing(key):
+                for unit, w in enumerate(cells[base : base + g.layout.widths[key]]):
+                    if w >= 0:
+                        use = names.user(g, base + unit)
+                        yield ZbcError(
+                            "E202", f"program: no rank runs {use}, for {VALUES[key.what].text}", hint="add it"
+                        )
+
+    def _explains_itself(self, op: int) -> bool:
+        """Whether an op is one of those that `repeated` and `missing` speak of, or closes a step."""
+        return self.g.ops[op].kind.computes or self.g.layout.rows[self.g.ops[op].kind].scope in _WIDE
+
+    def _travels(self, cell: int) -> bool:
+        key, _ = self.g.layout.key_of(cell)
+        return VALUES[key.what].scope == "edge"
+
+    def _by_computing(self, key: Key) -> bool:
+        """Whether all ops that make and use a value compute, so that `missing` has spoken of it."""
+        rows = self.g.layout.rows.items()
+        kinds = [kind for kind, row in rows if any(ref.what == key.what for ref in (*row.writes, *row.frees))]
+        return all(kind.computes or self.g.layout.rows[kind].lane is Lane.LINK for kind in kinds if kind in self._used)
+
+    @property
+    def _used(self) -> set[Kind]:
+        return self.g.layout.kinds
 
 
-def _missing_at(n: Numbered, row: int, index: int) -> Iterator[ZbcError]:
-    f, b, w, bw = (n.at[kind][row * n.width + index] for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
-    owner = n.owners[row]
-
-    def missing(kind: Kind, more: str = "") -> ZbcError:
-        text = f"program: no rank runs {n.wanted(kind, row, index)}{more}"
-        return ZbcError("E202", text, hint=f"add it on rank {owner}")
-
-    if f < 0:
-        yield missing(Kind.F)
-    if bw >= 0:
-        for other in (b, w):
-            if other >= 0:
-                text = f"program: {n.op(other)} repeats a part of {n.op(bw)}"
-                details = [f"also {n.text(bw)}"]
-                yield ZbcError("E202", text, where=n.where(other), hint="drop one", details=details)
-    elif b < 0 and w < 0:
-        yield missing(Kind.BW, " (or its B and W)")
-    elif b < 0 or w < 0:
-        yield missing(Kind.B if b < 0 else Kind.W)
+_WIDE = (Scope.STAGE, Scope.RANK)
 
 
-def _missing_step_ops(n: Numbered) -> Iterator[ZbcError]:
+def _groups(g: Graph) -> Iterator[ZbcError]:
+    """Behind every OVERLAP stand an F and a backward of something else, in either order."""
+    for mark in g.marks:
+        pair = g.ops[mark + 1 : min(mark + 3, g.first[g.rank(mark) + 1])]
+        families = sorted(g.layout.rows[op.kind].family for op in pair)
+        if families != ["forward", "input"] or pair[0][1:] == pair[1][1:]:
+            behind = " and ".join(map(str, pair)) or "nothing"
+            text = f"program: OVERLAP is not followed by an F and a backward that does not need it, but by {behind}"
+            yield ZbcError("E202", text, where=g.where(mark), hint="drop it, or put the two ops right behind it")
+
+
+def _step_ops(g: Graph) -> Iterator[ZbcError]:
     """Ops that close a step come together and everywhere; sums and gathers on all ranks that share something or none.
 
     A step is closed either by a barrier or ahead of it.
     """
+    program = g.program
     seen: dict[tuple[int, Kind, int], int] = {}
-    for i in n.step_ops:
-        rank, op = n.place(i)[0], n.op(i)
-        first = seen.setdefault((rank, op.kind, op.stage if op.kind in STAGE_WIDE else 0), i)
-        if first != i:
-            yield _twice(n, i, first)
-    closing: set[Kind] = set()
-    for family in (BARRIER, AHEAD):
-        used = [i for (_, kind, _), i in seen.items() if kind in family]
+    wide = {kind for kind in g.layout.kinds if kind.stage_wide or kind.rank_wide}
+    outside = {i for i, code in g.lost if code == "E202"}
+    for i, op in enumerate(g.ops) if wide else ():
+        if op.kind in wide and i not in outside:
+            first = seen.setdefault((g.rank(i), op.kind, op.stage), i)
+            if first != i:
+                yield _twice(g, i, first)
+    closing: set[str] = set()
+    for family in ("barrier", "ahead"):
+        used = [i for (_, kind, _), i in seen.items() if kind.row.closes == family]
         if used and closing:
-            text = f"program: {n.op(used[0])} belongs to a step without a barrier, which this one has"
-            yield ZbcError("E202", text, where=n.where(used[0]), hint="drop the ops of one kind of step or the other")
-        closing |= family if used else set()
-    for op in _step_ops(n.program):
-        ranks = n.program.members(op)
-        if op.kind in EVERYWHERE:
-            ranks = tuple(range(max(len(ranks), len(n.program.ranks))))
-        shared = op.kind in COLLECTIVE and op.kind is not Kind.VALIDATE
-        always = bool(closing) if op.kind in SUM or op.kind is Kind.GATHER else op.kind in closing
-        always = always and (not shared or n.program.shared(op))
+            text = f"program: {g.ops[used[0]]} belongs to a step without a barrier, which this one has"
+            yield ZbcError("E202", text, where=g.where(used[0]), hint="drop the ops of one kind of step or the other")
+        closing |= {family} if used else set()
+    for op in _wide_ops(program) if wide else ():
+        ranks = sorted(members(program, op.kind, op.stage))
         missing = [rank for rank in ranks if (rank, op.kind, op.stage) not in seen]
-        if always or len(missing) < len(ranks):
+        if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
                 yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
 
 
-def _step_ops(program: Program) -> Iterator[Op]:
-    """The step-level ops a program may have."""
-    for kind in (Kind.VALIDATE, Kind.NORM, Kind.VERDICT, Kind.REDO):
-        yield Op(kind, 0)
-    if program.tied:
-        yield Op(Kind.TIE, 0)
+def _always(program: Program, op: Op, closing: set[str]) -> bool:
+    """Whether a step that is closed so has to have an op."""
+    if op.kind.row.closes:
+        return op.kind.row.closes in closing
+    return bool(closing) and program.shared(op)
+
+
+def _wide_ops(program: Program) -> Iterator[Op]:
+    """The step-level ops a program may have: those of ranks, then stage by stage."""
+    gathers = [kind for kind in Kind if kind.stage_wide and (kind is not Kind.GATHER or program.sharded)]
+    yield from (Op(kind, 0) for kind in Kind if kind.rank_wide and (kind is not Kind.TIE or program.tied))
     for stage in range(program.placement.stages):
-        for kind in (Kind.STEP, Kind.REDUCE, Kind.TENTATIVE, Kind.COMMIT):
-            yield Op(kind, stage)
-        if program.sharded:
-            yield Op(Kind.GATHER, stage)
+        yield from (Op(kind, stage) for kind in gathers)
 
 
 _STEP_HINTS = {
-    Kind.REDUCE: "every rank that holds a copy of the stage sums its gradients, behind the last W or BW of the stage",
-    Kind.TIE: "every rank with the first or the last stage sums the shared weight's gradients, behind both",
-    Kind.GATHER: "one GATHER for each stage a rank holds, behind its STEP or TENTATIVE",
-    Kind.VALIDATE: "one VALIDATE on each rank, behind its last op of compute",
-    Kind.STEP: "one STEP for each stage a rank holds, behind VALIDATE",
-    Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, behind its last op of compute",
+    Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
+    Kind.TIE: "every rank with the first or the last stage sums the shared weight's gradients, after both",
+    Kind.GATHER: "one GATHER for each stage a rank holds, after its STEP or TENTATIVE",
+    Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
+    Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",
+    Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, after its last op of compute",
     Kind.NORM: "one NORM on each rank, before VERDICT",
     Kind.VERDICT: "one VERDICT on each rank, between NORM and REDO",
-    Kind.REDO: "one REDO on each rank, behind VERDICT, with nothing but forwards before it",
-    Kind.COMMIT: "one COMMIT for each stage a rank holds, behind REDO and before its first B or BW",
+    Kind.REDO: "one REDO on each rank, after VERDICT, with nothing but forwards before it",
+    Kind.COMMIT: "one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
 }
-
-
-def _groups(n: Numbered) -> Iterator[ZbcError]:
-    """Behind every OVERLAP stand an F and a backward of something else, in either order."""
-    for i in n.groups:
-        rank, step = n.place(i)
-        pair = n.program.ranks[rank][step + 1 : step + 3]
-        forward = [op for op in pair if op.kind is Kind.F]
-        backward = [op for op in pair if op.kind in (Kind.B, Kind.BW)]
-        if len(forward) != 1 or len(backward) != 1 or forward[0][1:] == backward[0][1:]:
-            behind = " and ".join(map(str, pair)) or "nothing"
-            text = f"program: OVERLAP is not followed by an F and a backward that does not need it, but by {behind}"
-            yield ZbcError("E202", text, where=n.where(i), hint="drop it, or put the two ops right behind it")
 
 
 # ---- E205, E206 ----------------------------------------------------------------------------------------------
 
 
-def _misplaced(n: Numbered) -> Iterator[ZbcError]:
-    placement = n.program.placement
-    for i in n.misplaced:
-        op = n.op(i)
-        step_level = op.kind in STAGE_WIDE or op.kind in RANK_WIDE
-        owners = n.program.members(op) if step_level else (placement.rank_of(op.stage, op.pipe),)
-        ranks = " and ".join(str(rank) for rank in sorted(set(owners)))
-        text = f"program: {op} is on rank {n.place(i)[0]}, its stage is on rank {ranks}"
-        yield ZbcError("E205", text, where=n.where(i), hint=f"move it to rank {ranks}")
+def _misplaced(g: Graph) -> Iterator[ZbcError]:
+    for i, code in g.lost:
+        if code == "E205":
+            op = g.ops[i]
+            wide = op.kind.stage_wide or op.kind.rank_wide
+            owners: Iterable[int] = g.program.members(op) if wide else (names.rank_of(g, op),)
+            ranks = " and ".join(map(str, sorted(set(owners))))
+            text = f"program: {op} is on rank {g.rank(i)}, its stage is on rank {ranks}"
+            yield ZbcError("E205", text, where=g.where(i), hint=f"move it to rank {ranks}")
 
 
-def _out_of_order(n: Numbered, late: Iterator[Late]) -> Iterator[ZbcError]:
-    for op, found, _ in late:
-        if found > op and n.place(op)[0] == n.place(found)[0]:
-            text = f"program: {n.op(op)} comes before {n.op(found)}, which it needs"
-            hint = f"move step {n.place(found)[1]} before step {n.place(op)[1]}"
-            yield ZbcError("E206", text, details=[n.text(op), n.text(found)], hint=hint)
+def _out_of_order(g: Graph) -> Iterator[ZbcError]:
+    found = sorted({*g.late, *late_reads(g)})
+    seen: set[int] = set()
+    for early, late in found:
+        if g.ops[late].kind.stage_wide and late in seen:
+            continue  # all that waits for a stage's op: the first says enough
+        seen.add(late)
+        text = f"program: {g.ops[early]} comes before {g.ops[late]}, which it needs"
+        hint = f"move step {g.place(late)[1]} before step {g.place(early)[1]}"
+        yield ZbcError("E206", text, details=[g.text(early), g.text(late)], hint=hint)
+
+
+def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
+    """The ops that find empty what an op behind them on their rank makes: (op, that op)."""
+    writers = late_writers(g)
+    for one in g.unmet:
+        if (one.op, one.cell) in writers:
+            yield one.op, writers[one.op, one.cell]
+
+
+def late_writers(g: Graph) -> dict[tuple[int, int], int]:
+    """(op, cell it finds empty) -> the first op behind it on its rank that writes the cell, where there is one."""
+    wanted: dict[int, list[int]] = {}
+    for one in g.unmet:
+        wanted.setdefault(one.cell, []).append(one.op)
+    found: dict[tuple[int, int], int] = {}
+    for i, r in enumerate(g.row_of) if wanted else ():
+        if r < 0:
+            continue
+        row = g.rows[r]
+        for c in row.writes:
+            for op in wanted.get(c + g.ops[i][2] * row.step, ()):
+                if op < i and g.rank(op) == row.rank:
+                    found.setdefault((op, c + g.ops[i][2] * row.step), i)
+    return found

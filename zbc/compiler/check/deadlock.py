@@ -1,27 +1,28 @@
 """Can the ranks of a program come to wait for each other forever?
 
 Contract each matched send and receive into one message; let a message wait for both its ends and for the message
-before it in its channel, an op for the op before it on its rank and for the messages it uses, a rendezvous for all its
-ranks. A program ends under every timing exactly when these waits have no circle: nothing that happens takes away what
-something else waits for, so there is no race to lose.
+before it in its channel, an op for the op before it on its rank and for what it reads, a collective for all its ranks.
+A program ends under every timing exactly when these waits have no cycle: nothing that happens takes away what something
+else waits for, so there is no race to lose.
 
-Data-parallel copies of the pipeline run the same ops and meet only in collectives, each rank its own like. So a circle
-through several copies, with the number of the copy left out, is one in the program, and one in the program is one in
-every copy: the program alone is looked at.
+Data-parallel replicas of the pipeline run the same ops and meet only in collectives, each rank its own like. So a cycle
+through several replicas, with the number of the replica left out, is one in the program, and one in the program is one
+in every replica: the program alone is looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.check import waits as waiting
-from zbc.compiler.check.circle import Line, shortest_circle
+from zbc.compiler.check import names
+from zbc.compiler.check.complete import late_writers
 from zbc.compiler.check.found import SHOWN, raise_found
-from zbc.compiler.check.numbered import Numbered, number
+from zbc.compiler.graph.graph import Graph, build, happens, run
+from zbc.compiler.graph.layout import FREED
 from zbc.errors import ZbcError
-from zbc.ir import COLLECTIVE, Program
+from zbc.ir import Op, Program
 
-LONGEST = 12  # lines of a circle that are shown
+LONGEST = 12  # lines of a cycle that are shown
 
 
 def check_deadlock(program: Program, *, blocking_sends: bool = False) -> None:
@@ -32,77 +33,151 @@ def check_deadlock(program: Program, *, blocking_sends: bool = False) -> None:
     Programs without transfers wait across ranks for each other's compute ops. Any program may be asked about, also one
     that the other checks reject.
     """
-    raise_found(deadlock_problems(number(program), blocking_sends=blocking_sends))
+    raise_found(deadlock_problems(build(program), blocking_sends=blocking_sends))
 
 
-def survives_blocking_sends(program: Program) -> bool:
+def survives_blocking_sends(program: Program, graph: Graph | None = None) -> bool:
     """Whether a program also ends when every SEND holds up its rank until its message has moved."""
-    waits = waiting.build(number(program), blocking_sends=True)
-    return _happens(waits, waiting.run(waits))
+    graph = graph or build(program)
+    return happens(graph, run(graph, blocking_sends=True)[1])
 
 
-def deadlock_problems(n: Numbered, *, blocking_sends: bool = False) -> Iterator[ZbcError]:
+def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[ZbcError]:
     """The problems of `check_deadlock`, one by one."""
-    waits = waiting.build(n, blocking_sends=blocking_sends)
-    done = waiting.run(waits)
-    if _happens(waits, done):
+    done = run(g, blocking_sends=True)[1] if blocking_sends else g.ran[1]
+    if happens(g, done):
         return
-    circle = shortest_circle(waits, done)
-    if circle:
-        yield _circle_error(n, circle, done)
-    yield from _never_comes(waits)
+    from zbc.compiler.check.cycle import (  # loads networkx, which a program that runs does without
+        Line,
+        holds,
+        shortest_cycle,
+    )
+
+    lines: list[Line] = shortest_cycle(g, done, blocking_sends=blocking_sends)
+    if lines:
+        title, hint = (
+            _title(g, [line.op for line in lines]),
+            _hint(g, [(line.op, line.target, line.behind) for line in lines]),
+        )
+        shown = [line.text(g) for line in lines]
+        if len(shown) > LONGEST:
+            shown[LONGEST - 2 : -2] = [f"... {len(shown) - LONGEST} more waits, each for the next ..."]
+        never = sum(not done[i] or holds(g, done, i, blocking_sends=blocking_sends) for i in range(len(g.ops)))
+        summary = f"{never} of {len(g.ops)} ops never run"
+        yield ZbcError("E201", title, details=[*shown, summary], hint=hint)
+    yield from _never_comes(g)
 
 
-def _happens(waits: waiting.Waits, done: bytearray) -> bool:
-    """Whether all ops and the events they take part in happen."""
-    size = waits.n.size
-    return 0 not in done[:size] and all(done[size + e] for e in waits.event if e >= 0)
+def _title(g: Graph, ops: list[int]) -> str:
+    if len(ops) == 1:
+        return "deadlock: an op waits for a later op of its own rank"
+    what = "transfers" if all(g.ops[i].kind.is_transfer for i in ops) else "ops"
+    return f"deadlock: {len(ops)} {what} wait for each other"
 
 
-def _circle_error(n: Numbered, lines: list[Line], done: bytearray) -> ZbcError:
-    if len(lines) == 1:
-        title = "deadlock: an op waits for a later op of its own rank"
-    else:
-        what = "transfers" if all(n.op(line.op).kind.is_transfer for line in lines) else "ops"
-        title = f"deadlock: {len(lines)} {what} wait for each other"
-    shown = [line.text(n) for line in lines]
-    if len(shown) > LONGEST:
-        shown[LONGEST - 2 : -2] = [f"... {len(shown) - LONGEST} more waits, each for the next ..."]
-    summary = f"{done.count(0, 0, n.size)} of {n.size} ops never run"
-    return ZbcError("E201", title, details=[*shown, summary], hint=_hint(n, lines))
-
-
-def _hint(n: Numbered, lines: list[Line]) -> str:
-    """The smallest change that opens the circle: a receive can always come earlier, other ops with what they need."""
-    if len(lines) > 1 and any(n.op(line.op).kind in COLLECTIVE for line in lines):
-        return "let all ranks meet in the same order, each behind the work it closes"
-    moves = [(line.target - line.behind, line.target, line.behind) for line in lines if line.behind is not None]
-    receives = [move for move in moves if n.op(move[1]).kind.is_recv]
+def _hint(g: Graph, lines: list[tuple[int, int, int | None]]) -> str:
+    """The smallest change that opens the cycle: a receive can always come earlier, other ops with what they need."""
+    if len(lines) > 1 and any(g.ops[op].kind.is_collective for op, _, _ in lines):
+        return "let all ranks meet in the same order, each after the work it closes"
+    moves = [(target - behind, target, behind) for _, target, behind in lines if behind is not None]
+    receives = [move for move in moves if g.ops[move[1]].kind.is_recv]
     if receives:
         _, late, behind = min(receives)
-        rank, step = n.place(behind)
-        return f"post {n.name(n.op(late))} on rank {rank} before step {step}, in the order of its channel"
+        rank, step = g.place(behind)
+        return f"post {names.named(g, g.ops[late])} on rank {rank} before step {step}, in the order of its channel"
     # An op of another microbatch does not need what it is to overtake.
-    others = [move for move in moves if len(lines) == 1 or n.op(move[1])[2:4] != n.op(move[2])[2:4]]
+    others = [move for move in moves if len(lines) == 1 or g.ops[move[1]][2:4] != g.ops[move[2]][2:4]]
     if others:
         _, late, behind = min(others)
-        (rank, later), (_, step) = n.place(late), n.place(behind)
+        (rank, later), (_, step) = g.place(late), g.place(behind)
         return f"on rank {rank}, bring step {later} and what it needs before step {step}"
     return "change the order on one of these ranks"
 
 
-def _never_comes(waits: waiting.Waits) -> Iterator[ZbcError]:
+def _never_comes(g: Graph) -> Iterator[ZbcError]:
     """One problem for each thing that is waited for and never comes."""
-    n = waits.n
-    waiters: dict[int, list[int]] = {node: [] for node in waits.ghosts.values()}
-    for i, event in enumerate(waits.event):
-        for node in (*waits.needs(i), n.size + event):
-            ghost = waits.lacks.get(node - n.size, node)
-            if ghost >= 2 * n.size:
-                waiters[ghost].append(i)
-    for sentence, node in waits.ghosts.items():
-        ops = waiters[node]
-        shown = [f"{n.text(i)}  waits for it" for i in ops[:SHOWN]]
+    waiters: dict[str, set[int]] = {}
+    for i, sentence in _missed(g):
+        waiters.setdefault(sentence, set()).add(i)
+    for sentence, found in waiters.items():
+        ops = sorted(found)
+        shown = [f"{g.text(i)}  waits for it" for i in ops[:SHOWN]]
         more = [f"and {len(ops) - SHOWN} more ops"] if len(ops) > SHOWN else []
-        hint = "provide it, or drop what waits for it"
-        yield ZbcError("E201", f"deadlock: {sentence}", details=shown + more, hint=hint)
+        yield ZbcError(
+            "E201", f"deadlock: {sentence}", details=shown + more, hint="provide it, or drop what waits for it"
+        )
+
+
+def _missed(g: Graph) -> Iterator[tuple[int, str]]:
+    """(op, what it waits for in vain), as sentences."""
+    n = len(g.ops)
+    for i, code in g.lost:
+        what = "a tensor for {} never comes" if code == "E203" else "what {} works on never comes"
+        yield i, what.format(g.ops[i])
+    late = late_writers(g)
+    for i, cell, was in g.unmet:
+        if (i, cell) not in late:
+            if was == FREED:
+                yield i, f"what {g.ops[i]} works on is used up before"
+            else:
+                yield i, _comes_not(g, names.maker(g, cell), g.rank(i))
+    readers: dict[int, list[int]] = {}
+    for i in range(n):
+        for node in g.pred[g.ptr[i] : g.ptr[i + 1]]:
+            if node >= n:
+                readers.setdefault(node, []).append(i)
+    for x, (send, recv) in enumerate(zip(g.sender, g.receiver, strict=True)):
+        message, _ = g.layout.meaning(x)
+        waiting = readers.get(n + x, [])
+        if message.edge < 0:
+            sentence = f"{message.what.upper()} never comes on rank {message.home}"
+            yield from ((i, sentence) for i in waiting if send < 0)
+        elif not g.layout.explicit:
+            if send < 0 and waiting:
+                maker = names.maker(g, _far_cell(g, x))
+                yield from ((i, _comes_not(g, maker, g.layout.channel_of(x)[0])) for i in waiting)
+        elif (send < 0) is not (recv < 0):
+            sender, receiver = names.ends(g, x)
+            missing, there = (sender, recv) if send < 0 else (receiver, send)
+            rank = g.layout.channel_of(x)[0 if send < 0 else 1]
+            yield from ((i, _comes_not(g, missing, rank)) for i in (there, *waiting))
+    for event, op in g.spare.items():
+        sentence = f"a second {_other_end(g, op)} never comes on rank {_peer(g, op)}"
+        yield from ((i, sentence) for i in (op, *readers.get(event, ())))
+    for event, away in g.absent.items():
+        count = sum(g.ops[other[0]] == g.ops[g.met[event][0]] for other in _before(g, event))
+        yield from ((i, f"{'a second ' * bool(count)}{g.ops[i]} never comes on rank {away[0]}") for i in g.met[event])
+    for (a, b), k, send, recv in g.mixed:
+        sends, takes = names.named(g, g.ops[send]), names.named(g, g.ops[recv])
+        sentence = (
+            f"channel r{a} -> r{b} stands still at message {k}: rank {a} sends {sends}, rank {b} receives {takes}"
+        )
+        yield from ((i, sentence) for i in (send, recv, *readers.get(g.party[send], ())))
+
+
+def _before(g: Graph, event: int) -> Iterator[list[int]]:
+    """The ops of the collectives that began to meet before this one."""
+    return (ops for other, ops in g.met.items() if other < event)
+
+
+def _far_cell(g: Graph, x: int) -> int:
+    """The cell that a message fills."""
+    message, unit = g.layout.meaning(x)
+    base = next(base for key, base in g.layout.columns.items() if key[:3] == tuple(message) and key.end)
+    return base + unit
+
+
+def _comes_not(g: Graph, op: Op, rank: int) -> str:
+    """`F s0 m1 never comes on rank 0`; an op of a unit is missed on the rank of its stage."""
+    if op.kind.computes or op.kind.is_transfer:
+        return f"{names.named(g, op)} never comes on rank {names.rank_of(g, op)}"
+    return f"{op} never comes on rank {rank}"
+
+
+def _other_end(g: Graph, op: int) -> str:
+    send, recv = names.ends(g, g.layout.message_of(g.ops[op]))
+    return names.named(g, recv if g.ops[op].kind.is_send else send)
+
+
+def _peer(g: Graph, op: int) -> int:
+    return g.layout.channel_of(g.layout.message_of(g.ops[op]))[1 if g.ops[op].kind.is_send else 0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.numbered import number
 from zbc.compiler.check.pairing import pairing_problems
+from zbc.compiler.graph.graph import build
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Kind, Op, Program
 
@@ -24,6 +24,6 @@ def check_forward(program: Program) -> None:
     problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - found.keys())]
     problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(found.keys() - wanted)]
     raise_all(problems)
-    numbered = number(program)
+    graph = build(program)
     for check in (pairing_problems, deadlock_problems):
-        raise_found(check(numbered))
+        raise_found(check(graph))

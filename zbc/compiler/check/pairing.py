@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.check.channels import Channel, Crossing, channels, crossings, disorder
+from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.numbered import TRANSFERS, Numbered, number
+from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, build
+from zbc.compiler.graph.layout import Channel
 from zbc.errors import ZbcError
-from zbc.ir import TRANSFER, Kind, Op, Program
+from zbc.ir import Op, Program
+from zbc.ops import VALUES
 
 
 def check_pairing(program: Program) -> None:
@@ -20,122 +22,132 @@ def check_pairing(program: Program) -> None:
 
     A program with neither transfers nor step-level ops is a schedule that a pass has yet to complete: it passes.
     """
-    raise_found(pairing_problems(number(program)))
+    raise_found(pairing_problems(build(program)))
 
 
-def pairing_problems(n: Numbered) -> Iterator[ZbcError]:
+def pairing_problems(g: Graph) -> Iterator[ZbcError]:
     """The problems of `check_pairing`, one by one. Of each channel in disorder the first message that disagrees."""
-    if not n.explicit:
+    if not g.layout.explicit:
         return
     broken: set[Channel] = set()
-    for crossing in crossings(n):
-        for problem in _unpaired(n, crossing):
-            broken.add(crossing.channel)
-            yield problem
-    for i in (*n.repeated, *n.misplaced):
-        if n.op(i).kind in TRANSFER:
-            broken.add(_channel(n, i))
-    yield from _surplus(n)
-    for channel, pairs in sorted(channels(n).items()):
-        if channel not in broken:  # else its messages are numbered by guess
-            yield from _disorder(n, channel, pairs)
+    misplaced = {g.ops[i] for i, code in g.lost if code == "E205"}
+    for message in _unpaired(g):
+        broken.add(g.layout.channel_of(message))
+        if not misplaced & {*names.ends(g, message)}:
+            yield _lacks(g, message)
+    transfers = [i for i, _ in g.lost if g.ops[i].kind.is_transfer] + list(g.spare.values())
+    broken |= {_channel(g, i) for i in transfers}
+    yield from _surplus(g)
+    for one in g.mixed:
+        if one.channel not in broken:  # else its messages are numbered by guess
+            yield _disorder(g, one)
 
 
 # ---- E203 ----------------------------------------------------------------------------------------------------
 
 
-def _unpaired(n: Numbered, crossing: Crossing) -> Iterator[ZbcError]:
-    """The messages of a crossing that lack an end although something makes, sends, receives or uses them."""
-    columns = zip(crossing.producers, crossing.sends, crossing.recvs, crossing.consumers, strict=True)
-    lacking = [
-        (j, send, recv)
-        for j, (producer, send, recv, consumer) in enumerate(columns)
-        if (send < 0 or recv < 0) and (producer >= 0 or send >= 0 or recv >= 0 or consumer >= 0)
-    ]
-    for j, send, recv in lacking:
-        sender = n.wanted(crossing.send_kind, crossing.sender, j)
-        receiver = n.wanted(crossing.recv_kind, crossing.receiver, j)
-        if send < 0 and recv < 0:
-            a, b = crossing.channel
-            text = f"program: {n.name(sender)} and {n.name(receiver)} are missing"
-            yield ZbcError("E203", text, hint=f"add the first on rank {a} and the second on rank {b}")
-        elif send < 0:
-            yield _no_other_end(n, recv, sender, f"add it on rank {crossing.channel[0]}, behind what makes the tensor")
-        else:
-            yield _no_other_end(n, send, receiver, f"add it on rank {crossing.channel[1]}, before what uses the tensor")
+def _unpaired(g: Graph) -> list[int]:
+    """The messages that lack an end although something makes, sends, receives or uses them."""
+    found = [x for x, (s, r) in enumerate(zip(g.sender, g.receiver, strict=True)) if (s < 0) is not (r < 0)]
+    wanted = {x for x in found if g.layout.meaning(x)[0].edge >= 0}
+    if g.unmet or g.lost or _left_over(g):
+        there = {op for op in g.ops if op.kind.computes}
+        for x in names.travelling(g):
+            if g.sender[x] < 0 and g.receiver[x] < 0 and any(op in there for op in _both_sides(g, x)):
+                wanted.add(x)
+    return sorted(wanted, key=lambda x: (g.layout.meaning(x)[0].home, g.layout.meaning(x)[0].edge, x))
 
 
-def _no_other_end(n: Numbered, present: int, missing: Op, hint: str) -> ZbcError:
-    text = f"program: {n.name(n.op(present))} has no {n.name(missing)}"
-    return ZbcError("E203", text, where=n.where(present), hint=hint)
+def _left_over(g: Graph) -> bool:
+    """Whether something that is to be sent is still there."""
+    layout = g.layout
+    for key, base in layout.columns.items():
+        travels = VALUES[key.what].scope == "edge" and layout.crosses(key.home, key.place)
+        if travels and max(layout.cells[base : base + layout.width], default=-1) >= 0:
+            return True
+    return False
 
 
-def _surplus(n: Numbered) -> Iterator[ZbcError]:
+def _both_sides(g: Graph, message: int) -> Iterator[Op]:
+    """The ops that would make or use what a message carries."""
+    meaning, unit = g.layout.meaning(message)
+    mb, part = divmod(unit, g.layout.slices)
+    source, sink = g.layout.edges[meaning.edge]
+    for kind, row in g.layout.rows.items():
+        if kind.computes and any(ref.what == meaning.what for ref in (*row.writes, *row.reads)):
+            yield Op(kind, source, mb, meaning.home, part)
+            yield Op(kind, sink, mb, meaning.home, part)
+
+
+def _lacks(g: Graph, message: int) -> ZbcError:
+    send, recv = g.sender[message], g.receiver[message]
+    sender, receiver = names.ends(g, message)
+    a, b = g.layout.channel_of(message)
+    if send < 0 and recv < 0:
+        text = f"program: {names.named(g, sender)} and {names.named(g, receiver)} are missing"
+        return ZbcError("E203", text, hint=f"add the first on rank {a} and the second on rank {b}")
+    if send < 0:
+        return _no_other_end(g, recv, sender, f"add it on rank {a}, after what makes the tensor")
+    return _no_other_end(g, send, receiver, f"add it on rank {b}, before what uses the tensor")
+
+
+def _no_other_end(g: Graph, present: int, missing: Op, hint: str) -> ZbcError:
+    text = f"program: {names.named(g, g.ops[present])} has no {names.named(g, missing)}"
+    return ZbcError("E203", text, where=g.where(present), hint=hint)
+
+
+def _surplus(g: Graph) -> Iterator[ZbcError]:
     """Transfers that carry nothing: repeated, on a foreign rank, out of the pipeline or between stages of one rank."""
-    for i in n.repeated:
-        if n.op(i).kind in TRANSFER:
-            yield ZbcError(
-                "E203", f"program: {n.name(n.op(i))} appears a second time", where=n.where(i), hint="drop one"
-            )
-    for i in n.misplaced:
-        op = n.op(i)
-        if op.kind in TRANSFER:
-            owner = n.program.placement.rank_of(op.stage, op.pipe)
-            text = f"program: {n.name(op)} is on rank {n.place(i)[0]}, its stage is on rank {owner}"
-            yield ZbcError("E203", text, where=n.where(i), hint=f"move it to rank {owner}")
-    for i in n.outside:
-        if n.op(i).kind in TRANSFER:
-            text = f"program: {n.op(i)} carries nothing: the program has no such tensor"
-            yield ZbcError("E203", text, where=n.where(i), hint="drop it")
-    for i in sorted(_on_one_rank(n)):
-        yield _goes_nowhere(n, i)
+    for i, cell, _ in g.again:
+        if cell == MESSAGE and g.ops[i].kind.is_transfer:
+            text = f"program: {names.named(g, g.ops[i])} appears a second time"
+            yield ZbcError("E203", text, where=g.where(i), hint="drop one")
+    for wanted in ("E205", "E202", "E203"):
+        for i, code in g.lost:
+            if code == wanted and g.ops[i].kind.is_transfer:
+                yield _carries_nothing(g, i, code)
 
 
-def _on_one_rank(n: Numbered) -> Iterator[int]:
-    """The transfers whose stage has no neighbour on another rank on that side."""
-    for row in range(len(n.owners)):
-        for kind in TRANSFERS:
-            if not _crosses(n, kind, row):
-                yield from (i for i in n.cut(n.at[kind], row) if i >= 0)
-
-
-def _crosses(n: Numbered, kind: Kind, row: int) -> bool:
-    """Whether transfers of this kind in this row go to another rank."""
-    stages = n.program.placement.stages
-    other = row % stages + _FAR_SIDE[kind]
-    return 0 <= other < stages and n.owners[row] != n.owners[row + _FAR_SIDE[kind]]
-
-
-_FAR_SIDE = {Kind.SEND_F: +1, Kind.RECV_B: +1, Kind.RECV_F: -1, Kind.SEND_B: -1}
-
-
-def _goes_nowhere(n: Numbered, i: int) -> ZbcError:
-    op = n.op(i)
-    other = op.stage + _FAR_SIDE[op.kind]
-    if n.program.placement.peer(op) is None:
-        text = f"program: {op} carries nothing: there is no stage {other}"
+def _carries_nothing(g: Graph, i: int, code: str) -> ZbcError:
+    op, placement = g.ops[i], g.program.placement
+    if code == "E205":
+        owner = names.rank_of(g, op)
+        text = f"program: {names.named(g, op)} is on rank {g.rank(i)}, its stage is on rank {owner}"
+        return ZbcError("E203", text, where=g.where(i), hint=f"move it to rank {owner}")
+    message = placement.message(op) if code == "E203" else None
+    if code == "E202":
+        text = f"program: {op} carries nothing: the program has no such tensor"
+    elif message is None:
+        nothing = "reads the output" if _outward(op) else "makes the input"
+        text = f"program: {op} carries nothing: no stage {nothing} of stage {op.stage}"
     else:
-        owner = n.program.placement.rank_of(op.stage, op.pipe)
+        other = message.sink if op.stage == message.source else message.source
+        owner = names.rank_of(g, op)
         text = f"program: {op} carries nothing: stages {op.stage} and {other} are both on rank {owner}"
-    return ZbcError("E203", text, where=n.where(i), hint="drop it")
+    return ZbcError("E203", text, where=g.where(i), hint="drop it")
 
 
-def _channel(n: Numbered, i: int) -> Channel:
-    op = n.op(i)
-    here, there = n.program.placement.rank_of(op.stage, op.pipe), n.program.placement.peer(op)
-    there = here if there is None else there
+def _outward(op: Op) -> bool:
+    """Whether a transfer has to do with the output of its stage, or with the gradient of that."""
+    row = op.kind.row
+    return any(ref.at.name == "SINKS" for ref in (*row.reads, *row.writes))
+
+
+def _channel(g: Graph, i: int) -> Channel:
+    op = g.ops[i]
+    placement = g.program.placement
+    here = names.rank_of(g, op) if 0 <= op.stage < placement.stages and op.pipe < len(placement.pipes) else g.rank(i)
+    peer = placement.peer(op)
+    there = here if peer is None else peer
     return (here, there) if op.kind.is_send else (there, here)
 
 
 # ---- E204 ----------------------------------------------------------------------------------------------------
 
 
-def _disorder(n: Numbered, channel: Channel, pairs: list[tuple[int, int]]) -> Iterator[ZbcError]:
-    found = disorder(pairs)
-    if found is not None:
-        k, send, recv = found
-        a, b = channel
-        sent, taken = n.name(n.op(send)), n.name(n.op(recv))
-        text = f"program: channel r{a} -> r{b} message {k}: rank {a} sends {sent}, rank {b} receives {taken}"
-        hint = "order the receives of a channel as its sends"
-        yield ZbcError("E204", text, details=[n.text(send), n.text(recv)], hint=hint)
+def _disorder(g: Graph, one: Mixed) -> ZbcError:
+    (a, b), send, recv = one.channel, one.send, one.recv
+    sent, taken = names.named(g, g.ops[send]), names.named(g, g.ops[recv])
+    text = f"program: channel r{a} -> r{b} message {one.k}: rank {a} sends {sent}, rank {b} receives {taken}"
+    hint = "order the receives of a channel as its sends"
+    return ZbcError("E204", text, details=[g.text(send), g.text(recv)], hint=hint)

@@ -23,9 +23,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, Message, members
+from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import ROWS, Kind, Lane, Rows
 
+SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
+SMALL = 1 << 17  # units that are never too many
 NOTHING = -1  # in `before`: the beginning of all
 MESSAGE = -1  # in `again`: a message that is sent or taken a second time
 
@@ -80,6 +83,7 @@ class Graph:
     late: list[tuple[int, int]] = field(default_factory=list)  # op, an op behind it that makes what it closes
     mixed: list[Mixed] = field(default_factory=list)
     absent: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> ranks that never come to it
+    spare: dict[int, int] = field(default_factory=dict)  # event of a transfer that is there already -> its op
 
     @property
     def program(self) -> Program:
@@ -152,7 +156,14 @@ class Graph:
 
 
 def build(program: Program, rows: Rows = ROWS) -> Graph:
-    """The graph of any program, also of one with mistakes."""
+    """The graph of any program, also of one with mistakes. Raises E202 when it claims far more microbatches than it has
+    ops for."""
+    placement = program.placement
+    units = len(placement.pipes) * placement.stages * program.microbatches * program.slices
+    if units > max(SMALL, SPARSE * len(placement.pipes) * program.size):
+        claims = f"{placement.stages} stages and {program.microbatches * program.slices} microbatches"
+        hint = "give every stage an F and a BW (or B and W) for every microbatch"
+        raise ZbcError("E202", f"program: {program.size} ops are too few for {claims}", hint=hint)
     layout = Layout.of(program, rows)
     g = Graph(layout, [op for ops in program.ranks for op in ops])
     _Walk(g).run()
@@ -213,22 +224,23 @@ class _Walk:
 
     def _rank(self, rank: int, ops: Iterable[Op]) -> None:
         g, layout, n = self.g, self.layout, self.n
-        stages, slices, microbatches = layout.stages, layout.slices, g.program.microbatches
+        microbatches = g.program.microbatches
         cell, sender, receiver, origin, edges = layout.cells, g.sender, g.receiver, self.origin, self.edges
         before, ptr, pred, party, row_of = g.before, g.ptr, g.pred, g.party, g.row_of
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
-        table: dict[Kind, dict[int, _Known]] = {kind: {} for kind in layout.kinds}
+        table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
         queue: dict[Lane, int] = {}  # the last event of each lane
         count: dict[tuple[object, ...], int] = {}
         last = start_of(rank)
         for i, (kind, stage, mb, pipe, part) in enumerate(ops, g.first[-1]):
-            where = (pipe * stages + stage) * slices + part
+            where = (pipe, stage, part)
             known = table[kind].get(where)
             if known is None:
                 known = table[kind][where] = self._known(rank, kind, pipe, stage, part)
             number, lane, reads, frees, writes, posts, step, state = known
-            if number < 0 or (mb >= microbatches and step):
-                g.lost.append((i, str(lane) if number < 0 else "E202"))
+            if number < 0 or (step and not 0 <= mb < microbatches):
+                inside = number < 0 and (0 <= mb < microbatches or kind.stage_wide or kind.rank_wide)
+                g.lost.append((i, str(lane) if inside else "E202"))
                 number, lane, reads, frees, writes, posts, step, state = _NO_ROW
             before.append(last)
             row_of.append(number)
@@ -267,12 +279,12 @@ class _Walk:
                 found, line = (sender, self.sent) if reads else (receiver, self.taken)
                 if found[x] >= 0:
                     g.again.append((i, MESSAGE, found[x]))
+                    e, frees, writes = self._spare(i), (), ()
                 else:
-                    found[x] = i
-                if reads:
-                    origin[x] = last
-                line.setdefault(posts[0] - part, []).append(i)
-                e = n + x
+                    found[x], e = i, n + x
+                    line.setdefault(posts[0] - part, []).append(i)
+                    if reads:
+                        origin[x] = last
                 party.append(e)
             elif lane is mark:
                 party.append(-1)
@@ -308,6 +320,16 @@ class _Walk:
             return -1, row, *_NO_ROW[2:]  # type: ignore[return-value]
         self.g.rows.append(row)
         return len(self.g.rows) - 1, *row[:7]
+
+    def _spare(self, op: int) -> int:
+        """An event of its own, which never happens, for a transfer of what travels already."""
+        g = self.g
+        event = self.n + len(g.parties)
+        g.parties.append(2)
+        self.edges[event], g.spare[event] = [], op
+        if g.unmet and g.unmet[-1].op == op:
+            g.unmet.pop()
+        return event
 
     def _meet(self, key: tuple[object, ...], op: int) -> int:
         """The event of a collective or a copy, with one party more."""

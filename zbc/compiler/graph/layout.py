@@ -141,6 +141,11 @@ class Layout:
         k = bisect_right(self.firsts, message) - 1
         return self.channels[k][1], message - self.firsts[k]
 
+    def message_of(self, op: Op) -> int:
+        """The message that a transfer of the program carries."""
+        row = self.compile(self.pipes[op.pipe][op.stage], op.kind, op.pipe, op.stage, op.slice)
+        return row.posts[0] + op.mb * row.step if isinstance(row, Compiled) else -1
+
     def key_of(self, cell: int) -> tuple[Key, int]:
         """Whose a cell is: its column, and its place there."""
         base, key = max((base, key) for key, base in self.columns.items() if base <= cell)
@@ -220,7 +225,7 @@ class Layout:
             lane=row.lane,
             reads=tuple(c for ref in alone if ref not in held for c in self._cells(ref, who)),
             frees=tuple(c for ref in row.frees for c in self._cells(ref, who)),
-            writes=tuple(c for ref in row.writes for c in self._cells(ref, who)),
+            writes=tuple(c for ref in row.writes for c in self._cells(ref, who, made=True)),
             posts=posts,
             step=self.slices if unit else 0,
             state=tuple(c for ref in held for c in self._cells(ref, who)),
@@ -233,10 +238,10 @@ class Layout:
             slice=part,
         )
 
-    def _cells(self, ref: Ref, who: _Who) -> list[int]:
-        """The cells of one reference of a row, of microbatch 0; none for what does not exist."""
+    def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
+        """The cells of one reference of a row, of microbatch 0; none for what does not exist, unless it is `made`."""
         (what, at), scope = ref, VALUES[ref.what].scope
-        if not self.tracks(what, who.stage):
+        if not self.tracks(what, who.stage) and not (made and what == "total"):
             return []
         if scope == "edge":
             return [self._end(what, who.pipe, edge, at) + who.part for edge in self._edges(who, at)]
@@ -292,7 +297,7 @@ class Layout:
         else:
             mine = self.stages_on(rank) if ref.at is At.STAGES else list(self.program.placement.ends)
         if VALUES[ref.what].scope == "stage":
-            here = [s for s in mine if s in self.stages_on(rank) and self.tracks(ref.what, s)]
+            here = [s for s in mine if s in self.stages_on(rank)]
             return [(self.column(Key(ref.what, rank, s), 1), 1) for s in here]
         homes = [(pipe, s) for s in mine for pipe in range(len(self.pipes)) if self.pipes[pipe][s] == rank]
         return [(self.column(Key(ref.what, pipe, s), self.width), self.width) for pipe, s in homes]

@@ -80,4 +80,4 @@ def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
-    return (op.stage,) if op.kind is Kind.REDUCE else (0, program.placement.stages - 1)
+    return (op.stage,) if op.kind is Kind.REDUCE else program.placement.ends

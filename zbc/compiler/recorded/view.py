@@ -120,11 +120,12 @@ class Step:
 
     def _source(self, op: Op, copy: int, made: dict[tuple[int, Op], tuple[int, int]]) -> tuple[Op, int, int]:
         """The op that made what `op` takes, its rank and its place there."""
-        near = op.stage - 1 if op.kind is Kind.F else op.stage + 1
+        placement = self.program.placement
+        near = placement.sources(op.stage) if op.kind is Kind.F else placement.sinks(op.stage)
         for kind in (Kind.F,) if op.kind is Kind.F else (Kind.B, Kind.BW):
-            source = op._replace(kind=kind, stage=near)
-            if (copy, source) in made:
-                return source, *made[copy, source]
+            for source in (op._replace(kind=kind, stage=stage) for stage in near):
+                if (copy, source) in made:
+                    return source, *made[copy, source]
         raise KeyError(op)
 
 

@@ -17,8 +17,13 @@ from zbc.text import at_least
 
 def least_of(placement: Placement, costs: Costs) -> list[float]:
     """`least` for any placement: with several pipes, that of one microbatch in the pipe that needs more."""
-    pipes = [least(Problem.make(Placement((pipe,)), costs, 1, None)) for pipe in placement.pipes]
-    return [max(needs) for needs in zip(*pipes, strict=True)]
+    kept, left = costs.units("kept"), costs.units("left")
+    found = [0.0] * placement.ranks
+    for homes in placement.pipes:
+        for rank in set(homes):
+            mine = [stage for stage, home in enumerate(homes) if home == rank]
+            found[rank] = max(found[rank], _alone(mine, kept, left))
+    return found
 
 
 def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequence[float] | None) -> None:
@@ -35,16 +40,18 @@ def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequen
 
 def least(problem: Problem) -> list[float]:
     """Per rank, the smallest limit with which any order exists, in the problem's units."""
-    result = []
-    for r in range(problem.p):
-        stages = problem.stages[r * problem.v : (r + 1) * problem.v]
-        held = peak = sum(problem.keep_b[s] for s in stages)
-        for s in reversed(stages):  # B, then its W, from the last stage up
-            held += problem.keep_w[s] - problem.keep_b[s]
-            peak = max(peak, held)
-            held -= problem.keep_w[s]
-        result.append(peak)
-    return result
+    stages = (problem.stages[r * problem.v : (r + 1) * problem.v] for r in range(problem.p))
+    return [_alone(mine, problem.keep_b, problem.keep_w) for mine in stages]
+
+
+def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) -> float:
+    """What one microbatch holds on a rank with these stages at its fullest."""
+    held = peak = float(sum(kept[s] for s in stages))
+    for s in reversed(stages):  # B, then its W, from the last stage up
+        held += left[s] - kept[s]
+        peak = max(peak, held)
+        held -= left[s]
+    return peak
 
 
 def one_by_one(problem: Problem) -> list[int]:

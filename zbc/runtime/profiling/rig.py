@@ -65,7 +65,7 @@ class Rig:
 
     def output(self, stage: int) -> TensorSpec | None:
         """What a stage gives; None behind the last."""
-        return self.inputs[stage + 1] if stage + 1 < len(self.inputs) else None
+        return (*self.inputs[1:], None)[stage]
 
 
 def build_rig(job: Job, device: torch.device) -> Rig:

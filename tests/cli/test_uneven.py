@@ -1,0 +1,114 @@
+"""Ranks may hold different numbers of stages, and a pipe may leave a rank without one: every command takes that."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.jobs import toml_text
+
+RANKS = {"fork": 4, "fold": 3, "three": 2}
+CHUNKS = {"fork": None, "fold": None, "three": 1}
+
+
+@pytest.fixture
+def planned(zbc, folder):
+    """Plan with one of the plugins of tests/uneven.py; the plan directory."""
+
+    def plan(name, *options, **changes):
+        changes["schedule"] = {"microbatch_size": 1, **changes.get("schedule", {})}
+        text = toml_text(pp=RANKS.get(name, 3), m=6, **{"train": {"steps": 1}, **changes})
+        (folder / "zbc.toml").write_text(text.replace('kind = "1f1b"', f'plugin = "tests.uneven:{name}"'))
+        return zbc("plan", "zbc.toml", *options)
+
+    return plan
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned):
+    ran = planned(name)
+    assert ran.code == 0, ran.err
+    assert "deadlock-free" in ran.out
+    manifest = json.loads((folder / "plan" / "plan.json").read_text())
+    assert manifest["parameters"] == {"chunks": CHUNKS[name]}
+    assert zbc("check", "plan").code == 0
+    assert zbc("simulate", "plan").code == 0
+    drawn = zbc("visualize", "plan").out
+    assert [f" {rank} |" in drawn for rank in range(RANKS[name] + 1)] == [True] * RANKS[name] + [False]
+    for picture in ("order.svg", "order.html", "order.json"):
+        assert zbc("visualize", "plan", "-o", picture).code == 0
+    for target in ("json", "dot", "perfetto"):
+        assert zbc("export", "plan", "--to", target, "-o", f"plan.{target}").code == 0
+    assert zbc("plan", "plan", "-o", "again").code == 0
+    assert zbc("diff", "plan", "again").code == 0
+
+
+@pytest.mark.parametrize("name", ["fork", "fold"])
+def test_it_is_planned_with_limits_costs_per_rank_and_an_optimizer_that_waits_for_nobody(name, planned):
+    ran = planned(
+        name,
+        schedule={"memory_limit": "3x"},
+        costs={"per": "rank", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1},
+        optimizer={"sync": "post-validate", "zero1": True},
+        train={"steps": 1, "eval_every": 1},
+        data={"kind": "synthetic", "validation": 0.01},
+    )
+    assert ran.code == 0, ran.err
+
+
+def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(planned, folder):
+    ran = planned("fold", costs={"per": "rank", "f": [1.0, 3.0, 2.0], "b": 1.0, "w": 1.0})
+    stages = [line.split() for line in ran.out.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))][-4:]
+    assert [row[-5] for row in stages] == ["1.00", "1.50", "1.50", "2.00"]
+
+
+@pytest.mark.parametrize("name", ["fork", "fold"])
+def test_it_trains_and_a_report_reads_what_it_recorded(name, zbc, planned):
+    assert planned(name).code == 0
+    ran = zbc("run", "plan", "--local", RANKS[name], "--trace", "1", "--out", "run")
+    assert ran.code == 0, ran.err
+    report = zbc("report", "run")
+    assert report.code == 0, report.err
+    assert zbc("visualize", "run").code == 0
+
+
+def test_formats_without_a_place_for_it_say_so(zbc, planned):
+    planned("fork")
+    assert "one pipe" in zbc("export", "plan", "--to", "torch-csv").err
+    planned("fold")
+    for target in ("megatron", "torchtitan"):
+        ran = zbc("export", "plan", "--to", target)
+        assert ran.code != 0 and "deals stages round and round" in ran.err
+
+
+def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, folder):
+    planned("fold")
+    assert zbc("export", "plan", "--to", "torch-csv", "-o", "order.csv").code == 0
+    text = toml_text(pp=3, m=6).replace('kind = "1f1b"', 'file = "order.csv"')
+    (folder / "again.toml").write_text(text)
+    assert zbc("plan", "again.toml", "-o", "again").code == 0
+    refused = zbc("plan", "again.toml", "--set", "schedule.chunks=1")
+    assert "error[E122]" in refused.err and "leave schedule.chunks out" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("idle", "no stage on rank 1"),
+        ("joined", "stages that are not in a row"),
+    ],
+)
+def test_a_plugin_whose_placement_is_no_pipeline_is_told_so(name, text, planned):
+    ran = planned(name)
+    assert "error[E121]" in ran.err and text in ran.err
+
+
+def test_pipes_of_different_lengths_are_refused(planned):
+    ran = planned("unequal", parallel={"pp": 2})
+    assert "error[E121]" in ran.err and "pipes of different lengths" in ran.err
+
+
+def test_chunks_cannot_be_asked_of_ranks_that_differ(planned):
+    ran = planned("fold", schedule={"chunks": 2})
+    assert "error[E121]" in ran.err and "leave schedule.chunks out" in ran.err
