@@ -18,7 +18,7 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from typing import NamedTuple
 from zbc.compiler.cost import Costs
 from zbc.compiler.graph.graph import Graph
 from zbc.compiler.simulate import Timeline
+from zbc.compiler.stage_bytes import StageBytes
 from zbc.ir import Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row
 
@@ -298,20 +299,23 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
     """What an op that computes nothing for a microbatch needs while it runs; `mine` are the stages of its rank."""
     if costs.bytes is None:
         return 0.0
-    sizes = costs.bytes
-    if op.kind is Kind.REDUCE:  # gradients move into one message
-        return sizes[op.stage].summed
-    if op.kind is Kind.GATHER:  # as a rule less than the gradients that are gone
-        return max(0.0, sizes[op.stage].gathered - sizes[op.stage].gradients)
-    if op.kind is Kind.TIE:
-        return costs.tied
-    if op.kind in (Kind.VALIDATE, Kind.NORM):
-        return 8 * min(max((sizes[s].largest for s in mine), default=0.0), WIDE)
-    if op.kind in (Kind.STEP, Kind.COMMIT):
-        return sizes[op.stage].step
-    if op.kind is Kind.TENTATIVE:
-        return sizes[op.stage].tentative + sizes[op.stage].step
+    if op.kind in _SQUARES:
+        return 8 * min(max((costs.bytes[s].largest for s in mine), default=0.0), WIDE)
+    return costs.tied if op.kind is Kind.TIE else _WORK.get(op.kind, _no_work)(costs.bytes[op.stage])
+
+
+def _no_work(size: StageBytes) -> float:
     return 0.0
+
+
+_SQUARES = frozenset({Kind.VALIDATE, Kind.NORM})  # of gradients, summed for their norm
+_WORK: dict[Kind, Callable[[StageBytes], float]] = {
+    Kind.REDUCE: lambda size: size.summed,  # gradients move into one message
+    Kind.GATHER: lambda size: max(0.0, size.gathered - size.gradients),  # as a rule less than those that are gone
+    Kind.STEP: lambda size: size.step,
+    Kind.COMMIT: lambda size: size.step,
+    Kind.TENTATIVE: lambda size: size.tentative + size.step,
+}
 
 
 def within(
