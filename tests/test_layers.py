@@ -41,7 +41,7 @@ LAYERS = [
     ["zbc.compiler.bounds_mirrored"],
     [
         "zbc.compiler.simulate",
-        "zbc.compiler.transit",
+        "zbc.compiler.ledger",
         "zbc.compiler.memory",
         "zbc.compiler.bounds",
         "zbc.compiler.check",

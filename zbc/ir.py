@@ -26,18 +26,6 @@ from zbc.ops import Kind as Kind
 from zbc.ops import Scope
 from zbc.topology import Topology
 
-# Sets of kinds for code that has yet to ask the kinds themselves.
-COMPUTE = frozenset(kind for kind in Kind if kind.computes)
-TRANSFER = frozenset(kind for kind in Kind if kind.is_transfer)
-STAGE_WIDE = frozenset(kind for kind in Kind if kind.stage_wide)
-RANK_WIDE = frozenset(kind for kind in Kind if kind.rank_wide)
-MARK = frozenset(kind for kind in Kind if kind.is_mark)
-EVERYWHERE = frozenset(kind for kind in Kind if kind.everywhere)
-BARRIER = frozenset(kind for kind in Kind if kind.row.closes == "barrier")
-AHEAD = frozenset(kind for kind in Kind if kind.row.closes == "ahead")
-SUM = frozenset(kind for kind in Kind if kind.sums)
-COLLECTIVE = frozenset(kind for kind in Kind if kind.is_collective)
-
 Edge = tuple[int, int]  # (source stage, sink stage)
 
 # Which coordinates an op prints: its stage, its microbatch (and slice).
