@@ -57,6 +57,9 @@ class Kind(StrEnum):
     stage_wide: bool  # once per stage, on each rank that holds it
     rank_wide: bool  # once per rank
     everywhere: bool  # once on every rank
+    takes: At | None  # on which edges of its stage it reads: SOURCES, SINKS; None where it reads on none
+    gives: At | None  # the same of what it writes
+    makes_part: bool  # its result is a share of the gradients of its stage's weights
 
 
 class Scope(Enum):
@@ -299,6 +302,11 @@ Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 
 
+def _side(refs: tuple[Ref, ...]) -> At | None:
+    """On which edges of a stage there is a value of these; an op reads on one side of its stage and writes on one."""
+    return next((ref.at for ref in refs if VALUES[ref.what].scope == "edge"), None)
+
+
 def _answer(kind: Kind, row: Row) -> None:
     """Answer the questions to a kind once; a look-up of an attribute is all they cost later."""
     kind.row = row
@@ -313,6 +321,8 @@ def _answer(kind: Kind, row: Row) -> None:
     kind.stage_wide = row.scope is Scope.STAGE
     kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
     kind.everywhere = kind.rank_wide and not any(ref.at is At.ENDS for ref in row.reads)
+    kind.takes, kind.gives = _side(row.reads), _side(row.writes)
+    kind.makes_part = any(ref.what == "part" for ref in row.writes)
 
 
 for _kind in Kind:
