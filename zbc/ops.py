@@ -256,7 +256,7 @@ ROWS: dict[Kind, Row] = {
         _STAGE,
         _COMPUTE,
         reads=_refs("verdict weights"),
-        writes=_refs("shard"),
+        writes=_refs("shard clean"),
         frees=_refs("weights"),
         cost="step",
         closes="barrier",
