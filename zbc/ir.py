@@ -26,10 +26,6 @@ from zbc.ops import At, Scope
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
-# Sets of kinds for code that has yet to ask the kinds themselves.
-COMPUTE = frozenset(kind for kind in Kind if kind.computes)
-TRANSFER = frozenset(kind for kind in Kind if kind.is_transfer)
-
 Edge = tuple[int, int]  # (source stage, sink stage)
 
 # Which coordinates an op prints: its stage, its microbatch (and slice).

@@ -195,7 +195,7 @@ def build(
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,
-        survives_blocking_sends=survives_blocking_sends(program),
+        survives_blocking_sends=survives_blocking_sends(program, timeline.graph),
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,

@@ -210,6 +210,7 @@ class _Units:
         """What other ops of units find missing, make twice or leave behind: those of passes, by their rows alone."""
         g, cells = self.g, self.g.layout.cells
         late = late_writers(g)
+        too_late = {cell for _, cell in late}
         for i, cell, was in g.unmet:
             if not self._explains_itself(i) and (i, cell) not in late and not self._travels(cell):
                 what = f"{VALUES[g.layout.key_of(cell)[0].what].text}"
@@ -224,7 +225,7 @@ class _Units:
         for key, base in g.layout.columns.items():
             if _may_not_stay(g, key) and not self._by_computing(key):
                 for unit, w in enumerate(cells[base : base + g.layout.widths[key]]):
-                    if w >= 0:
+                    if w >= 0 and base + unit not in too_late:
                         use = names.user(g, base + unit)
                         yield ZbcError(
                             "E202", f"program: no rank runs {use}, for {VALUES[key.what].text}", hint="add it"
