@@ -1,7 +1,7 @@
 """zbc: compile pipeline-parallel training schedules into proven, runnable per-rank plans.
 
-`zbc.load`, `zbc.plan`, `zbc.Plan`, `zbc.Run` and `zbc.ZbcError` mirror the commands, see `zbc.api`; they are imported
-when first used, so that `import zbc` costs nothing. None of them needs torch.
+`zbc.load`, `zbc.plan`, `zbc.graph`, `zbc.Plan`, `zbc.Run` and `zbc.ZbcError` mirror the commands, see `zbc.api`; they
+are imported when first used, so that `import zbc` costs nothing. None of them needs torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbc.api import Plan as Plan
     from zbc.api import Run as Run
+    from zbc.api import graph as graph
     from zbc.api import load as load
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "Run", "ZbcError", "__version__", "load", "plan"]
+__all__ = ["Plan", "Run", "ZbcError", "__version__", "graph", "load", "plan"]
 
-_HOMES = {"Plan": "zbc.api", "Run": "zbc.api", "load": "zbc.api", "ZbcError": "zbc.errors", "plan": "zbc.plan"}
+_HOMES = {
+    "Plan": "zbc.api",
+    "Run": "zbc.api",
+    "ZbcError": "zbc.errors",
+    "graph": "zbc.api",
+    "load": "zbc.api",
+    "plan": "zbc.plan",
+}
 
 
 def __getattr__(name: str) -> Any:

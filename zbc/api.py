@@ -1,4 +1,4 @@
-"""The Python side of the commands: `zbc.load`, `zbc.plan`, `zbc.Plan`.
+"""The Python side of the commands: `zbc.load`, `zbc.plan`, `zbc.Plan`, `zbc.graph`.
 
     import zbc
 
@@ -9,6 +9,7 @@
 
     plan.check()                                # `zbc check`: raises a ZbcError that names the ops
     plan.simulate().makespan                    # ms; when each op runs
+    zbc.graph(plan)                             # the same as a networkx.DiGraph, with what waits for what
 
 Torch is never imported. Everything raises `zbc.ZbcError` for what a user can mend.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import zbc.plan as plans
 from zbc.compiler import recall
@@ -36,7 +37,7 @@ from zbc.compiler.recorded.report import RunReport
 from zbc.compiler.recorded.report import build as build_report
 from zbc.compiler.simulate import Timeline, simulate
 from zbc.errors import ZbcError
-from zbc.interop import as_json, dot, megatron, torch_csv, torch_lowered, torchtitan
+from zbc.interop import as_json, megatron, torch_csv, torch_lowered, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
 from zbc.spec import Job
@@ -44,6 +45,9 @@ from zbc.trace import Trace, has_trace
 from zbc.trace import read as read_trace
 from zbc.viz import html, perfetto, recorded, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _NOTEBOOK = 32  # ranks a notebook shows
 
@@ -277,13 +281,26 @@ def _torchtitan(plan: Plan, csv_name: str) -> dict[str, str]:
     return {".toml": settings, ".csv": order}
 
 
+def _dot(plan: Plan, _: str) -> dict[str, str]:
+    from zbc.interop import dot  # loads networkx, which most commands do without
+
+    return {".dot": dot.dumps(graph(plan))}
+
+
+def _graphml(plan: Plan, _: str) -> dict[str, str]:
+    from zbc.interop import graphml  # loads networkx
+
+    return {".graphml": graphml.dumps(graph(plan))}
+
+
 # target -> what writes it: suffix -> text. The order is that of `zbc export --help`.
 EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
     "torch-csv": lambda plan, _: {".csv": torch_csv.dumps(plan.program)},
     "torchtitan": _torchtitan,
     "megatron": _megatron,
     "json": lambda plan, _: {".json": as_json.dumps(plan.program, plan.timeline)},
-    "dot": lambda plan, _: {".dot": dot.dumps(plan.program, plan.timeline, plan.costs)},
+    "dot": _dot,
+    "graphml": _graphml,
     "perfetto": lambda plan, _: {".json": plan.perfetto()},
 }
 
@@ -312,6 +329,17 @@ def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
     starts = (start.compiled for start in compiled.ramp)
     ramp = tuple(Plan(start.schedule, start.program, compiled=start) for start in starts)
     return Plan(compiled.schedule, compiled.program, compiled=compiled, ramp=ramp)
+
+
+def graph(plan: Plan) -> nx.DiGraph:
+    """What waits for what in a step, and when: ops, messages and collectives as nodes, whose names are texts of ops.
+
+    Nodes carry op, kind, rank, step, start and end (ms); edges kind ("order", "value", "message", "collective",
+    "group") and value ("act", "grad" ..). See zbc/interop/digraph.py. Raises E201 if the order can never finish.
+    """
+    from zbc.interop.digraph import digraph  # loads networkx
+
+    return digraph(plan.timeline)
 
 
 def open_plan(path: str | Path) -> Plan:

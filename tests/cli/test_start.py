@@ -21,6 +21,7 @@ COMMANDS = [
     "check plan",
     "check zbc.toml",
     "compare zbc.toml --schedules 1f1b,zb-h1",
+    "export plan --to json",
     "visualize plan",
     "visualize zbc.toml --by slot",
     "config show zbc.toml",

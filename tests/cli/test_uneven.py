@@ -38,7 +38,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
     assert [f" {rank} |" in drawn for rank in range(RANKS[name] + 1)] == [True] * RANKS[name] + [False]
     for picture in ("order.svg", "order.html", "order.json"):
         assert zbc("visualize", "plan", "-o", picture).code == 0
-    for target in ("json", "dot", "perfetto"):
+    for target in ("json", "dot", "graphml", "perfetto"):
         assert zbc("export", "plan", "--to", target, "-o", f"plan.{target}").code == 0
     assert zbc("plan", "plan", "-o", "again").code == 0
     assert zbc("diff", "plan", "again").code == 0

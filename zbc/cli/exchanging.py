@@ -27,6 +27,7 @@ class Target(StrEnum):
     MEGATRON = "megatron"
     JSON = "json"
     DOT = "dot"
+    GRAPHML = "graphml"
     PERFETTO = "perfetto"
 
 

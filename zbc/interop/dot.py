@@ -1,47 +1,64 @@
-"""The dependencies of a plan as a Graphviz graph: one row of ops per rank, arrows for what each op waits for.
+"""The dependencies of a plan as a Graphviz graph: one row of ops per rank, arrows for what each op works on.
 
 Solid arrows lead to an op from what feeds it, labelled with the transfer's ms where there is one; dotted ones join ops
-that follow one another on a rank only because of the order.
+that follow one another on a rank only because of the order. It is what `zbc.graph` says of the ops that compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import Timeline
-from zbc.ir import Kind, Program
+import networkx as nx
+
+from zbc.ir import Kind
 from zbc.text import short
 
-_FILL = {Kind.F: "#9ecae1", Kind.B: "#a1d99b", Kind.W: "#fdd0a2", Kind.BW: "#c7e9c0"}
+_FILL = {"F": "#9ecae1", "B": "#a1d99b", "W": "#fdd0a2", "BW": "#c7e9c0"}
+_COMPUTES = frozenset(kind.value for kind in Kind if kind.computes)
 
 
-def dumps(program: Program, timeline: Timeline, costs: Costs) -> str:
+def dumps(graph: nx.DiGraph) -> str:
     """The text of a .dot file; ops carry their start and end in ms as tooltips."""
-    return "\n".join(_lines(program, timeline, costs)) + "\n"
+    return "\n".join(_lines(graph)) + "\n"
 
 
-def _lines(program: Program, timeline: Timeline, costs: Costs) -> Iterator[str]:
-    graph = timeline.graph
-    number = {i: k for k, i in enumerate(i for rank in range(timeline.ranks) for i in timeline.ops(rank))}
+def _lines(graph: nx.DiGraph) -> Iterator[str]:
+    nodes = graph.nodes
+    computing = [name for name in graph if nodes[name]["kind"] in _COMPUTES]
+    number = {name: k for k, name in enumerate(computing)}
+    feeds = {name: dict(_feeds(graph, name)) for name in computing}
     yield "digraph plan {"
     yield "  rankdir=LR; node [shape=box, style=filled, fontname=Helvetica, fontsize=10, margin=0.05];"
-    for rank in range(timeline.ranks):
-        mine = timeline.ops(rank)
+    for rank, each in groupby(computing, key=lambda name: nodes[name]["rank"]):
+        mine = list(each)
         yield f'  subgraph cluster_{rank} {{ label="rank {rank}"; color=gray;'
-        for i in mine:
-            times = f"{short(timeline.start[i])} to {short(timeline.end[i])} ms"
-            fill = _FILL.get(graph.ops[i].kind, "#dddddd")
-            yield f'    o{number[i]} [label="{graph.ops[i]}", fillcolor="{fill}", tooltip="{times}"];'
+        for name in mine:
+            op = nodes[name]
+            times = f"{short(op['start'])} to {short(op['end'])} ms"
+            fill = _FILL.get(op["kind"], "#dddddd")
+            yield f'    o{number[name]} [label="{op["op"]}", fillcolor="{fill}", tooltip="{times}"];'
         yield "  }"
-        for before, i in pairwise(mine):
-            if graph.sources[i] != before:
-                yield f"  o{number[before]} -> o{number[i]} [style=dotted, arrowhead=none];"
-    for i in number:
-        j = graph.sources[i]
-        if j >= 0:
-            op, source = graph.ops[i], graph.ops[j]
-            ms = costs.link(op.pipe, source.stage, op.stage) if graph.rank(i) != graph.rank(j) else 0.0
-            yield f"  o{number[j]} -> o{number[i]}" + (f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";")
+        for before, name in pairwise(mine):
+            if before not in feeds[name]:
+                yield f"  o{number[before]} -> o{number[name]} [style=dotted, arrowhead=none];"
+    for name in computing:
+        for maker, ms in feeds[name].items():
+            look = f' [label="{short(ms, 3)}", color="#d62728"];' if ms else ";"
+            yield f"  o{number[maker]} -> o{number[name]}{look}"
     yield "}"
+
+
+def _feeds(graph: nx.DiGraph, name: str) -> Iterator[tuple[str, float]]:
+    """The ops that made what an op works on, and the ms of the transfer; what its own F kept only if that is all."""
+    found = []
+    for near, _, edge in graph.in_edges(name, data=True):
+        ms, values = 0.0, set(edge["value"].split())
+        if edge["kind"] == "message":
+            ms = graph.nodes[near]["end"] - graph.nodes[near]["start"]
+            near = next(maker for maker, _, kind in graph.in_edges(near, data="kind") if kind == "value")
+        if values and graph.nodes[near]["kind"] in _COMPUTES:
+            found.append((near, ms, values))
+    for near, ms, values in found:
+        if len(found) == 1 or values != {"kept"}:
+            yield near, ms

@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.compiler.graph.layout import FREED, Channel, Compiled, Layout, Message, members
+from zbc.compiler.graph.layout import EMPTY, FREED, Channel, Compiled, Layout, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import ROWS, Kind, Lane, Rows
+from zbc.ops import ROWS, VALUES, Kind, Lane, Rows
 
 SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
 SMALL = 1 << 17  # units that are never too many
 NOTHING = -1  # in `before`: the beginning of all
 MESSAGE = -1  # in `again`: a message that is sent or taken a second time
+_OF_UNITS = frozenset({"unit", "edge"})  # scopes of values that belong to a microbatch
 
 
 def start_of(rank: int) -> int:
@@ -135,7 +136,7 @@ class Graph:
 
     @cached_property
     def sources(self) -> list[int]:
-        """Per op the compute op that made the tensor it works on, -1 for none (or none that the walk found)."""
+        """Per op the compute op that made the tensor it works on, -1 for none."""
         return _sources(self)
 
     @cached_property
@@ -475,23 +476,57 @@ def happens(g: Graph, done: bytearray) -> bool:
     return 0 not in done[:n] and all(done[e] for e in g.party if e >= 0)
 
 
+class Read(NamedTuple):
+    """A value that an op reads, and the node that wrote it."""
+
+    op: int
+    what: str
+    node: int
+
+
+def reads(g: Graph) -> Iterator[Read]:
+    """Whatever ops read that a node of the graph wrote, in the order of ops: the walk once more, for those who explain.
+
+    A RECV writes what its message brings, so what it brought is read from the message.
+    """
+    cells = [w or EMPTY for w in g.layout.fresh]  # 0: there before the step
+    refs = _refs(g)
+    for i, r in enumerate(g.row_of):
+        if r >= 0:
+            row = g.rows[r]
+            j = g.ops[i][2] * row.step
+            for what, c, width in refs[r]:
+                for w in cells[c : c + width] if width else cells[c + j : c + j + 1]:
+                    if w >= 0:
+                        yield Read(i, what, w)
+            for c in row.writes:
+                cells[c + j] = i if row.lane is Lane.COMPUTE else g.party[i]
+
+
+def _refs(g: Graph) -> list[list[tuple[str, int, int]]]:
+    """Per row what it reads: the value, its first cell, and how many; 0 for the one of the op's microbatch."""
+    named = sorted((base, key.what) for key, base in g.layout.columns.items())
+    bases = [base for base, _ in named]
+
+    def what(cell: int) -> str:
+        return named[bisect_right(bases, cell) - 1][1]
+
+    return [
+        [(what(c), c, 0) for c in row.reads]
+        + [(what(c), c, 1) for c in row.state]
+        + [(what(c), c, width) for c, width in row.every]
+        for row in g.rows
+    ]
+
+
 def _sources(g: Graph) -> list[int]:
-    """The maker of what each op works on, found by walking once more over what ops write."""
-    n, made, found = len(g.ops), dict[int, int](), [-1] * len(g.ops)
-    brought = {base: g.layout.messages.get(Message(*key[:3])) for key, base in g.layout.columns.items() if key.end}
-    for i, r in enumerate(g.row_of):
-        if r >= 0 and g.rows[r].lane is Lane.COMPUTE:
-            for c in g.rows[r].writes:
-                made[c + g.ops[i][2] * g.rows[r].step] = i
-    for i, r in enumerate(g.row_of):
-        if r < 0 or not g.rows[r].kind.computes:
-            continue
-        row = g.rows[r]
-        j, part = g.ops[i][2] * row.step, row.slice
-        for c in row.reads:
-            message = brought.get(c - part)
-            if message is not None and g.before[n + message + j + part] >= 0:
-                found[i] = g.before[n + message + j + part]
-        if found[i] < 0:
-            found[i] = next((made[c + j] for c in reversed(row.reads) if c + j in made), -1)
-    return found
+    """The maker of what each op works on: of what came from another rank, else of what its row names last."""
+    n, found = len(g.ops), [-1] * len(g.ops)
+    maker = {n + x: op for x, op in enumerate(g.sender)}  # of what a message carries; a SEND reads it
+    for op, what, node in reads(g):
+        kind = g.ops[op].kind
+        if kind.is_send:
+            maker[g.party[op]] = node
+        elif kind.computes and VALUES[what].scope in _OF_UNITS and (node >= n or found[op] < n):
+            found[op] = node
+    return [maker[node] if node >= n else node for node in found]

@@ -1,0 +1,138 @@
+"""A plan as a networkx graph: what waits for what, and when each runs.
+
+Nodes, named by the text of their op, as plan files have it (where several ops read alike, with rank and step behind):
+
+    an op of a rank        F, B, W, BW, STEP ..; OVERLAP is a point, at which its group begins
+    a message              kind "message", named by its SEND; a RECV has no node of its own
+    a collective           one node for all ranks that meet in it
+
+    op, kind, start, end   the text; the kind; ms
+    rank, step             where it stands in the plan; of a message its SEND, of a collective the op of the first rank
+    to                     of a message: the rank that gets it
+    ranks                  of a collective: the ranks of a replica that meet, "0 3"
+
+An edge leads from what has to end to what then may start:
+
+    kind "order"           the one before on its rank, or in the queue of collectives of a rank
+         "value"           what an op of the same rank made
+         "message", "collective"     what arrived by one
+         "group"           both ops of a group wait for what either needs, and what they make is there when both end
+    value                  what is handed on: "act", "grad", "kept" .. (see zbc/ops.py)
+
+A node starts when the last of those before it has ended; whoever follows these back from the last end of all has the
+critical path of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import networkx as nx
+
+from zbc.compiler.graph.graph import Graph, reads
+from zbc.compiler.simulate import Timeline
+from zbc.ir import Kind, Op
+from zbc.ops import At, Lane
+
+_SENDS = {ref.what: (kind, ref.at) for kind in Kind if kind.is_send for ref in kind.row.reads}
+
+
+class _Node(NamedTuple):
+    """A node of the graph of integers, as it is told."""
+
+    id: int
+    op: str
+    kind: str
+    at: int  # the op that stands for it
+    more: dict[str, int | str]
+
+
+def digraph(timeline: Timeline) -> nx.DiGraph:
+    """The graph of one step; times in ms."""
+    graph, made = timeline.graph, nx.DiGraph()
+    nodes = list(_nodes(timeline))
+    often = Counter(node.op for node in nodes)
+    names = {}
+    for node in nodes:
+        rank, step = graph.place(node.at)
+        name = names[node.id] = node.op if often[node.op] == 1 else f"{node.op} rank {rank} step {step}"
+        start, end = timeline.start[node.id], timeline.end[node.id]
+        if node.id in graph.marks:
+            end = start  # the ops of the group have its time
+        made.add_node(name, op=node.op, kind=node.kind, rank=rank, step=step, start=start, end=end, **node.more)
+    for a, b, kind, value in _edges(graph):
+        if a in names and b in names:
+            _join(made, names[a], names[b], kind, value)
+    return made
+
+
+def _join(made: nx.DiGraph, a: str, b: str, kind: str, value: str) -> None:
+    """An edge; of two between the same nodes one that hands on a value, with the values of both."""
+    known = made.get_edge_data(a, b)
+    if known is None or (value and not known["value"]):
+        made.add_edge(a, b, kind=kind, value=value)
+    elif value and value not in known["value"].split():
+        known["value"] += f" {value}"
+
+
+def _nodes(timeline: Timeline) -> Iterator[_Node]:
+    """What takes time, or could: ops, then messages, then collectives."""
+    graph = timeline.graph
+    n, layout = len(graph.ops), graph.layout
+    for i, op in enumerate(graph.ops):
+        if op.kind.row.lane in (Lane.COMPUTE, Lane.MARK):
+            yield _Node(i, str(op), op.kind.value, i, {})
+    for x, sender in enumerate(graph.sender):
+        if sender >= 0 and math.isfinite(timeline.end[n + x]):  # others nobody waits for in this timeline
+            yield _Node(n + x, _message(graph, x), "message", sender, {"to": layout.channel_of(x)[1]})
+    for event, ops in graph.met.items():
+        op = graph.ops[ops[0]]
+        yield _Node(event, str(op), op.kind.value, ops[0], {"ranks": " ".join(str(graph.rank(i)) for i in ops)})
+
+
+def _message(graph: Graph, message: int) -> str:
+    """The text of its SEND, also where the program has none: `SEND_F s0 m1 >r1`; `norm >r1` of what a rank makes."""
+    layout, program = graph.layout, graph.program
+    (what, pipe, edge), unit = layout.meaning(message)
+    if edge < 0:
+        return f"{what} >r{layout.channel_of(message)[1]}"
+    kind, at = _SENDS[what]
+    maker = layout.edges[edge][0 if at is At.SINKS else 1]
+    return program.placement.text(Op(kind, maker, unit // program.slices, pipe, unit % program.slices))
+
+
+def _edges(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
+    """(what ends, what may start, kind, value)."""
+    yield from _order(graph)
+    n = len(graph.ops)
+    stop = n + len(graph.sender)
+    for a, b, value in _handed(graph):
+        yield a, b, "value" if a < n else "message" if a < stop else "collective", value
+        mark = graph.group_of.get(b)
+        if mark is not None and a >= n:
+            yield a, mark, "group", ""
+        mark = graph.group_of.get(a)
+        if mark is not None and b >= n:
+            yield mark + 2, b, "group", ""
+
+
+def _handed(graph: Graph) -> Iterator[tuple[int, int, str]]:
+    """(who makes it, who reads it, value); where no SEND stands for a message, the op that makes it sends it."""
+    for op, what, node in reads(graph):
+        yield node, op if graph.ops[op].kind.row.lane is Lane.COMPUTE else graph.party[op], what
+    for x, sender in enumerate(graph.sender):
+        if sender >= 0 and not graph.ops[sender].kind.is_send:
+            yield sender, len(graph.ops) + x, graph.layout.meaning(x)[0].what
+
+
+def _order(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
+    """What comes before a node on its rank, and of a collective on all its ranks."""
+    for i, before in enumerate(graph.before):
+        if before >= 0:
+            yield before, i, "order", ""
+    for event in graph.met:
+        for before in graph.pred[graph.ptr[event] : graph.ptr[event + 1]]:
+            yield before, event, "order", ""

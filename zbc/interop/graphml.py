@@ -1,0 +1,10 @@
+"""A plan's graph as GraphML, which networkx, Gephi, yEd and others read."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+
+def dumps(graph: nx.DiGraph) -> str:
+    """The text of a .graphml file: all nodes and edges with what they carry, see zbc/interop/digraph.py."""
+    return "\n".join(nx.generate_graphml(graph)) + "\n"
