@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test test-all lint bench docs clean
 
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, on two workers (WORKERS=n for more)"
+	@echo "make test-all  with those that only repeat others under more names, sizes and seeds"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
@@ -31,8 +32,14 @@ demo: $(VENV)/.run
 	$(BIN)/zbc visualize build/demo
 	$(BIN)/zbc run build/demo --local 4 $(if $(STEPS),--steps $(STEPS))
 
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) --all
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -43,14 +43,15 @@ CASES = [(8, 64, "zb-v", 5), (32, 128, "interleaved-1f1b", 3), (64, 512, "interl
 LOWERING = """
 import sys, time
 from torch.distributed.pipelining.schedules import _Action, _ComputationType as T, _add_send_recv
-from zbc.compiler.passes.insert_comm import insert_comm
+from zbc.compiler.context import Context
+from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.schedules import SCHEDULES, Request
 p, m, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 program = SCHEDULES[kind].make(Request(p, m, 2))
 name = {"F": T.FORWARD, "B": T.BACKWARD_INPUT, "W": T.BACKWARD_WEIGHT, "BW": T.FULL_BACKWARD}
 actions = {r: [_Action(o.stage, name[o.kind.value], o.mb) for o in ops] for r, ops in enumerate(program.ranks)}
 began = time.perf_counter()
-insert_comm(program)
+InsertComm().run(program, Context.of(program))
 between = time.perf_counter()
 _add_send_recv(actions, program.placement.rank_of, program.placement.stages)
 print(between - began, time.perf_counter() - between)

@@ -29,7 +29,6 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.feasible import least_of
-from zbc.compiler.simulate import step_ms
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -91,7 +90,8 @@ def wrong_with(asked: Request, where: Placement, program: Program) -> str:
         return "over its limit"
     for objective in OBJECTIVES:
         for held in (limits, [units + 1e-6 for units in used]):
-            if step_ms(program, given, objective) < bounds(where, given, asked.m, held).of(objective) * (1 - 1e-9):
+            least = bounds(where, given, asked.m, held).of(objective)
+            if Context(program, given).step_ms(objective) < least * (1 - 1e-9):
                 return f"beats a bound of the {objective}"
     return ""
 

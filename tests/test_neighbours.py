@@ -22,14 +22,6 @@ COUNTED = {  # numbers of stages in words, and of what lies between them
     "compiler/partition.py": "bars",
     "planfiles.py": "boundaries",
 }
-REPLACED = {  # by the graph that is made from the table of ops
-    "compiler/check/order.py",
-    "compiler/check/waits.py",
-    "compiler/dag.py",
-    "compiler/memory.py",
-    "compiler/passes/insert_comm.py",
-    "compiler/transit.py",
-}
 
 
 def _found() -> dict[str, list[str]]:
@@ -43,12 +35,12 @@ def _found() -> dict[str, list[str]]:
 
 def test_nobody_else_adds_one_to_a_stage_or_divides_stages_by_ranks():
     for name, lines in _found().items():
-        if name.startswith(MAKERS) or name in CUTS or name in REPLACED:
+        if name.startswith(MAKERS) or name in CUTS:
             continue
         assert all(name in COUNTED and COUNTED[name] in line for line in lines), (name, lines)
 
 
 def test_what_is_excepted_is_still_there():
     found = _found()
-    gone = {name for name in {*CUTS, *COUNTED, *REPLACED} if (ROOT / name).exists() and name not in found}
+    gone = {name for name in {*CUTS, *COUNTED} if (ROOT / name).exists() and name not in found}
     assert not gone, "drop them from the lists"

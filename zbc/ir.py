@@ -22,21 +22,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.ops import At, Scope
 from zbc.ops import Kind as Kind
-from zbc.ops import Scope
 from zbc.topology import Topology
-
-# Sets of kinds for code that has yet to ask the kinds themselves.
-COMPUTE = frozenset(kind for kind in Kind if kind.computes)
-TRANSFER = frozenset(kind for kind in Kind if kind.is_transfer)
-STAGE_WIDE = frozenset(kind for kind in Kind if kind.stage_wide)
-RANK_WIDE = frozenset(kind for kind in Kind if kind.rank_wide)
-MARK = frozenset(kind for kind in Kind if kind.is_mark)
-EVERYWHERE = frozenset(kind for kind in Kind if kind.everywhere)
-BARRIER = frozenset(kind for kind in Kind if kind.row.closes == "barrier")
-AHEAD = frozenset(kind for kind in Kind if kind.row.closes == "ahead")
-SUM = frozenset(kind for kind in Kind if kind.sums)
-COLLECTIVE = frozenset(kind for kind in Kind if kind.is_collective)
 
 Edge = tuple[int, int]  # (source stage, sink stage)
 
@@ -231,6 +219,10 @@ class Placement:
         """The stages that read the output of `stage`, ascending; none for one that ends in the loss."""
         return self._sinks[stage]
 
+    def beside(self, stage: int, side: At | None) -> tuple[int, ...]:
+        """The stages at the other end of the edges on one side of `stage` (see `Kind.takes`); none without a side."""
+        return self._sources[stage] if side is At.SOURCES else self._sinks[stage] if side is At.SINKS else ()
+
     @property
     def ends(self) -> tuple[int, ...]:
         """The stages without sources or without sinks, ascending: those of a chain are its first and its last."""
@@ -253,7 +245,7 @@ class Placement:
         kind, stage, mb, pipe, part = op
         if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
             return None
-        others = self._sinks[stage] if kind in (Kind.SEND_F, Kind.RECV_B) else self._sources[stage]
+        others = self.beside(stage, kind.takes or kind.gives)
         if len(others) != 1:
             return None
         ends = (stage, others[0]) if kind.is_send else (others[0], stage)

@@ -57,6 +57,9 @@ class Kind(StrEnum):
     stage_wide: bool  # once per stage, on each rank that holds it
     rank_wide: bool  # once per rank
     everywhere: bool  # once on every rank
+    takes: At | None  # on which edges of its stage it reads: SOURCES, SINKS; None where it reads on none
+    gives: At | None  # the same of what it writes
+    makes_part: bool  # its result is a share of the gradients of its stage's weights
 
 
 class Scope(Enum):
@@ -130,12 +133,16 @@ VALUES = {
 
 
 class Look(NamedTuple):
-    """Letters in the first and the second pipe, what they mean, the fills of even and odd microbatches, and the ink."""
+    """Letters in the first and the second pipe, what they mean, the fills of even and odd microbatches, and the ink.
+
+    `shades` are the fills on a terminal, in numbers of its 256 colours; the ink is the same.
+    """
 
     letter: str
     other: str
     name: str
     fills: tuple[str, str]
+    shades: tuple[int, int]
     ink: str = "#000000"
 
 
@@ -162,8 +169,10 @@ def _refs(text: str) -> tuple[Ref, ...]:
     return tuple(Ref(what, At[at] if at else At.OWN) for what, _, at in pairs)
 
 
-def _look(letters: str, name: str, fill: str, second: str = "", ink: str = "#000000") -> Look:
-    return Look(letters[0], letters[-1], name, (fill, second or fill), ink)
+def _look(letters: str, name: str, fills: str, shades: tuple[int, ...], ink: str = "#000000") -> Look:
+    """Of one letter, fill or shade both are made."""
+    each = fills.split()
+    return Look(letters[0], letters[-1], name, (each[0], each[-1]), (shades[0], shades[-1]), ink)
 
 
 _INPUTS = "kept grad@SINKS kv dkv@LATER"  # of a backward: it reads them, and nobody reads them after it
@@ -180,7 +189,7 @@ ROWS: dict[Kind, Row] = {
         cost="f",
         repeats=True,
         family="forward",
-        look=_look("FP", "forward", "#28588f", "#3b6ca5", "#ffffff"),
+        look=_look("FP", "forward", "#28588f #3b6ca5", (25, 31), "#ffffff"),
     ),
     Kind.B: Row(
         _UNIT,
@@ -190,7 +199,7 @@ ROWS: dict[Kind, Row] = {
         frees=_refs(_INPUTS),
         cost="b",
         family="input",
-        look=_look("BE", "backward for the input", "#e3a04f", "#eab26e"),
+        look=_look("BE", "backward for the input", "#e3a04f #eab26e", (215, 223)),
     ),
     Kind.W: Row(
         _UNIT,
@@ -200,7 +209,7 @@ ROWS: dict[Kind, Row] = {
         frees=_refs("left"),
         cost="w",
         family="weight",
-        look=_look("WM", "backward for the weights", "#f5e3a8", "#f9edc5"),
+        look=_look("WM", "backward for the weights", "#f5e3a8 #f9edc5", (187, 230)),
     ),
     Kind.BW: Row(
         _UNIT,
@@ -210,7 +219,7 @@ ROWS: dict[Kind, Row] = {
         frees=_refs(_INPUTS),
         cost="bw",
         family="input",
-        look=_look("DQ", "both backwards in one", "#4f9d83", "#66ad95"),
+        look=_look("DQ", "both backwards in one", "#4f9d83 #66ad95", (72, 115)),
     ),
     Kind.SEND_F: Row(_UNIT, _LINK, reads=_refs("act@SINKS"), frees=_refs("act@SINKS"), repeats=True),
     Kind.RECV_F: Row(_UNIT, _LINK, writes=_refs("act@SOURCES"), repeats=True),
@@ -224,7 +233,7 @@ ROWS: dict[Kind, Row] = {
         reads=_refs("part@UNITS clean"),
         writes=_refs("total"),
         cost="reduce",
-        look=_look("S", "sum of gradients", "#b9a7cf"),
+        look=_look("S", "sum of gradients", "#b9a7cf", (146,)),
     ),
     Kind.TIE: Row(
         _RANK,
@@ -232,7 +241,7 @@ ROWS: dict[Kind, Row] = {
         reads=_refs("part@ENDS clean@ENDS"),
         writes=_refs("tied"),
         cost="tie",
-        look=_look("T", "sum of the shared weight", "#b9a7cf"),
+        look=_look("T", "sum of the shared weight", "#b9a7cf", (146,)),
     ),
     Kind.VALIDATE: Row(
         _RANK,
@@ -247,7 +256,7 @@ ROWS: dict[Kind, Row] = {
         _STAGE,
         _COMPUTE,
         reads=_refs("verdict weights"),
-        writes=_refs("shard"),
+        writes=_refs("shard clean"),
         frees=_refs("weights"),
         cost="step",
         closes="barrier",
@@ -261,7 +270,7 @@ ROWS: dict[Kind, Row] = {
         frees=_refs("weights"),
         cost="tentative",
         closes="ahead",
-        look=_look("A", "tentative step", "#5a5a5a", ink="#ffffff"),
+        look=_look("A", "tentative step", "#5a5a5a", (240,), "#ffffff"),
     ),
     Kind.NORM: Row(
         _RANK, _COMPUTE, reads=_refs("norm@RANK_BEFORE"), writes=_refs("norm"), closes="ahead", repeats=True
@@ -282,7 +291,7 @@ ROWS: dict[Kind, Row] = {
         writes=_refs("clean"),
         cost="step",
         closes="ahead",
-        look=_look("C", "final step", "#c4c4c4"),
+        look=_look("C", "final step", "#c4c4c4", (251,)),
     ),
     # ---- weights in shares
     Kind.GATHER: Row(
@@ -291,12 +300,17 @@ ROWS: dict[Kind, Row] = {
         reads=_refs("shard"),
         writes=_refs("weights"),
         cost="gather",
-        look=_look("G", "gather of weights", "#d8cfe4"),
+        look=_look("G", "gather of weights", "#d8cfe4", (188,)),
     ),
 }
 Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
+
+
+def _side(refs: tuple[Ref, ...]) -> At | None:
+    """On which edges of a stage there is a value of these; an op reads on one side of its stage and writes on one."""
+    return next((ref.at for ref in refs if VALUES[ref.what].scope == "edge"), None)
 
 
 def _answer(kind: Kind, row: Row) -> None:
@@ -313,6 +327,8 @@ def _answer(kind: Kind, row: Row) -> None:
     kind.stage_wide = row.scope is Scope.STAGE
     kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
     kind.everywhere = kind.rank_wide and not any(ref.at is At.ENDS for ref in row.reads)
+    kind.takes, kind.gives = _side(row.reads), _side(row.writes)
+    kind.makes_part = any(ref.what == "part" for ref in row.writes)
 
 
 for _kind in Kind:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, parse_line
 from zbc.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
+from zbc.ops import UNIT_SCOPES
 from zbc.topology import Topology
 
 REPLAN = "make it again with `zbc plan JOB.toml`"
@@ -149,7 +150,7 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
 
 
 def _out_of_range(op: Op, stages: int, topology: Topology) -> bool:
-    if op.kind.computes or op.kind.is_transfer:
+    if op.kind.row.scope in UNIT_SCOPES:
         return (
             op.stage >= stages
             or op.mb >= topology.microbatches

@@ -17,6 +17,7 @@ from tests.check import operational
 from tests.check.programs import BREAKS, Broken, broken, compute_order, placement
 from tests.listing import listing, show
 from tests.lowered import lower
+from tests.tiers import few
 from zbc.compiler.check import check_all, check_deadlock, survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.errors import ZbcError
@@ -72,7 +73,7 @@ def rejected(seed: int) -> ZbcError | None:
     return None
 
 
-@batches
+@pytest.mark.parametrize("seeds", few(BATCHES, BATCHES[::2]))
 def test_every_legal_schedule_can_do_without_the_barrier(seeds):
     for seed in seeds:
         program = schedule(seed)

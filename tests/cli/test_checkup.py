@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers import few
+
 ZOO = {"data": {"kind": "tests.runtime.user_models:Vectors"}, "layers": 4, "pp": 2, "m": 4}
 
 
@@ -26,7 +28,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers")))
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     ran = zbc("doctor", "--model", job(**JOBS[name]))
     assert ran.code == 0, ran.err

@@ -241,7 +241,7 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
         kept = tuple(rng.random() for _ in range(some.stages))
         left = tuple(size * rng.uniform(0.2, 1.5) for size in kept)
         costs = some.with_units(kept=kept, left=left)
-        assert held_peaks(held, kept, left) == pytest.approx([r.units for r in peaks(program, costs)])
+        assert held_peaks(held, {"kept": kept, "left": left}) == pytest.approx([r.units for r in peaks(program, costs)])
 
 
 def with_head(layers, head, **parts):

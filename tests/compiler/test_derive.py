@@ -55,7 +55,7 @@ def recorded(compiled):
             if op.kind in (Kind.F, Kind.B, Kind.W, Kind.BW):
                 times.cost[op.kind, op.stage] = ns
             elif op.kind is Kind.STEP:
-                times.closing[op.kind, op.stage] = ns
+                times.closing["step", op.stage] = ns
     for pipe, links in enumerate(costs.links):
         times.lags |= {(pipe, first): [round(1e6 * ms)] * 3 for (first, _), ms in links.items() if ms}
     times.norm, times.sums = [round(0.25e6 * costs.of("agree"))], [round(0.75e6 * costs.of("agree"))]

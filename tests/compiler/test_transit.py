@@ -7,19 +7,18 @@ import pytest
 from tests.compiler.grid import make
 from tests.lowered import lower
 from zbc.compiler.cost import Costs
+from zbc.compiler.ledger import in_transit
 from zbc.compiler.simulate import simulate
-from zbc.compiler.transit import in_transit
 
 
 def moving(microbatches, f):
     """Per rank and compute op of GPipe on two ranks the tensors on their way; B and W take 1."""
     program = lower(make("gpipe", 2, microbatches))
     costs = Costs.uniform(program.placement).with_ms(f=f)
-    found = in_transit(program, costs, simulate(program, costs))
-    return [
-        {str(op): count for op, count in zip(ops, counts, strict=True) if op.kind.computes}
-        for ops, counts in zip(program.ranks, found, strict=True)
-    ]
+    timeline = simulate(program, costs)
+    ops = timeline.graph.ops
+    found = in_transit(timeline, costs)
+    return [{str(ops[i]): count for i, count in counts.items() if ops[i].kind.computes} for counts in found]
 
 
 def test_results_and_posted_buffers_count_and_what_a_neighbour_waits_for_leaves_at_once():
@@ -39,6 +38,6 @@ def test_what_is_sent_right_before_a_tentative_step_leaves_while_it_runs(ms, sha
     """The last rank's last gradient takes 1 ms to the first rank, which has posted for it."""
     program = lower(make("1f1b", 2, 3), "post-validate")
     costs = Costs.uniform(program.placement, comm=1.0).with_ms(tentative=(ms, ms))
-    counts = in_transit(program, costs, simulate(program, costs))[1]
+    counts = list(in_transit(simulate(program, costs), costs)[1].values())
     assert str(program.ranks[1][-1]) == "TENTATIVE s1" and str(program.ranks[1][-2]) == "SEND_B s1 m2"
     assert counts[-1] == pytest.approx(share)

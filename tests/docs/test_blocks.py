@@ -4,23 +4,63 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+import zbc.cli
 from bench.readme import BIDIRECTIONAL, README, TWO_PIPES_BLOCKS, fill
+from tests.limits import at_most
+from tests.tiers import few
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks of a page that go on with what one of them made, as the lines a reader types."""
+
+    page: Path
+    number: int
+    lines: tuple[str, ...]
+
+    def __str__(self):
+        return f"{self.page.name}-{self.number}"
 
 
 def commands(page):
+    """The lines of each block."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    return [[line for line in block.splitlines() if line.strip()] for block in blocks]
+
+
+def chains(page):
+    """A block belongs to the chain that made a file or folder it names."""
+    found = []
+    for block in commands(page):
+        words = [word for line in block for word in line.split()[2:]]
+        earlier = [chain for chain in found if {word.split("/")[0] for word in words} & made(chain)]
+        together = [line for chain in earlier for line in chain]
+        found = [chain for chain in found if chain not in earlier] + [together + block]
+    return [Chain(page, number, tuple(lines)) for number, lines in enumerate(found, start=1)]
+
+
+def made(lines):
+    """Names of what these lines write."""
+    pairs = [pair for line in lines for pair in pairwise(line.split())]
+    return {name.split("/")[0] for option, name in pairs if option in ("-o", "--out", "--save-hf", "init", ">")}
+
+
+CHAINS = sorted((chain for page in PAGES for chain in chains(page)), key=lambda chain: -len(chain.lines))
 
 
 def runnable(line):
@@ -30,29 +70,56 @@ def runnable(line):
     return f"make --dry-run test -o '{BIN.parent}/.dev' VENV='{BIN.parent}'" if line == "make test" else line
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clone")
+def run_line(line):
+    """A plain line of zbc in this process, which has everything loaded; any other as a shell runs it."""
+    name, *arguments = shlex.shlex(line, posix=True, punctuation_chars=True)
+    if name == "zbc" and not any(set(word) <= set("();<>|&") for word in arguments):
+        with pytest.raises(SystemExit) as left:
+            zbc.cli.main(shlex.split(line)[1:])
+        return left.value.code or 0
+    return subprocess.run(runnable(line), shell=True, timeout=LIMIT_S).returncode
+
+
+@pytest.fixture(autouse=True)
+def limit():
+    with at_most(LIMIT_S):
+        yield
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """The current folder holds what a clone of the repository holds."""
     for name in ("plans", "Makefile", "pyproject.toml", "constraints.txt"):
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
-    return folder
+        copy = tmp_path / name
+        shutil.copytree(source, copy, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_command_blocks_of_a_page_work(page, clone):
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
-    for line in commands(page):
-        done = subprocess.run(
-            runnable(line), shell=True, cwd=clone, env=environment, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, f"{page.name}: {line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+def once(chain):
+    """Whether this is no other torchrun than that of the README."""
+    return chain.page == README or not any(line.startswith("torchrun") for line in chain.lines)
+
+
+@pytest.mark.parametrize("chain", few(CHAINS, once), ids=str)
+def test_the_command_blocks_of_a_page_work(chain, clone):
+    for line in chain.lines:
+        assert run_line(line) == 0, f"{chain.page.name}: {line}"
+
+
+def test_blocks_that_go_on_with_what_another_made_are_one_chain():
+    assert [len(chains(README)), len(chains(ROOT / "docs" / "report.md"))] == [6, 1]
+    assert sum(len(block) for page in PAGES for block in commands(page)) == sum(len(chain.lines) for chain in CHAINS)
 
 
 def test_the_pages_have_commands_at_all():
-    assert len(commands(README)) >= 10
-    assert sum(len(commands(page)) for page in PAGES) >= 15
+    assert sum(map(len, commands(README))) >= 10
+    assert sum(len(block) for page in PAGES for block in commands(page)) >= 15
 
 
 def test_every_code_block_says_what_it_is_or_is_a_picture():

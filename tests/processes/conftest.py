@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
-import signal
-import sys
 from datetime import timedelta
 
 import pytest
 
+from tests.limits import at_most
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.plans import processes, threads
 from zbc.runtime.forking import fork_server
@@ -25,16 +23,8 @@ def limit(request):
     marker = request.node.get_closest_marker("limit")
     seconds = LIMIT_S if marker is None else marker.args[0]
 
-    def too_long(number, frame):
-        raise TimeoutError(f"the test took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(seconds)
-    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=sys.__stderr__)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with at_most(seconds):
+        yield
 
 
 @pytest.fixture
@@ -113,7 +103,7 @@ def _serve(rank, ranks, port, pipe):
             pipe.send((False, error))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool():
     """Four ranks."""
     pool = Pool(4)
@@ -121,7 +111,7 @@ def pool():
     pool.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pair():
     """Two ranks."""
     pair = Pool(2)

@@ -11,6 +11,7 @@ import torch
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
+from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
@@ -30,7 +31,7 @@ def same(found, expected, tolerance=0.0):
             assert tensor is None or torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 8), keep=without_step)
     expected, found = reference(plan), pool.run(train, plan, 1)

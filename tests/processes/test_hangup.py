@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from tests.limits import until
 from tests.processes.plans import metrics, write_plan
 from zbc.runtime.checkpoint import folder as disk
 
@@ -33,8 +34,7 @@ def begin(command, **options):
 
 
 def wait_for_steps(out, count):
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < count:
-        pass
+    until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= count)
 
 
 def saved(out):

@@ -13,6 +13,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from tests.limits import until
 from tests.processes.leftovers import alive
 from tests.processes.plans import (
     metrics,
@@ -157,8 +158,7 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path, out):
     parent.join()
     ranks = processes(out)
     assert len(ranks) == 2
-    while any(map(alive, ranks)):
-        pass
+    until(lambda: not any(map(alive, ranks)))
 
 
 def run_and_tell(plan, out, pipe):

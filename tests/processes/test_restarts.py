@@ -141,14 +141,16 @@ def test_only_what_may_go_well_another_time_is_tried_again(failure, again):
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again():
-    parent = local.Parent(print)
+    parent, tried = local.Parent(print), []
 
     def once(options):
+        tried.append(options)
         parent.asked = "SIGTERM"
         raise ZbcError("E702", "run: rank 1 was killed by SIGKILL")
 
     with pytest.raises(ZbcError):
         local._run_again(parent, RunOptions(max_restarts=2), once)
+    assert len(tried) == 1
 
 
 def test_restarts_of_ranks_that_torchrun_starts_are_its_own_business(tmp_path):

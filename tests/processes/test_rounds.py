@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from tests.limits import until
 from zbc.errors import ZbcError
 from zbc.runtime.rounds import joined, launch_of, same_launch
 
@@ -27,8 +28,7 @@ def start(store, ranks, order=None):
     for rank, thread in zip(order or range(ranks), threads, strict=True):
         thread.start()
         came[rank].wait()
-    while len(numbers) < ranks and any(thread.is_alive() for thread in threads):
-        pass
+    until(lambda: len(numbers) == ranks or not any(thread.is_alive() for thread in threads))
     over.set()
     for thread in threads:
         thread.join(20)

@@ -80,6 +80,7 @@ def trains(plan, out, places, commands):
     assert [row["loss"] for row in metrics(out)] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.repeats
 def test_two_machines_with_fixed_numbers(places, tmp_path):
     """Two copies of a pipeline of two ranks; a machine has both copies of a rank, and messages go to the other."""
     hardware = {"ranks_per_node": 2}
@@ -91,6 +92,7 @@ def test_two_machines_with_fixed_numbers(places, tmp_path):
     trains(plan, tmp_path / "run", places, filled)
 
 
+@pytest.mark.repeats
 def test_two_agents_of_one_machine_that_find_each_other(plan, tmp_path):
     (command,) = documented("torchrun --nnodes 2 --nproc-per-node")
     filled = command.replace("node1:29500", f"127.0.0.1:{free_port()}")

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from tests.limits import until
 from zbc.errors import ZbcError
 from zbc.runtime.board import Beat, Board
 from zbc.runtime.progress import Progress
@@ -117,11 +118,9 @@ def test_a_rank_that_leaves_the_report_to_another_goes_on_beating():
     dog._listener.start = lambda: None  # it has not heard of that yet
     dog.start()
     dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
-    while not other.stacks([0]):
-        pass
+    until(lambda: other.stacks([0]))
     beats = other.beats()[0].count
-    while other.beats()[0].count < beats + 3:
-        pass
+    until(lambda: other.beats()[0].count >= beats + 3)
     dog._listener.reported = 7
     assert ends.any.wait(20)
     dog._done.set()
@@ -188,8 +187,7 @@ def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
         dog.phase("starting", waiting=True)
         dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
         dog.start()
-    while any(len(dog._listener.heard) < 3 for dog, _ in dogs):
-        pass
+    until(lambda: all(len(dog._listener.heard) == 3 for dog, _ in dogs))
     for dog, _ in dogs:
         dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
     for _, ends in dogs:
@@ -228,8 +226,7 @@ def test_a_rank_that_fails_itself_is_not_ended_by_its_watchdog():
     other.report(6)
     assert dog.await_report() == 6  # the watchdog has heard of it
     beats = Board(store, 1, 2).beats()[0].count
-    while Board(store, 1, 2).beats()[0].count < beats + 3:
-        pass
+    until(lambda: Board(store, 1, 2).beats()[0].count >= beats + 3)
     dog.stop()
     assert not ends.orphaned and not ends.errors
 
@@ -284,16 +281,14 @@ def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
         dog.watch(in_op("F s0 m0", since=0.0))
         if rank == 2:
             dog.nearly_done()
-    while any(len(dog._listener.heard) < 3 for dog, _ in dogs):
-        pass
+    until(lambda: all(len(dog._listener.heard) == 3 for dog, _ in dogs))
     store.dead.set()
     (_, first), (_, second), (last, third) = dogs
     assert first.any.wait(20) and second.any.wait(20)
     (error,) = first.errors
     assert error.code == "E702" and error.message == "run: the store of the run is gone, so its ranks cannot meet again"
     assert second.orphaned == [7] and not second.errors
-    while not last._listener.cut_off:
-        pass
+    until(lambda: last._listener.cut_off)
     assert not third.any.is_set()  # has met the others for the last time
     for dog, _ in dogs:
         dog.stop()
@@ -334,12 +329,10 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
         one.dog.phase("starting", waiting=True)
         one.dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
         one.dog.start()
-    while any(len(one.dog._listener.heard) < 2 for one in (late, waiting)):
-        pass
+    until(lambda: all(len(one.dog._listener.heard) == 2 for one in (late, waiting)))
     late.dog.stand_down()  # it only says where it is
     late.dog.watch(in_op("F s1 m6", since=0.0))
-    while not waiting.dog._listener.heard[1].beat.total:  # until it is heard to be in a step
-        pass
+    until(lambda: waiting.dog._listener.heard[1].beat.total)  # until it is heard to be in a step
     waiting.dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
     assert waiting.ends.any.wait(30)
     for one in (late, waiting):

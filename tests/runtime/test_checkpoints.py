@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
+from tests.tiers import few
 from zbc import dealing
 from zbc.errors import ZbcError
 from zbc.runtime import validate
@@ -112,9 +113,10 @@ PAIRS = {
     "momentum": (("1f1b", 2), ("1f1b", 1), {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}),
     "nothing kept by the optimizer": (("1f1b", 2), ("1f1b", 4), {"optimizer": {"kind": "sgd", "lr": 0.1}}),
 }
+ALIKE = {"two pipes to two", "one pipe to two of another kind"}
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", few(PAIRS, lambda name: name not in ALIKE))
 def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_path):
     """Plans whose sums are in another order differ in the last bits; resuming adds nothing to that."""
     first, second, changes = PAIRS[name]

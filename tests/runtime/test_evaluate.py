@@ -167,7 +167,7 @@ def test_inputs_in_floating_point_have_the_type_of_the_weights_as_in_training(te
 @pytest.mark.parametrize(
     ("schedule", "p", "section", "how"),
     [
-        ("1f1b", 4, GPT, {}),
+        pytest.param("1f1b", 4, GPT, {}, marks=pytest.mark.repeats),
         ("zb-v", 2, {**LLAMA, "dtype": "bfloat16"}, {}),
         ("zb-h1", 2, {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}, {}),
         ("zb-h1", 4, RESIDUAL, {}),

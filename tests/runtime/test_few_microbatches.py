@@ -7,6 +7,7 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
+from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import AUTO, SCHEDULES
 from zbc.runtime.threads import run_threads
@@ -23,7 +24,7 @@ def options(schedule):
 
 
 @pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_four_ranks_train_with_fewer_microbatches_as_one_process_does(schedule, m):
     plan = make_plan(make_program(schedule, 4, m), optimizer=FAST, **options(schedule))
     workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)

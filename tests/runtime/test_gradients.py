@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, plan_of, reference
+from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Op, Placement
 from zbc.runtime.threads import run_threads
@@ -57,7 +58,7 @@ def check_training(plan, steps=3, *, tolerance=0.0):
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(schedule, p):
     m = 3 if p == 1 else 2 * p
     if p % SCHEDULES[schedule].ranks_in == 0:
@@ -69,7 +70,7 @@ def test_more_microbatches_than_the_pipeline_is_long_change_nothing(schedule):
     check_gradients(make_plan(make_program(schedule, 2, 7), keep=without_step, size=1))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_weights_after_three_clipped_adamw_steps_are_those_of_one_process(schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     check_training(plan, tolerance=slack(schedule))
@@ -93,7 +94,7 @@ def test_rotary_positions(schedule):
     check_gradients(make_plan(make_program(schedule, 4, 4), model={**GPT, "positions": "rotary"}, keep=without_step))
 
 
-@pytest.mark.parametrize(("schedule", "p"), [*((name, 4) for name in SCHEDULES), ("1f1b", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "p"), few([*((name, 4) for name in SCHEDULES), ("1f1b", 1), ("zb-v", 2)]))
 def test_the_llama_family(schedule, p):
     plan = make_plan(make_program(schedule, p, 4), model=LLAMA, keep=without_step, size=1)
     check_gradients(plan, tolerance=slack(schedule))
@@ -105,12 +106,11 @@ def test_llama_with_stretched_positions_wide_heads_and_one_key_for_all():
     check_training(make_plan(make_program("zb-v", 2, 4), model=model, optimizer={"lr": 1e-2}))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule):
-    for family in (GPT, LLAMA):
-        model = {**family, "dtype": "bfloat16"}
-        check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step))
-        check_training(make_plan(make_program(schedule, 2, 4), model=model, optimizer={"lr": 1e-2}))
+@pytest.mark.parametrize(("schedule", "family"), dealt(["1f1b", "zb-h1", "zb-v"], [GPT, LLAMA]))
+def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule, family):
+    model = {**family, "dtype": "bfloat16"}
+    check_gradients(make_plan(make_program(schedule, 2, 4), model=model, keep=without_step))
+    check_training(make_plan(make_program(schedule, 2, 4), model=model, optimizer={"lr": 1e-2}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,6 +9,7 @@ from torch import nn
 from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
+from tests.tiers import dealt
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory import peaks
 from zbc.ir import Kind, Op, Placement
@@ -35,8 +36,8 @@ CASES = {
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
 KINDS = ["gpipe", "1f1b", "zb-h1", "zb-v"]
-SOME = [("fp32", kind, how) for kind in KINDS for how in ("keep", "recompute")]
-SOME += [(case, *rest) for case in CASES if case != "fp32" for rest in (("zb-v", "keep"), ("1f1b", "recompute"))]
+SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute"])
+SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1f1b", "recompute")])
 
 
 @pytest.mark.parametrize(("case", "kind", "activations"), SOME)
@@ -60,8 +61,7 @@ TENTATIVE = {
 }
 
 
-@pytest.mark.parametrize("batch", [2**22, 20000])
-@pytest.mark.parametrize("case", TENTATIVE)
+@pytest.mark.parametrize(("case", "batch"), dealt(TENTATIVE, [2**22, 20000]))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
     """Copies of masters and state, as many at a time as a batch has room for."""
     monkeypatch.setattr("zbc.dealing.BATCH", batch)

@@ -7,6 +7,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
+from tests.tiers import dealt
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime import model as models
@@ -17,6 +18,8 @@ from zbc.runtime.worker import Settings
 
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]
+ALL_WAYS = [(*way, activations) for way in SCHEDULES for activations in ("keep", "recompute")]
+CHANGING = ["batchnorm", "averages", "averages_quietly", "grows", "grows_new", "grows_table"]
 EXACT = ["inline", "custom", "conv", "hooked", "overwrites", "aliases", "unused", "noise", "dropped", "frozen"]
 EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "normed", "beside_w", "beside_sent"]
 EXACT += ["made_weights", "empty", "overwrites_quietly", "listens_to_each", "listens_to_sums"]
@@ -27,15 +30,14 @@ def plan(kind, schedule="zb-h1", p=2, m=4, **options):
     return make_plan(make_program(schedule, p, m), model=model, **VECTORS, **options)
 
 
-@pytest.mark.parametrize(("schedule", "p", "activations"), WAYS)
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(("kind", "schedule", "p", "activations"), dealt(EXACT, WAYS, always=[("zb-h1", 4, "keep")]))
 def test_gradients_are_those_of_one_process_bit_by_bit(kind, schedule, p, activations):
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["tied", "strided"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "p", "activations"), dealt(["tied", "strided"], ALL_WAYS, always=[("zb-h1", 4, "recompute")])
+)
 def test_gradients_are_those_of_one_process_up_to_the_order_of_sums(kind, schedule, p, activations):
     """A weight used twice adds in another order; what is sent is contiguous, which changes the order inside kernels."""
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations), tolerance=1e-6)
@@ -82,9 +84,7 @@ def buffers_of_one_process(plan, steps):
     return {f"{name}.{key}": buffer for name, module in kept.items() for key, buffer in module.named_buffers()}
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["batchnorm", "averages", "averages_quietly", "grows", "grows_new", "grows_table"])
+@pytest.mark.parametrize(("kind", "schedule", "p", "activations"), dealt(CHANGING, ALL_WAYS))
 def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedule, p, activations):
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
     training = plan(kind, schedule, p, activations=activations)

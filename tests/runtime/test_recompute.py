@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, slack, user, without_step
+from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Placement
 from zbc.runtime.execute import run_step
@@ -19,7 +20,7 @@ ALL = {"activations": "recompute"}
 
 
 @pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_gradients_keep_their_bits_in_every_schedule(schedule, p):
     plan = make_plan(make_program(schedule, p, 2 * p), keep=without_step, **ALL)
     check_gradients(plan, tolerance=slack(schedule))

@@ -10,6 +10,7 @@ from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
+from tests.tiers import few
 from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -21,7 +22,7 @@ CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}
 SMALL = {**GPT, "layers": 6, "hidden": 16}
 
 
-@pytest.mark.parametrize(("name", "p"), [("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)])
+@pytest.mark.parametrize(("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)]))
 def test_copies_of_a_stage_have_the_same_bits_after_each_of_fifty_clipped_steps(name, p):
     plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=CLIPPED, size=1)
     seen = []
@@ -57,7 +58,7 @@ def _then(handler, seen):
 
 
 @pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", few(TWO))
 def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
     """A parameter that two ranks hold counts once in the norm."""
     plan = make_plan(make_program(name, p, 5), optimizer={"lr": 1e-3, "clip_grad_norm": 0.5})
@@ -68,7 +69,7 @@ def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
     assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", few(TWO))
 @pytest.mark.parametrize("m", [1, 3])
 def test_a_pipe_with_fewer_microbatches_or_none_does_not_matter(name, m):
     check_gradients(make_plan(make_program(name, 4, m), keep=without_step), tolerance=1e-6)

@@ -12,6 +12,7 @@ from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from tests.uneven import FORK, eager
 from zbc.compiler.bounds import bounds, with_sums
+from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
 from zbc.compiler.schedules import SCHEDULES, Request, slots
@@ -21,7 +22,7 @@ from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
-from zbc.compiler.simulate import simulate, step_ms
+from zbc.compiler.simulate import simulate
 from zbc.ir import Placement
 
 SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]
@@ -220,6 +221,6 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
         timeline = simulate(lowered, given)
         assert timeline.makespan >= least.makespan * (1 - 1e-9)
         assert timeline.span >= least.span * (1 - 1e-9)
-        assert step_ms(lowered, given, "period", timeline) >= least.of("period") * (1 - 1e-9)
+        assert Context(lowered, given).step_ms("period") >= least.of("period") * (1 - 1e-9)
         nearest = min(nearest, timeline.makespan / least.makespan)
     assert nearest < 1.2

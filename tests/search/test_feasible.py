@@ -11,6 +11,7 @@ import pytest
 
 from tests.jobs import job
 from tests.search.instances import costs, instance
+from tests.tiers import dealt
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import peaks
@@ -113,8 +114,9 @@ def test_below_the_least_memory_the_error_names_a_limit_that_works(name, v):
             make(replace(asked, memory_limit=share * p - 1e-3))
 
 
-@pytest.mark.parametrize("kind", ["zb-auto", "v-auto", "1f1b-v", "looped-zb", "auto"])
-@pytest.mark.parametrize("asked", ["0.001x", "0.000001 GiB"])
+@pytest.mark.parametrize(
+    ("kind", "asked"), dealt(["zb-auto", "v-auto", "1f1b-v", "looped-zb", "auto"], ["0.001x", "0.000001 GiB"])
+)
 def test_a_job_with_too_little_memory_is_told_how_much_works(kind, asked):
     def planned(limit):
         return compile_job(job(kind=kind, schedule={"memory_limit": limit}), budget=0.0)

@@ -34,6 +34,7 @@ def test_a_trace_keeps_the_rules_and_holds_every_op_and_message(name, comm):
         pieces = list(one.strip.pieces(rank))
         slices = trace.slices[rank + 1, 1]
         assert [text for _, _, text, _ in slices] == [str(piece.op) for piece in pieces]
+        assert [about for *_, about in slices] == [{"stage": p.op.stage, "microbatch": p.op.mb} for p in pieces]
         assert [float(start) for start, *_ in slices] == pytest.approx([US * p.start for p in pieces], abs=1e-3)
         assert [float(end) for _, end, *_ in slices] == pytest.approx([US * p.end for p in pieces], abs=1e-3)
     graph = one.strip.steps[0].graph

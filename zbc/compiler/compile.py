@@ -11,8 +11,10 @@ from typing import NamedTuple
 import zbc.plan as plans
 from zbc import spec
 from zbc.compiler import estimate, recall, report
-from zbc.compiler.check import check_all, check_complete
+from zbc.compiler.check import check_graph
+from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
+from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
@@ -189,9 +191,9 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     began = time.perf_counter()
     table = estimate.layers(job)
     found = order(job, table, budget)
-    check_complete(found.program)  # passes and simulation rely on it; plugins may be wrong
+    raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     program = found.complete.program
-    check_all(program)
+    check_graph(found.complete.graph)
     if job.train.eval_every:
         check_forward(forward_only(program.placement, program.microbatches))
     timeline, memory = found.complete.timeline, found.memory

@@ -189,7 +189,8 @@ class Costs:
             return 0.0
         stage = self.bytes[op.stage]
         more = stage.first if first else stage.more
-        return {Kind.F: more.f, Kind.B: more.b, Kind.W: more.w, Kind.BW: more.bw}[op.kind]
+        found: float = getattr(more, op.kind.row.cost, 0.0)
+        return found
 
     def rise_bytes(self, op: Op, *, first: bool = False) -> float:
         """The most there is in a backward beyond what is held before it, the gradient that it is given included.
@@ -200,7 +201,8 @@ class Costs:
             return 0.0
         stage = self.bytes[op.stage]
         rise = stage.coming if first else stage.rise
-        return {Kind.B: rise.b, Kind.W: rise.w, Kind.BW: rise.bw}[op.kind]
+        found: float = getattr(rise, op.kind.row.cost, 0.0)
+        return found
 
 
 _NOTHING = Size(0.0)

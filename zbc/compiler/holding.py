@@ -1,13 +1,15 @@
-"""What the ranks of an order hold at their fullest, as numbers of microbatches: quick to weigh under other costs."""
+"""What the ranks of an order hold at their fullest, as numbers of values: quick to weigh under other costs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zbc.compiler.cost import Costs
-from zbc.ir import COMPUTE, Kind, Program
+from zbc.ir import Kind, Program
+from zbc.ops import VALUES
 
-Held = tuple[tuple[int, int, int], ...]  # (stage, microbatches between F and B, microbatches between B and W)
+HELD = tuple(what for what, value in VALUES.items() if value.memory == "activations")
+Held = tuple[tuple[int, tuple[int, ...]], ...]  # (stage, how many of each value of HELD there are)
 
 
 def fullest(program: Program) -> list[list[Held]]:
@@ -17,41 +19,51 @@ def fullest(program: Program) -> list[list[Held]]:
 
 def _rank(program: Program, rank: int) -> list[Held]:
     stages = program.placement.stages_of(rank)
-    place = {stage: k for k, stage in enumerate(stages)}
-    kept, left = [0] * len(stages), [0] * len(stages)
+    counts = {stage: [0] * len(HELD) for stage in stages}
     seen: set[Held] = set()
     found: list[Held] = []
     for kind, stage, *_ in program.ranks[rank]:
-        if kind not in COMPUTE:
-            continue
-        k = place[stage]
-        if kind is Kind.F:
-            kept[k] += 1
-        elif kind is Kind.W:
-            left[k] -= 1
-            continue
-        else:
-            kept[k] -= 1
-            if kind is Kind.BW:
-                continue
-            left[k] += 1
-        now = tuple(zip(stages, kept, left, strict=True))
-        if now not in seen and not any(_covers(other, now) for other in found):
-            found = [other for other in found if not _covers(now, other)] + [now]
-        seen.add(now)
+        made, freed = _MADE[kind], _FREED[kind]
+        for k in made:
+            counts[stage][k] += 1
+        for k in freed:
+            counts[stage][k] -= 1
+        if made:
+            now = tuple((stage, tuple(each)) for stage, each in counts.items())
+            if now not in seen and not any(_covers(other, now) for other in found):
+                found = [other for other in found if not _covers(now, other)] + [now]
+            seen.add(now)
     return found
 
 
+_MADE = {kind: [HELD.index(ref.what) for ref in kind.row.writes if ref.what in HELD] for kind in Kind}
+_FREED = {kind: [HELD.index(ref.what) for ref in kind.row.frees if ref.what in HELD] for kind in Kind}
+
+
 def _covers(one: Held, other: Held) -> bool:
-    """Whether the first has all of the second; B may leave more than F did, so both numbers count for themselves."""
-    return all(a[1] >= b[1] and a[2] >= b[2] for a, b in zip(one, other, strict=True))
+    """Whether the first has all of the second; B may leave more than F did, so each value counts for itself."""
+    return all(
+        a >= b for (_, mine), (_, theirs) in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
-def peaks(held: Sequence[Sequence[Held]], kept: Sequence[float], left: Sequence[float]) -> list[float]:
-    """The most each rank holds, in the unit of `kept` and `left` per stage."""
-    return [max((sum(a * kept[s] + b * left[s] for s, a, b in one) for one in rank), default=0.0) for rank in held]
+def peaks(held: Sequence[Sequence[Held]], sizes: Mapping[str, Sequence[float]]) -> list[float]:
+    """The most each rank holds, in the unit of `sizes`, which says what a value of each stage takes."""
+    table = [sizes[what] for what in HELD]
+    return [
+        max(
+            (sum(n * size[s] for s, counts in one for n, size in zip(counts, table, strict=True)) for one in rank),
+            default=0.0,
+        )
+        for rank in held
+    ]
+
+
+def units_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
+    """The most activation units each rank holds."""
+    return peaks(held, {what: costs.units(what) for what in HELD})
 
 
 def bytes_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
     """The same in bytes; none where sizes are not known."""
-    return peaks(held, costs.bytes_of("kept"), costs.bytes_of("left")) if costs.bytes else []
+    return peaks(held, {what: costs.bytes_of(what) for what in HELD}) if costs.bytes else []

@@ -94,9 +94,7 @@ def _over(job: Job, held: Sequence[Sequence[holding.Held]], prepared: Prepared) 
     costs, found = prepared.costs, [-1.0]
     asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if asked is not None and asked[1] == "x":
-        found.append(
-            max(holding.peaks(held, costs.units("kept"), costs.units("left"))) / (asked[0] * job.parallel.pp) - 1
-        )
+        found.append(max(holding.units_of(held, costs)) / (asked[0] * job.parallel.pp) - 1)
     if costs.bytes is not None:
         activations = holding.bytes_of(held, costs)
         if asked is not None and asked[1] == "bytes":

@@ -11,7 +11,7 @@ from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost import Costs
 from zbc.compiler.memory import RankMemory
 from zbc.compiler.simulate import Timeline, steady_state
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 
 FORMAT = "zbc-report"
 VERSION = 1
@@ -195,7 +195,7 @@ def build(
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,
-        survives_blocking_sends=survives_blocking_sends(program),
+        survives_blocking_sends=survives_blocking_sends(program, timeline.graph),
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
@@ -264,5 +264,5 @@ def _sent(program: Program, costs: Costs, op: Op) -> float:
     """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
     result unless each rank keeps its part only."""
     k = program.holders(op)
-    size = costs.tied if op.kind is Kind.TIE else costs.bytes[op.stage].gradients if costs.bytes else 0.0
-    return size * (k - 1) / k * (1 if program.sharded and op.kind is Kind.REDUCE else 2)
+    size = costs.tied if op.kind.rank_wide else costs.bytes[op.stage].gradients if costs.bytes else 0.0
+    return size * (k - 1) / k * (1 if program.sharded and op.kind.stage_wide else 2)

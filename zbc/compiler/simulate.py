@@ -21,6 +21,7 @@ from zbc.compiler.cost import Costs
 from zbc.compiler.graph.graph import Graph, build, happens
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
+from zbc.ops import Lane
 
 SAME = 1e-12  # times this close, relatively, are one
 
@@ -94,7 +95,7 @@ class Timeline:
         found = []
         for event, ops in graph.met.items():
             op = graph.ops[ops[0]]
-            if not op.kind.is_barrier:
+            if op.kind.is_collective and not op.kind.is_barrier:
                 ranks = tuple(sorted(graph.rank(i) for i in ops))
                 found.append(Sum(op, ranks, self.start[event], self.end[event]))
         return tuple(sorted(found, key=lambda one: one.start))
@@ -159,14 +160,6 @@ def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *,
     return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
 
 
-def step_ms(program: Program, costs: Costs, objective: str, timeline: Timeline | None = None) -> float:
-    """What a step costs by an objective: "makespan", "span", or "period" (see `steady_state`)."""
-    timeline = timeline or simulate(program, costs)
-    if objective == "period":
-        return steady_state(timeline.graph, costs)
-    return timeline.makespan if objective == "makespan" else timeline.span
-
-
 def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
     """What a step costs, in ms, when steps follow one another without a barrier.
 
@@ -196,7 +189,7 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)
         per_row.append(costs.of(row.row.cost, row.stage, row.slice) if counts else 0.0)
-    own = [ms if row.kind.is_collective is False else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
+    own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
     found = [own[r] for r in graph.row_of]
     layout = graph.layout
     hop = costs.of("hop") if closing else -math.inf

@@ -99,8 +99,8 @@ class Tailor:
         flight = [1] * stages
         for rank in case.order.held:
             for one in rank:
-                for stage, kept, left in one:
-                    flight[stage] = max(flight[stage], kept, left)
+                for stage, counts in one:
+                    flight[stage] = max(flight[stage], *counts)
         return [(flight, True)]
 
     def least_step(self, job: Job) -> float:

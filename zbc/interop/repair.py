@@ -24,6 +24,7 @@ from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
+from zbc.ops import At
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
 LARGE = 5_000  # ops from which only some of them are tried
@@ -147,6 +148,16 @@ def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
             yield fused
 
 
+def _makers(kind: Kind, at: At | None) -> tuple[Kind, ...]:
+    """The compute kinds that make what a kind reads there."""
+    read = {ref.what for ref in kind.row.reads if ref.at is at}
+    return tuple(other for other in Kind if other.computes and any(ref.what in read for ref in other.row.writes))
+
+
+_OWN = {kind: _makers(kind, At.OWN) for kind in Kind if kind.computes}  # by ops of the same stage and microbatch
+_NEAR = {kind: _makers(kind, kind.takes) for kind in Kind if kind.computes}  # by those of the stages it reads from
+
+
 class _State:
     """A run of the ranks; `arrival` is when the result of an op is there for ops of other ranks."""
 
@@ -160,13 +171,9 @@ class _State:
 
     def ready(self, op: Op) -> float | None:
         """When all that `op` needs is there; None if something has not been started."""
-        placement, stage = self.program.placement, op.stage
-        if op.kind is Kind.W:
-            return self.ended.get(op._replace(kind=Kind.B))
-        if op.kind is Kind.F:
-            return _latest(self._from(op, other, (Kind.F,)) for other in placement.sources(stage))
-        own = self.ended.get(op._replace(kind=Kind.F))
-        return _latest([own, *(self._from(op, other, (Kind.B, Kind.BW)) for other in placement.sinks(stage))])
+        own = (self.ended.get(op._replace(kind=kind)) for kind in _OWN[op.kind])
+        others = self.program.placement.beside(op.stage, op.kind.takes)
+        return _latest([*own, *(self._from(op, other, _NEAR[op.kind]) for other in others)])
 
     def _from(self, op: Op, other: int, kinds: Sequence[Kind]) -> float | None:
         """When what the stage `other` makes for `op`, by one of these kinds, is there."""
@@ -282,10 +289,6 @@ def _improved(
 
 
 def _legal(ops: Sequence[Op]) -> bool:
-    """Whether each stage's F, B and W of a microbatch come in that order."""
+    """Whether every op comes behind those of its stage and microbatch whose results it reads."""
     at = {op: k for k, op in enumerate(ops)}
-    for op, k in at.items():
-        before = Kind.B if op.kind is Kind.W else Kind.F
-        if op.kind is not Kind.F and at.get(op._replace(kind=before), k + 1) > k:
-            return False
-    return True
+    return all(at.get(op._replace(kind=kind), k + 1) < k for op, k in at.items() for kind in _OWN[op.kind])

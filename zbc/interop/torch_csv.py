@@ -26,6 +26,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.errors import ZbcError
 from zbc.interop.refused import Refused
 from zbc.ir import Kind, Op, Placement, Program
+from zbc.ops import UNIT_SCOPES
 
 LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -254,7 +255,7 @@ def refuse(program: Program) -> None:
 
 def _implied(kind: Kind) -> bool:
     """What torch works out by itself."""
-    return kind.is_transfer or kind.stage_wide or kind.rank_wide or kind.is_mark
+    return kind.is_transfer or kind.row.scope not in UNIT_SCOPES
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:

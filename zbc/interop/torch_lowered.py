@@ -18,7 +18,7 @@ import io
 from collections.abc import Iterator
 
 from zbc.interop import torch_csv
-from zbc.ir import Kind, Op, Program, groups
+from zbc.ir import Op, Program, groups
 
 
 def dumps(program: Program) -> str:
@@ -32,7 +32,7 @@ def dumps(program: Program) -> str:
 
 
 def _row(ops: tuple[Op, ...]) -> Iterator[str]:
-    last = {op.stage: step for step, op in enumerate(ops) if op.kind in (Kind.BW, Kind.W)}
+    last = {op.stage: step for step, op in enumerate(ops) if op.kind.makes_part}
     ends = {step: stage for stage, step in last.items()}
     grouped = groups(ops)
     for step, op in enumerate(ops):

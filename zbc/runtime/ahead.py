@@ -84,8 +84,7 @@ def redo(worker: Worker, op: Op) -> None:
         return
     for message in ahead.outstanding:
         worker.wait(message)
-    for store in (worker.kept, worker.handed, worker.outputs):
-        store.clear()
+    worker.drop_repeated()
     worker.losses.clear()
     if ahead.buffers is not None:
         ahead.buffers.restore()

@@ -196,7 +196,7 @@ def _overlap(ops: Iterable[Op], stage: int) -> bool:
             if waiting:
                 return True
             waiting.add(op.key)
-        elif op.stage == stage and op.kind in (Kind.BW, Kind.W):
+        elif op.stage == stage and op.kind.makes_part:
             waiting.discard(op.key)
     return False
 

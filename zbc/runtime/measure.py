@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zbc.ir import Kind, Message, Op
+from zbc.ops import At
 from zbc.runtime.clock import Clock
 from zbc.runtime.pace import Pace, left
 from zbc.runtime.prefetch import Prefetched
@@ -251,7 +252,7 @@ class Scale:
             return set()
         if route.message is not None:
             return self._posted.pop(route.message, set())
-        store = worker.handed if op.kind is Kind.F else worker.output_grads
+        store = worker.handed if op.kind.takes is At.SOURCES else worker.output_grads
         return self._ledger.numbers([store[route.key]] if route.key in store else [])
 
     def _mark(self, op: Op, last: int) -> None:

@@ -5,13 +5,15 @@ A tensor's way through a rank, all of it keyed by `ir.Key` (stage, microbatch, p
     RECV_F -> F -> kept[key] until B; outputs[key] -> SEND_F, or handed[key of the next stage] if that is on this rank
     RECV_B -> B -> slots[key] until W; input_grads[key] -> SEND_B, or output_grads[key of the stage before]
 
+What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies.
+
 Where two neighbouring stages share a rank there is no transfer: the producer puts the tensor where the consumer looks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
+from zbc.ops import VALUES, Scope
 from zbc.plan import RankPlan
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
@@ -44,6 +47,26 @@ Script = list[Entry]
 # What F leaves for B: the stage input, a leaf that collects its gradient; the way back; what that starts with, at the
 # loss; the slot, None where backward is one op and the layers are torch's own.
 Kept = tuple[Tensor, Tape, Tensor | None, Slot | None]
+
+
+class Store(NamedTuple):
+    """A store of a worker: the value that it holds, and what is said of a key that is left when a step is over."""
+
+    name: str
+    value: str  # of `ops.VALUES`
+    left: str
+
+
+STORES = (
+    Store("handed", "act", "the output handed over for F {} was never used"),
+    Store("kept", "kept", "F {} has no backward"),
+    Store("outputs", "act", "the output of F {} was never sent"),
+    Store("output_grads", "grad", "the gradient handed over for B {} was never used"),
+    Store("input_grads", "grad", "the input gradient of B {} was never sent"),
+    Store("slots", "left", "B {} has no W"),
+)
+# What the ops make that REDO runs again.
+REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
 
 
 @dataclass
@@ -91,9 +114,9 @@ class Route(NamedTuple):
 
     key: Key
     stage: Stage
-    message: Message | None  # a transfer's own; of F, B and BW the one that brings what they need
+    message: Message | None  # a transfer's own; of others the one that brings what they read, if they wait for one
     peer: int  # of a transfer, in the run
-    local: Key | None  # of F, B and BW: where the result goes in memory, if the neighbour is on this rank
+    local: Key | None  # where the result goes in memory, if it goes to a stage on this rank
     first: bool  # a stage that reads the data: B and BW give nothing
     last: bool  # one that no other reads: F ends in the loss, B and BW begin there
 
@@ -241,6 +264,17 @@ class Worker:
         """Look up where further ops find their things."""
         self.routes |= {op: route for op in ops if (route := _route(self, op)) is not None}
 
+    def store(self, which: Store) -> dict[Key, Any]:
+        """One of `STORES`."""
+        found: dict[Key, Any] = getattr(self, which.name)
+        return found
+
+    def drop_repeated(self) -> None:
+        """Drop what the ops have made that REDO runs again."""
+        for store in STORES:
+            if store.value in REPEATED:
+                self.store(store).clear()
+
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
@@ -249,22 +283,15 @@ class Worker:
 
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""
-        stores: list[tuple[str, Mapping[Key, Any]]] = [
-            ("the output handed over for F {} was never used", self.handed),
-            ("F {} has no backward", self.kept),
-            ("the output of F {} was never sent", self.outputs),
-            ("the gradient handed over for B {} was never used", self.output_grads),
-            ("the input gradient of B {} was never sent", self.input_grads),
-            ("B {} has no W", self.slots),
-        ]
-        found = [text.format(name_of(key)) for text, store in stores if store for key in store]
+        due = (store for store in STORES if not VALUES[store.value].stays)
+        found = [store.left.format(name_of(key)) for store in due for key in self.store(store)]
         found += ["a sum of gradients was started and never used"] * len(self.summing)
         return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses)]
 
 
 def _route(worker: Worker, op: Op) -> Route | None:
     kind, placement = op.kind, worker.placement
-    if kind.rank_wide or kind.is_mark:
+    if kind.row.scope is Scope.RANK:
         return None
     stage = worker.stages.get(op.stage)
     if stage is None:
@@ -278,7 +305,7 @@ def _route(worker: Worker, op: Op) -> Route | None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
         rank = worker.topology.rank(worker.replica, peer)
         return Route(key, stage, placement.message(op), rank, None, not sources, not sinks)
-    taken, given = (sources, sinks) if kind is Kind.F else (sinks, sources)
+    taken, given = placement.beside(here, kind.takes), placement.beside(here, kind.gives)
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
     message, local = next(iter(messages), None), next(iter(inside), None)  # the runtime runs chains

@@ -14,6 +14,7 @@ from zbc import spec
 from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.ops import UNIT_SCOPES
 from zbc.plan import Manifest, Plan, RankPlan, meeting
 from zbc.runtime import model, pretrained
 from zbc.runtime.bucket import Bucket, GradientSum
@@ -189,10 +190,10 @@ def _ahead(worker: Worker, act: Act) -> Ahead | None:
     kinds = [op.kind for op in act.plan.ops]
     if Kind.REDO not in kinds:
         return None
-    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if not entry[1].kind.rank_wide]
+    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
-    posted = [message for kind, message in messages if kind is Kind.RECV_F and message is not None]
-    used = {message for kind, message in messages if kind is Kind.F}
+    posted = [message for kind, message in messages if kind.is_recv and message is not None]
+    used = {message for kind, message in messages if kind.computes}
     modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
     return Ahead(again, [message for message in posted if message not in used], buffers=Buffers(modules))
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from zbc.compiler.why import chain
 from zbc.ir import Kind, Op
-from zbc.viz.look import chunks, look, odd_stages
+from zbc.ops import VALUES
+from zbc.viz.look import chunks, entries, look, odd_stages
 from zbc.viz.strip import Drawn, longest
 from zbc.viz.words import title, verdict
 
@@ -71,7 +72,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
         "name": found.name,
         "fills": found.fills,
         "ink": found.ink,
-        "fills_at_start": kind is Kind.F,
+        "fills_at_start": not any(VALUES[ref.what].memory == "activations" for ref in kind.row.frees),
         "alone": not kind.computes,
     }
 
@@ -116,7 +117,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
         "comm": [list(pipe.values()) for pipe in one.costs.links],
         "odd": {rank: [pipe * _FAR + stage for pipe, stage in odd_stages(placement, rank)] for rank in shown},
         "sums": [
-            {"rank": rank, "start": piece.start, "end": piece.end}
+            {"rank": rank, "start": piece.start, "end": piece.end, "fill": look(piece.op.kind).fills[0]}
             for rank in shown
             for piece in strip.sums(rank)
             if piece.end > piece.start
@@ -162,12 +163,11 @@ def _path(one: Drawn) -> list[int]:
 def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
     two = any(len(one.program.placement.pipes) > 1 for one in drawn)
     words = []
-    for kind in kinds:
-        found = look(kind)
-        letters = f"{found.letter}/{found.other}" if two else found.letter
-        words.append(f'<span class="swatch" style="background:{found.fills[0]}"></span>{letters} {escape(found.name)}')
-    if any(one.strip.collectives for one in drawn):
-        words.append('<span class="swatch" style="background:#b9a7cf"></span>sums of gradients, beside compute')
+    for found, text in entries(set(kinds), two=two):
+        words.append(f'<span class="swatch" style="background:{found.fills[0]}"></span>{escape(text)}')
+    for found, _ in entries({kind for one in drawn for kind in one.strip.collectives}, two=two):
+        swatch = f'<span class="swatch" style="background:{found.fills[0]}"></span>'
+        words.append(f"{swatch}{escape(found.name)}, beside compute")
     return "".join(words)
 
 

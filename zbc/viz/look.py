@@ -13,12 +13,14 @@ row in zbc/ops.py; letters of kinds to come (recompute, offload, reload) stand h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zbc.ir import Kind, Op, Placement
 from zbc.ops import Look
 
 LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
 RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
-UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), "#000000")  # kinds that came later than this table
+UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
 IDLE = "#ffffff"
 
 
@@ -50,17 +52,20 @@ def label(op: Op, *, odd: bool = False) -> str:
     return f"{letter(op, odd=odd)}{op.mb}" + (f".{op.slice}" if op.slice else "")
 
 
+def entries(kinds: set[Kind], *, two: bool) -> Iterator[tuple[Look, str]]:
+    """What the letters of a picture mean, in the order of the table: `F forward`, `F/P forward` of two pipes."""
+    for kind in Kind:
+        if kind in kinds:
+            found = look(kind)
+            second = f"/{found.other}" if two and found.other != found.letter else ""
+            yield found, f"{found.letter}{second} {found.name}"
+
+
 def legend(placement: Placement, kinds: set[Kind]) -> list[str]:
-    """What the letters of a picture mean: `F forward`, and both pipes' letters where there are two."""
+    """The same as texts alone, with what second letters are."""
     two = len(placement.pipes) > 1
-    words = []
-    for kind in [kind for kind in LOOKS if kind in kinds] + [kind for kind in kinds if kind not in LOOKS]:
-        found = look(kind)
-        both = two and found.other != found.letter
-        words.append(f"{found.letter}{f'/{found.other}' if both else ''} {found.name}")
-    if two:
-        words.append("second letters: the pipe that runs upwards")
-    return words
+    words = [text for _, text in entries(kinds, two=two)]
+    return [*words, "second letters: the pipe that runs upwards"] if two else words
 
 
 def chunks(placement: Placement) -> int:

@@ -1,6 +1,6 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process is a rank; its tracks are its streams: compute, the tensors on their way to each neighbour, sums of gradients,
+A process is a rank; its tracks are its lanes: compute, the tensors on their way to each neighbour, sums of gradients,
 and of a recorded run what a rank does besides computing.
 Arrows lead from the start of a tensor's way to the op that takes it; counters show what the rank holds. Slices of one
 track never overlap: tensors that are on their way at the same time get tracks of their own.
@@ -14,7 +14,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.memory import over_time
-from zbc.ir import Kind, Op
+from zbc.ir import Op
+from zbc.ops import At, Lane
 from zbc.text import MIB
 from zbc.viz.look import look
 from zbc.viz.strip import Drawn, Piece
@@ -22,7 +23,12 @@ from zbc.viz.words import title
 
 _NS = 1_000_000  # in a millisecond
 _APART = 1000  # process ids of one plan and the next
-_COMPUTE, _SUMS, _RUNTIME, _SENDS = 1, 2, 3, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
+_COMPUTE, _RUNTIME, _SENDS = 1, 3, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
+_TRACKS = {  # of the other lanes, with their names
+    Lane.COLLECTIVE: (2, "collectives"),
+    Lane.OUT: (4, "copies to the host"),
+    Lane.BACK: (5, "copies from the host"),
+}
 _LANES = 1000
 
 
@@ -49,7 +55,7 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
             yield _slice(
                 pid, _COMPUTE, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, _about(piece.op)
             )
-        yield from _sums(one, rank, pid)
+        yield from _events(one, rank, pid)
         yield from _runtime(one, rank, pid)
         yield from _counters(one, rank, pid)
     yield from _transfers(one, base, pieces, rank_of)
@@ -61,12 +67,15 @@ def _about(op: Op) -> str:
     return f'{{"stage":{op.stage},"microbatch":{op.mb}{more}}}'
 
 
-def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+    """What runs beside compute, a track per lane."""
     found = [piece for piece in one.strip.sums(rank) if piece.end > piece.start]
-    if found:
-        yield _named("thread_name", pid, _SUMS, "collectives")
-    for piece in found:
-        yield _slice(pid, _SUMS, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, "{}")
+    for lane, (track, name) in _TRACKS.items():
+        mine = [piece for piece in found if piece.op.kind.row.lane is lane]
+        if mine:
+            yield _named("thread_name", pid, track, name)
+        for piece in mine:
+            yield _slice(pid, track, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, "{}")
 
 
 def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
@@ -102,7 +111,7 @@ def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[in
                 name = f"to rank {receiver}" + (f" ({lane + 1})" if lane else "")
                 yield _named("thread_name", base + sender + 1, track, name)
             free[lane] = stop
-            what = "output" if taker.op.kind is Kind.F else "gradient"
+            what = "output" if source.op.kind.gives is At.SINKS else "gradient"
             text = f"{what} of {source.op}"
             yield _slice_ns(base + sender + 1, track, text, "transfer", start, stop, f'{{"for":"{taker.op}"}}')
         flow = f'"cat":"message","name":"message","id":{base * 10**7 + number}'

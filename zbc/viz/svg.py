@@ -16,7 +16,7 @@ from zbc.compiler.memory import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time
-from zbc.viz.look import IDLE, LOOKS, chunks, label, look, odd_stages
+from zbc.viz.look import IDLE, chunks, entries, label, look, odd_stages
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, longest
 from zbc.viz.words import title, verdict
@@ -234,10 +234,8 @@ def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
     kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
     kinds |= {kind for one in drawn for kind in one.strip.collectives}
     two = any(len(one.program.placement.pipes) > 1 for one in drawn)
-    for kind in [*(kind for kind in LOOKS if kind in kinds), *sorted(kinds - LOOKS.keys())]:
-        found = look(kind)
-        letters = f"{found.letter}/{found.other}" if two and found.other != found.letter else found.letter
-        yield found.fills[0], "", f"{letters} {found.name}"
+    for found, text in entries(kinds, two=two):
+        yield found.fills[0], "", text
     yield IDLE, "", "idle"
     most = max(chunks(one.program.placement) for one in drawn)
     if most > 1:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from zbc.compiler.cost import Costs
 from zbc.compiler.simulate import Timeline
-from zbc.ir import Kind, Program
+from zbc.ir import Op, Program
 from zbc.text import short, wrap
 from zbc.viz.cells import Block, Grid, Window, by_slot, by_time
 from zbc.viz.look import chunks, legend, letter, look, odd_stages
@@ -29,14 +29,6 @@ from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, Strip, longest, once
 from zbc.viz.words import title, verdict
 
-# Two shades per kind, by microbatch, keep neighbours of one kind apart.
-_STYLES = {
-    Kind.F: ("white on color(25)", "white on color(31)"),
-    Kind.B: ("black on color(215)", "black on color(223)"),
-    Kind.W: ("black on color(187)", "black on color(230)"),
-    Kind.BW: ("black on color(72)", "black on color(115)"),
-}
-_OTHERS = ("black on color(146)", "black on color(146)")  # collectives
 _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SPARK = 10  # cells of a memory line
@@ -147,10 +139,15 @@ def _row(program: Program, grid: Grid, rank: int, first: int, stop: int, cell: i
             continue
         row.append("." * (cell * (begin - at)), _IDLE_STYLE)
         odd = (block.op.pipe, block.op.stage) in odds
-        style = _STYLES.get(block.op.kind, _OTHERS)[block.op.mb % 2]
-        row.append(_label(block, odd, cell * (end - begin)), style)
+        row.append(_label(block, odd, cell * (end - begin)), _style(block.op))
         at = end
     return row.append("." * (cell * (stop - at)), _IDLE_STYLE)
+
+
+def _style(op: Op) -> str:
+    """Two shades per kind, by microbatch, keep neighbours of one kind apart."""
+    found = look(op.kind)
+    return f"{found.ink} on color({found.shades[op.mb % 2]})"
 
 
 def _first_cell(block: Block) -> int:

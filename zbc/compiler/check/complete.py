@@ -135,7 +135,6 @@ class _Units:
                 first = self.at.setdefault(op, i)
                 if first != i:
                     self.again.append((i, first))
-        self.said: set[tuple[int, int]] = set()  # (op, cell) that a problem speaks of
 
     def repeated(self) -> Iterator[ZbcError]:
         yield from (_twice(self.g, again, first) for again, first in self.again)
@@ -210,6 +209,7 @@ class _Units:
         """What other ops of units find missing, make twice or leave behind: those of passes, by their rows alone."""
         g, cells = self.g, self.g.layout.cells
         late = late_writers(g)
+        too_late = {cell for _, cell in late}
         for i, cell, was in g.unmet:
             if not self._explains_itself(i) and (i, cell) not in late and not self._travels(cell):
                 what = f"{VALUES[g.layout.key_of(cell)[0].what].text}"
@@ -224,7 +224,7 @@ class _Units:
         for key, base in g.layout.columns.items():
             if _may_not_stay(g, key) and not self._by_computing(key):
                 for unit, w in enumerate(cells[base : base + g.layout.widths[key]]):
-                    if w >= 0:
+                    if w >= 0 and base + unit not in too_late:
                         use = names.user(g, base + unit)
                         yield ZbcError(
                             "E202", f"program: no rank runs {use}, for {VALUES[key.what].text}", hint="add it"
@@ -235,18 +235,14 @@ class _Units:
         return self.g.ops[op].kind.computes or self.g.layout.rows[self.g.ops[op].kind].scope in _WIDE
 
     def _travels(self, cell: int) -> bool:
-        key, _ = self.g.layout.key_of(cell)
-        return VALUES[key.what].scope == "edge"
+        """Whether a cell is of an edge: the pairing speaks of it."""
+        return VALUES[self.g.layout.key_of(cell)[0].what].scope == "edge"
 
     def _by_computing(self, key: Key) -> bool:
         """Whether all ops that make and use a value compute, so that `missing` has spoken of it."""
-        rows = self.g.layout.rows.items()
-        kinds = [kind for kind, row in rows if any(ref.what == key.what for ref in (*row.writes, *row.frees))]
-        return all(kind.computes or self.g.layout.rows[kind].lane is Lane.LINK for kind in kinds if kind in self._used)
-
-    @property
-    def _used(self) -> set[Kind]:
-        return self.g.layout.kinds
+        rows = {kind: row for kind, row in self.g.layout.rows.items() if kind in self.g.layout.kinds}
+        kinds = [kind for kind, row in rows.items() if any(ref.what == key.what for ref in (*row.writes, *row.frees))]
+        return all(kind.computes or rows[kind].lane is Lane.LINK for kind in kinds)
 
 
 _WIDE = (Scope.STAGE, Scope.RANK)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zbc.compiler.graph.graph import Graph
 from zbc.compiler.graph.layout import FAR, Key
 from zbc.ir import Op
-from zbc.ops import VALUES, Kind, Lane, Row
+from zbc.ops import VALUES, Kind, Lane, Ref, Row
 
 
 def maker(g: Graph, cell: int) -> Op:
@@ -32,8 +32,8 @@ def chosen(g: Graph, kinds: list[Kind]) -> Kind:
     return next((kind for kind in kinds if kind in g.layout.kinds), kinds[-1])
 
 
-def _has(refs: tuple[object, ...], what: str) -> bool:
-    return any(ref[0] == what for ref in refs)  # type: ignore[index]
+def _has(refs: tuple[Ref, ...], what: str) -> bool:
+    return any(ref.what == what for ref in refs)
 
 
 def _op(g: Graph, kind: Kind, key: Key, unit: int, *, made: bool) -> Op:

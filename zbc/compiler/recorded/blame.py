@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.recorded.view import Step
+from zbc.compiler.recorded.view import Message, Step
 from zbc.compiler.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 from zbc.trace import Cause, Recorded
 
 
@@ -53,17 +53,18 @@ CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders"
 def shares(step: Step) -> list[Shares]:
     """Per rank of the run, in ns."""
     arrived = max((at for one in step.ranks if (at := _arrival(one)) is not None), default=None)
-    return [_rank(step, rank, arrived) for rank in range(len(step.ranks))]
+    senders = _senders(step)
+    return [_rank(step, rank, arrived, senders) for rank in range(len(step.ranks))]
 
 
 def _arrival(one: Recorded) -> int | None:
     """When a rank came to the sum over all ranks that ends a step with a barrier."""
     waits = one.waited(Cause.ALL)
-    ends = [one.end[index] - waits.get(index, 0) for index, op in enumerate(one.ops) if op.kind is Kind.VALIDATE]
+    ends = [one.end[index] - waits.get(index, 0) for index, op in enumerate(one.ops) if op.kind.is_barrier]
     return max(ends, default=None)
 
 
-def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
+def _rank(step: Step, rank: int, arrived: int | None, senders: Mapping[tuple[int, Op], int]) -> Shares:
     one, found = step.ranks[rank], Shares()
     begin, end = step.window(rank)
     found.host += one.begins - begin
@@ -80,15 +81,15 @@ def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
             if first:
                 found.warm_up += message
             elif message:
-                peer = _sender(step.program, op, rank)
                 found.message += message
+                peer = senders[rank, op]
                 found.senders[peer] = found.senders.get(peer, 0) + message
             found.compute += one.end[index] - one.work[index]
             found.host += one.work[index] - one.start[index] - message
             first = False
-        elif op.kind is Kind.VALIDATE:
+        elif op.kind.is_barrier:
             _close(found, one, index, waited, arrived)
-        elif op.kind is Kind.STEP or op.kind.row.closes == "ahead":
+        elif op.kind.row.closes:
             sums = min(took, waited.get(Cause.SUM, 0))
             found.sums += sums
             found.optimizer += took - sums
@@ -99,7 +100,7 @@ def _rank(step: Step, rank: int, arrived: int | None) -> Shares:
 
 
 def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int], arrived: int | None) -> None:
-    """VALIDATE: first the sums of gradients, then the norm, then the sum over all ranks, which starts with the last."""
+    """A barrier: the sums of gradients, then the norm, then the sum over all ranks, which starts with the last."""
     start, end = one.start[index], one.end[index]
     everyone = min(waited.get(Cause.ALL, 0), end - start)
     sums = min(waited.get(Cause.SUM, 0), end - start - everyone)
@@ -119,11 +120,14 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
     found.host += close - gather - delivery
 
 
-def _sender(program: Program, op: Op, rank: int) -> int:
-    """The rank of the run that a compute op's message comes from."""
-    near = op.stage + (-1 if op.kind is Kind.F else 1)
-    topology = program.topology
-    return topology.rank(topology.of(rank).dp, program.placement.rank_of(near, op.pipe))
+def _senders(step: Step) -> dict[tuple[int, Op], int]:
+    """Which rank of the run a compute op of a rank waits for: of several, the one that sent last."""
+    last: dict[tuple[int, Op], Message] = {}
+    for message in step.messages():
+        found = last.setdefault((message.receiver, message.taker), message)
+        if message.sent > found.sent:
+            last[message.receiver, message.taker] = message
+    return {taker: message.sender for taker, message in last.items()}
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:

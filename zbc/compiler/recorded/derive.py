@@ -205,9 +205,7 @@ class _Work:
 
     def _steps(self) -> dict[str, float] | None:
         """ms of the optimizer's step of each kind; None where the run tells nothing of it."""
-        closing = [
-            self.times.closing.get((Kind.STEP, s)) or self.times.closing.get((Kind.COMMIT, s)) for s in self._all()
-        ]
+        closing = [self.times.closing.get(("step", s)) for s in self._all()]
         if not any(closing):
             return None
         prior = {kind: float(layer.params) or 1.0 for kind, layer in self.first.items()}

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from zbc.compiler.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Step
 from zbc.ir import Kind
+from zbc.ops import Lane
 from zbc.trace import Cause
 
 _MS = 1e6
+_What = TypeVar("_What", Kind, str)
 Key = tuple[Kind, int, int]  # kind, stage, rank of the run
 
 
@@ -27,10 +30,10 @@ class Times:
 
     work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
     cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
-    closing: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    closing: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # column, stage
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
-    norm: list[int] = field(default_factory=list)  # VALIDATE without its waits: the longest of each step
+    norm: list[int] = field(default_factory=list)  # the barrier without its waits: the longest of each step
     sums: list[int] = field(default_factory=list)  # of the sum over all ranks behind the last one's coming
 
 
@@ -63,8 +66,8 @@ def _rank(found: Times, step: Step, rank: int) -> None:
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
-        else:
-            found.closing[op.kind, op.stage].append(max(0, took))
+        elif op.kind.stage_wide and op.kind.row.lane is Lane.COMPUTE and op.kind.row.cost:
+            found.closing[op.kind.row.cost, op.stage].append(max(0, took))
 
 
 def _barrier(found: Times, step: Step) -> None:
@@ -72,7 +75,7 @@ def _barrier(found: Times, step: Step) -> None:
     norms, comes, leaves = [], [], []
     for one in step.ranks:
         for index, op in enumerate(one.ops):
-            if op.kind is Kind.VALIDATE:
+            if op.kind.is_barrier:
                 waits = {cause: one.waited(cause).get(index, 0) for cause in (Cause.ALL, Cause.SUM)}
                 norms.append(max(0, one.end[index] - one.start[index] - sum(waits.values())))
                 comes.append(one.end[index] - waits[Cause.ALL])
@@ -89,29 +92,32 @@ def median_ms(samples: Sequence[int]) -> float:
 
 def measured(costs: Costs, times: Times) -> Costs:
     """`costs` with the measured times in the place of others, as far as they were measured; bytes stay."""
-    tables = {kind: _table(times.cost, kind, costs) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)}
-    b, w = _halves(tables[Kind.B], tables[Kind.W], tables[Kind.BW], costs)
-    bw = tuple(x + y if both is None else both for x, y, both in zip(b, w, tables[Kind.BW], strict=True))
+    b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
     links = tuple(
         {edge: _lag(times, pipe, edge, ms) for edge, ms in links.items()} for pipe, links in enumerate(costs.links)
     )
-    step = [_closing(times, (Kind.STEP, Kind.COMMIT), s) for s in range(costs.stages)]
-    tentative = [_closing(times, (Kind.TENTATIVE,), s) for s in range(costs.stages)]
-    agree = median_ms(times.norm) + median_ms(times.sums) if times.norm else costs.of("agree")
-    found = costs.with_ms(
-        f=tuple(ms or 0.0 for ms in tables[Kind.F]),
-        b=b,
-        w=w,
-        bw=bw,
-        step=_filled(step, costs.column("step")),
-        tentative=_filled(tentative, costs.column("tentative")),
-        agree=(agree,),
-    )
-    return replace(found, links=links, source="measured")
+    columns = dict[str, PerStage]()
+    for kind in sorted({kind for kind, _ in times.cost}):
+        columns[kind.row.cost] = _column(kind.row.cost, _medians(times.cost, kind, costs), costs)
+    for name in sorted({name for name, _ in times.closing}):
+        columns[name] = _column(name, _medians(times.closing, name, costs), costs)
+    columns["b"], columns["w"] = _halves(b, w, bw, costs)
+    both = zip(columns["b"], columns["w"], bw, strict=True)
+    columns["bw"] = tuple(mine_b + mine_w if ms is None else ms for mine_b, mine_w, ms in both)
+    if times.norm:
+        columns["agree"] = (median_ms(times.norm) + median_ms(times.sums),)
+    return replace(costs.with_ms(**columns), links=links, source="measured")
 
 
-def _table(samples: dict[tuple[Kind, int], list[int]], kind: Kind, costs: Costs) -> list[float | None]:
-    return [median_ms(samples[kind, s]) if samples.get((kind, s)) else None for s in range(costs.stages)]
+def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
+    """ms of each stage; None where nothing was measured."""
+    found = (samples.get((what, stage)) for stage in range(costs.stages))
+    return [median_ms(each) if each else None for each in found]
+
+
+def _column(name: str, found: Sequence[float | None], costs: Costs) -> PerStage:
+    """A column as it was measured, else as it was assumed."""
+    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, costs.column(name), strict=True))
 
 
 def _halves(
@@ -131,13 +137,3 @@ def _halves(
 def _lag(times: Times, pipe: int, edge: tuple[int, int], predicted: float) -> float:
     samples = times.lags.get((pipe, edge[0]))
     return median_ms(samples) if samples else predicted
-
-
-def _closing(times: Times, kinds: tuple[Kind, ...], stage: int) -> float | None:
-    samples = [ns for kind in kinds for ns in times.closing.get((kind, stage), ())]
-    return median_ms(samples) if samples else None
-
-
-def _filled(found: Sequence[float | None], before: PerStage) -> PerStage:
-    """What was measured, else what was assumed."""
-    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, before, strict=True))

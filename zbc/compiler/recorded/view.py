@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.ir import Kind, Op, Program
+from zbc import ir
+from zbc.ir import Op, Program
 from zbc.trace import Cause, Recorded, Trace
 
 LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
@@ -47,7 +48,7 @@ class Step:
     @property
     def barrier(self) -> bool:
         """Whether all ranks end a step before any begins the next."""
-        return any(op.kind is Kind.VALIDATE for op in self.program.ranks[0])
+        return any(op.kind.is_barrier for op in self.program.ranks[0])
 
     @cached_property
     def begins(self) -> int:
@@ -102,38 +103,26 @@ class Step:
 
     def messages(self) -> Iterator[Message]:
         """Every tensor between two ranks."""
-        copy = [self.program.topology.of(rank).dp for rank in range(len(self.ranks))]
-        made = {(copy[rank], op): (rank, index) for rank in range(len(self.ranks)) for index, op in self.compute(rank)}
+        placement, copy = self.program.placement, [self.program.topology.of(rank).dp for rank in range(len(self.ranks))]
+        made: dict[tuple[int, ir.Message], tuple[Op, int, int]] = {}  # by whom, on which rank, as which of its ops
+        for rank in range(len(self.ranks)):
+            for index, op in self.compute(rank):
+                for sink in placement.beside(op.stage, op.kind.gives):
+                    made[copy[rank], ir.Message(op.stage, sink, *op[2:])] = op, rank, index
         for rank, one in enumerate(self.ranks):
-            posted = {op: one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
+            posted = {placement.message(op): one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
             waited = one.waited(Cause.MESSAGE)
             for index, op in self.compute(rank):
-                recv = _receives(op)
-                if recv is None or recv not in posted:
-                    continue
-                source, sender, place = self._source(op, copy[rank], made)
-                ns = waited.get(index, 0)
-                there = one.start[index] + ns
-                sent = self.ranks[sender].end[place]
-                awaited = ns > LEAST_WAIT_NS and 2 * ns > there - max(sent, posted[recv])
-                yield Message(source, sender, op, rank, sent, posted[recv], there, awaited)
-
-    def _source(self, op: Op, copy: int, made: dict[tuple[int, Op], tuple[int, int]]) -> tuple[Op, int, int]:
-        """The op that made what `op` takes, its rank and its place there."""
-        placement = self.program.placement
-        near = placement.sources(op.stage) if op.kind is Kind.F else placement.sinks(op.stage)
-        for kind in (Kind.F,) if op.kind is Kind.F else (Kind.B, Kind.BW):
-            for source in (op._replace(kind=kind, stage=stage) for stage in near):
-                if (copy, source) in made:
-                    return source, *made[copy, source]
-        raise KeyError(op)
-
-
-def _receives(op: Op) -> Op | None:
-    """The RECV that brings what a compute op needs, if that comes from another rank."""
-    if op.kind is Kind.F:
-        return op._replace(kind=Kind.RECV_F)
-    return None if op.kind is Kind.W else op._replace(kind=Kind.RECV_B)
+                for source in placement.beside(op.stage, op.kind.takes):
+                    if not placement.crosses(source, op.stage, op.pipe):
+                        continue
+                    message = ir.Message(source, *op[1:])
+                    maker, sender, place = made[copy[rank], message]
+                    ns = waited.get(index, 0)
+                    there = one.start[index] + ns
+                    sent = self.ranks[sender].end[place]
+                    awaited = ns > LEAST_WAIT_NS and 2 * ns > there - max(sent, posted[message])
+                    yield Message(maker, sender, op, rank, sent, posted[message], there, awaited)
 
 
 def step_of(trace: Trace, number: int) -> Step:

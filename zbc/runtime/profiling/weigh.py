@@ -94,8 +94,8 @@ def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
         return run
 
     script = list(worker.script)
-    backward = (Kind.B, Kind.W, Kind.BW)
-    worker.script[:] = [(dropping(run) if op.kind in backward else run, op, text) for run, op, text in script]
+    backward = {op for _, op, _ in script if op.kind.computes and op.kind is not Kind.F}
+    worker.script[:] = [(dropping(run) if op in backward else run, op, text) for run, op, text in script]
     run_step(worker, step)
     worker.script[:] = script
     return _changes(scale.readings)

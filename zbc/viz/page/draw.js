@@ -185,7 +185,7 @@ function drawRow(pen, row, s, matched) {
   pen.globalAlpha = 1;
   for (const sum of panel.sums) {
     if (sum.rank !== row.rank) continue;
-    pen.fillStyle = "#b9a7cf";
+    pen.fillStyle = sum.fill;
     pen.fillRect(xOf(sum.start), top + rowHeight * 0.7, (sum.end - sum.start) * s, rowHeight * 0.3);
   }
 }

@@ -1,0 +1,385 @@
+"""Plants old bugs again, one at a time, and sees which tier of the tests catches each: `make test`, or only `--all`.
+
+    python bench/planted.py [-o bench/results/DATE-planted.txt] [--only WORD]
+
+A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests it concerns as `make test` does;
+where they stay green, `all` runs them with those that only repeat. A bug whose text is no longer found is stale:
+the code has moved on, and the bug is to be written anew. Exits with 1 if one is stale, or escapes only the quick tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("zbc", "tests", "bench", "plans", "docs", "pyproject.toml", "constraints.txt", "Makefile")
+COPIED += ("README.md", "CONTRIBUTING.md")
+LIMIT_S = 1200
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    file: str
+    old: str  # stands in the file once
+    new: str
+    tests: tuple[str, ...]
+
+
+RUNTIME = "tests/runtime/"
+BUGS = (
+    # ---- runtime
+    Bug(
+        "NORM of the second copy comes from a rank of the first",
+        "zbc/runtime/ahead.py",
+        "worker.topology.rank(worker.replica, part - 1)",
+        "worker.topology.rank(0, part - 1)",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "REDO does not wait for the messages still on their way",
+        "zbc/runtime/ahead.py",
+        "    for message in ahead.outstanding:\n        worker.wait(message)\n",
+        "",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a forward that runs again counts twice in running statistics",
+        "zbc/runtime/ahead.py",
+        "ahead.buffers.restore()",
+        "ahead.buffers.save()",
+        (RUNTIME + "test_ahead.py", RUNTIME + "test_modules.py"),
+    ),
+    Bug(
+        "a step that is made again is made without its clip",
+        "zbc/runtime/ahead.py",
+        "            masters.commit(scale)",
+        "            masters.commit(None)",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a tentative step loses the optimizer's state",
+        "zbc/runtime/optimizer.py",
+        "                    if state is not None:\n                        optimizer.state[master] = state\n",
+        "",
+        (RUNTIME + "test_ahead.py",),
+    ),
+    Bug(
+        "a gradient below the limit of the clip is scaled up",
+        "zbc/runtime/validate.py",
+        "return scale if scale < 1.0 else None",
+        "return scale",
+        (RUNTIME + "test_execute.py", RUNTIME + "test_validate.py"),
+    ),
+    Bug(
+        "a step with gradients that are not finite is made",
+        "zbc/runtime/handlers.py",
+        "    if not verdict.skipped:\n        set_rate",
+        "    if True:\n        set_rate",
+        (RUNTIME + "test_execute.py",),
+    ),
+    Bug(
+        "the gradient of a microbatch counts as if there were one copy",
+        "zbc/runtime/state.py",
+        "loss.new_tensor(1.0 / self.layout.microbatches)",
+        "loss.new_tensor(1.0 / self.plan.manifest.microbatches)",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "all copies read the data of the first",
+        "zbc/runtime/handlers.py",
+        "number, takes = act.first + key.mb, stage.takes",
+        "number, takes = key.mb, stage.takes",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "a weight that two stages share counts twice in the norm",
+        "zbc/runtime/state.py",
+        "if self.tied is not None and self.tied not in self.primary():",
+        "if self.tied is None and self.tied not in self.primary():",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "both pipes answer for a stage in the norm",
+        "zbc/runtime/state.py",
+        "if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)",
+        "if isinstance(optimizer, Sharded) or self.replica == 0",
+        (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
+    ),
+    Bug(
+        "a parameter without a gradient on any copy gets zeros",
+        "zbc/runtime/bucket.py",
+        "if there != 0 else None",
+        "if there >= 0 else None",
+        (RUNTIME + "test_copies.py",),
+    ),
+    Bug(
+        "the chunks of a dealt parameter are all put in the first place",
+        "zbc/runtime/sharded.py",
+        "entry[piece.start // dealing.CHUNK : piece.start // dealing.CHUNK + len(own)] = own",
+        "entry[: len(own)] = own",
+        (RUNTIME + "test_sharded.py", RUNTIME + "test_copies.py"),
+    ),
+    Bug(
+        "W runs what B left in the reverse order",
+        "zbc/runtime/slot.py",
+        "work = self._work[::-1]",
+        "work = self._work[:]",
+        (RUNTIME + "test_split.py", RUNTIME + "test_gradients.py"),
+    ),
+    Bug(
+        "a checkpoint forgets the optimizer's count of steps",
+        "zbc/runtime/checkpoint/state.py",
+        "        if name.startswith(OPTIM):\n",
+        '        if name.startswith(OPTIM) and not name.endswith(".step"):\n',
+        (RUNTIME + "test_checkpoints.py",),
+    ),
+    Bug(
+        "the warm-up of the learning rate ends one step early",
+        "zbc/learning_rate.py",
+        "return lr * done / schedule.warmup_steps",
+        "return lr * (done + 1) / schedule.warmup_steps",
+        ("tests/test_learning_rate.py",),
+    ),
+    # ---- processes
+    Bug(
+        "a Ctrl-C that the launcher forwards counts as a second one",
+        "zbc/runtime/signals.py",
+        "elif now - first <= self._apart or expected:",
+        "elif now - first <= self._apart:",
+        ("tests/processes/test_signals.py",),
+    ),
+    Bug(
+        "a run that was asked to stop is started again",
+        "zbc/runtime/local.py",
+        "if parent.asked is not None or not worth_a_restart(failure):",
+        "if not worth_a_restart(failure):",
+        ("tests/processes/test_restarts.py",),
+    ),
+    Bug(
+        "a run that was interrupted ends like one that was not",
+        "zbc/runtime/local.py",
+        "child.done, parent.stopped = True, content is not None",
+        "child.done, parent.stopped = True, False",
+        ("tests/processes/test_local.py",),
+    ),
+    Bug(
+        "messages of one step share their tags",
+        "zbc/runtime/network.py",
+        "(2 * self._edges[carried.edge] + carried.forward)",
+        "self._edges[carried.edge]",
+        ("tests/processes/test_gloo.py",),
+    ),
+    # ---- schedules and passes
+    Bug(
+        "1F1B warms up with one forward too many",
+        "zbc/compiler/schedules/lagged.py",
+        '_lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)',
+        '_lagged("1f1b", request, warmup=lambda r: request.p - r)',
+        ("tests/compiler/test_schedules.py",),
+    ),
+    Bug(
+        "ZB-H1 lets W lag one microbatch too far",
+        "zbc/compiler/schedules/lagged.py",
+        "warmup=lambda r: request.p - 1 - r, lag=lambda r: r)",
+        "warmup=lambda r: request.p - 1 - r, lag=lambda r: r + 1)",
+        ("tests/compiler/test_schedules.py",),
+    ),
+    Bug(
+        "the rounds of interleaved 1F1B warm up one forward short",
+        "zbc/compiler/schedules/looped.py",
+        "+ (v - 1) * max(sizes), len(forwards))",
+        "+ (v - 1) * max(sizes) - 1, len(forwards))",
+        ("tests/compiler/test_schedules.py", "tests/check/test_deadlock.py"),
+    ),
+    Bug(
+        "DualPipe puts off the newest W instead of the oldest",
+        "zbc/compiler/schedules/dualpipe.py",
+        "self.due.pop(0)",
+        "self.due.pop()",
+        ("tests/compiler/test_waves.py",),
+    ),
+    Bug(
+        "receives are posted in the order of use, not of their channel",
+        "zbc/compiler/passes/insert_comm.py",
+        "position = min(position, inside[receiver].get(post, post))",
+        "position = inside[receiver].get(post, post)",
+        ("tests/compiler/test_passes.py", "tests/check/test_pairing.py"),
+    ),
+    Bug(
+        "a B is fused with the W of another microbatch",
+        "zbc/compiler/passes/fuse_backward.py",
+        "fused[-1][1:] == op[1:]",
+        "fused[-1][1] == op[1]",
+        ("tests/compiler/test_passes.py",),
+    ),
+    # ---- cost, simulation, search
+    Bug(
+        "a transfer is charged twice",
+        "zbc/compiler/simulate.py",
+        "found += [ms] * (stop - base)",
+        "found += [2 * ms] * (stop - base)",
+        ("tests/compiler/test_simulate.py",),
+    ),
+    Bug(
+        "the lower bound counts the first warm-up twice",
+        "zbc/compiler/bounds.py",
+        "warm + tail if forced else max(warm, tail)",
+        "warm + tail",
+        ("tests/search/test_bounds.py",),
+    ),
+    Bug(
+        "the search may hold one unit more than its limit",
+        "zbc/compiler/search/listing.py",
+        "ROOM = 1e-6",
+        "ROOM = 1.0",
+        ("tests/search/test_promises.py", "tests/search/test_search.py"),
+    ),
+    # ---- check and memory
+    Bug(
+        "the check does not look at the order of a channel",
+        "zbc/compiler/check/pairing.py",
+        "for one in g.mixed:",
+        "for one in ():",
+        ("tests/check/test_pairing.py",),
+    ),
+    Bug(
+        "the fullest rank is compared with the limit of another",
+        "zbc/compiler/check/memory.py",
+        "rank = max(range(len(memory)), key=lambda r: memory[r].bytes)",
+        "rank = 0",
+        ("tests/compiler/test_costs.py", "tests/cli/test_errors.py"),
+    ),
+    # ---- files, pictures, commands
+    Bug(
+        "torch's letters for the input gradient and the whole backward change places",
+        "zbc/interop/torch_csv.py",
+        'Kind.B: "I", Kind.W: "W", Kind.BW: "B"',
+        'Kind.B: "B", Kind.W: "W", Kind.BW: "I"',
+        ("tests/interop",),
+    ),
+    Bug(
+        "torch sums a stage's gradients before its last W",
+        "zbc/interop/torch_lowered.py",
+        "if op.kind in (Kind.BW, Kind.W)}",
+        "if op.kind in (Kind.BW, Kind.B)}",
+        ("tests/processes/test_torch_oracle.py",),
+    ),
+    Bug(
+        "a suggested order may hold more than the fullest rank held",
+        "zbc/interop/repair.py",
+        "return all(rank.units <= limit for rank, limit in zip(held, limits, strict=True))",
+        "return True",
+        ("tests/interop/test_repair.py",),
+    ),
+    Bug(
+        "microbatches of a trace are numbered by stage",
+        "zbc/viz/perfetto.py",
+        '"microbatch":{op.mb}{more}',
+        '"microbatch":{op.stage}{more}',
+        ("tests/viz/test_perfetto.py",),
+    ),
+    Bug(
+        "an idle cell shows the op that covers less than half of it",
+        "zbc/viz/cells.py",
+        "busy[c] < 0.5 - _ALMOST",
+        "busy[c] < 0.25 - _ALMOST",
+        ("tests/viz/test_cells.py", "tests/viz/test_terminal.py"),
+    ),
+    Bug(
+        "a zoomed picture is drawn as if it began at 0",
+        "zbc/viz/svg.py",
+        "(start - window[0]) * scale, (end - start) * scale, tip",
+        "start * scale, (end - start) * scale, tip",
+        ("tests/viz",),
+    ),
+    Bug(
+        "the last number of a range on the command line is left out",
+        "zbc/cli/numbers.py",
+        "range(first, last + 1)",
+        "range(first, last)",
+        ("tests/cli", "tests/viz"),
+    ),
+    Bug(
+        "help that nobody reads ends as an error of usage",
+        "zbc/cli/__init__.py",
+        "if isinstance(left.__context__, BrokenPipeError):",
+        "if False:",
+        ("tests/cli/test_closed_pipe.py",),
+    ),
+)
+
+
+@contextmanager
+def copy_of_the_tree() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            ignore = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(source, folder / part, ignore=ignore) if source.is_dir() else shutil.copy(source, folder)
+        yield folder
+
+
+def first_failure(tree: Path, *arguments: str) -> str:
+    """The first test that fails, "" if all pass. Raises RuntimeError if they cannot be run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode == 0:
+        return ""
+    found = re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py\S*)", done.stdout, re.MULTILINE)
+    if done.returncode != 1 and not found:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return str(found[0])
+
+
+def caught(tree: Path, bug: Bug) -> tuple[str, str, str]:
+    """By `quick` and by `all`, "yes", "no" or "stale", and by which test. All catch what quick ones do."""
+    path = tree / bug.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(bug.old) != 1:
+        return "stale", "stale", ""
+    path.write_text(text.replace(bug.old, bug.new))
+    try:
+        quick = first_failure(tree, *bug.tests)
+        every = quick or first_failure(tree, "--all", *bug.tests)
+    finally:
+        path.write_text(text)
+    return "yes" if quick else "no", "yes" if every else "no", every
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", default="", help="bugs with this word in their text or file")
+    options = parser.parse_args()
+    bugs = [bug for bug in BUGS if options.only in bug.what or options.only in bug.file]
+    lines = [f"{'quick':<6} {'all':<6} {'bug':<78} {'file':<38} first test that fails"]
+    print(lines[0], flush=True)
+    found = []
+    with copy_of_the_tree() as tree:
+        for bug in bugs:
+            quick, every, test = caught(tree, bug)
+            found.append((quick, every))
+            lines.append(f"{quick:<6} {every:<6} {bug.what:<78} {bug.file:<38} {test}")
+            print(lines[-1], flush=True)
+    lines.append(f"{len(found)} bugs, {found.count(('yes', 'yes'))} caught by both tiers")
+    print(lines[-1])
+    if options.output is not None:
+        options.output.write_text("\n".join(lines) + "\n")
+    return 0 if all(quick == every != "stale" for quick, every in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Waiting in tests that start processes and threads: not for ever, and not at the cost of those waited for."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds; end the process after twice as many."""
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"the test took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(seconds)
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def until(happened: Callable[[], object]) -> None:
+    """Wait until this is so; the core is left to whoever makes it so."""
+    while not happened():
+        time.sleep(0.002)

@@ -1,0 +1,241 @@
+"""Handlers do what the rows of zbc/ops.py say: each op of a run is watched, and what it reads, makes and uses up held
+against its row.
+
+Tensors of microbatches are watched where they lie and while they travel; of the rest, what can be seen from outside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+
+import pytest
+
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from zbc.ir import Message, Op, Placement, Program
+from zbc.ops import VALUES, At, Kind, Ref, Scope
+from zbc.runtime.handlers import HANDLERS
+from zbc.runtime.state import STORES
+from zbc.runtime.threads import run_threads
+from zbc.runtime.transport import Signal
+
+HERE = "tests.runtime.user_models"
+RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}
+VECTORS = {"kind": f"{HERE}:Vectors"}
+PLANS = {
+    "halves": dict(schedule="zb-h1", p=2, m=3),
+    "two stages of a rank": dict(schedule="zb-v", p=2, m=3),
+    "two pipes": dict(schedule="dualpipe", p=2, m=4),
+    "groups": dict(),
+    "a shared weight, weights in shares": dict(schedule="1f1b", p=2, m=3, copies=2, tied=True, sharded=True),
+    "without a barrier": dict(schedule="zb-h1", p=3, m=4, copies=2, sharded=True, sync="post-validate"),
+}
+GROUPED = dict(
+    placement=Placement.linear(1),
+    microbatches=2,
+    ranks=(tuple(map(Op.parse, ["F s0 m0", "OVERLAP", "F s0 m1", "BW s0 m0", "BW s0 m1", "VALIDATE", "STEP s0"])),),
+    history=("test",),
+)
+STEPS = 3  # the first is not looked at: there is no step before it to make final
+
+PER_UNIT = {store.value for store in STORES}  # of these all is seen
+FROM_OUTSIDE = {"part", "total", "tied", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
+NOT_THERE = {"kv", "dkv"}  # without slices
+UNSEEN = {"stands"}  # REDO says nothing where the step before stands
+
+
+class Watched(dict):
+    """A store that notes what is done with it."""
+
+    def __init__(self, watch, ref_of):
+        super().__init__()
+        self.watch, self.ref_of = watch, ref_of
+
+    def __setitem__(self, key, value):
+        self.watch("writes", self.ref_of(key))
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key):
+        self.watch("reads", self.ref_of(key))
+        return super().__getitem__(key)
+
+    def pop(self, key, *default):
+        if key in self:
+            self.watch("reads", self.ref_of(key))
+            self.watch("frees", self.ref_of(key))
+        return super().pop(key, *default)
+
+
+class Travelling:
+    """A transport that notes what is posted and waited for."""
+
+    def __init__(self, inner, watch, ref_of):
+        self.inner, self.watch, self.ref_of = inner, watch, ref_of
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def post(self, letter, buffer, peer):
+        self.watch("writes", self.ref_of(letter))
+        self.inner.post(letter, buffer, peer)
+
+    def wait(self, letter):
+        self.watch("reads", self.ref_of(letter))
+        self.watch("frees", self.ref_of(letter))
+        return self.inner.wait(letter)
+
+    def send(self, letter, tensor, peer):
+        if isinstance(letter, Signal):
+            self.watch("writes", Ref(letter.kind.value.lower()))
+        self.inner.send(letter, tensor, peer)
+
+
+class Watch:
+    """What the op that runs does with values; `seen` has every op with the refs it read, wrote and freed."""
+
+    def __init__(self, worker):
+        self.worker, self.seen, self.op = worker, [], None
+        self.found = defaultdict(set)
+        for store in STORES:
+            setattr(worker, store.name, Watched(self.note, lambda key, store=store: self.stored(store, key)))
+        worker.transport = Travelling(worker.transport, self.note, self.sent)
+        for op, one in worker.sums.items():
+            self.tell(one, "start", "writes", op.kind.row.writes[0])
+            self.tell(one, "finish", "reads", op.kind.row.writes[0])
+        for optimizer in worker.optimizers.values():
+            self.tell(optimizer, "drop", "writes", Ref("clean"))
+        for act in worker.acts:
+            act.script[:] = [(self.watched(handler), op, text) for handler, op, text in act.script]
+
+    def tell(self, one, name, what, ref):
+        inner = getattr(one, name)
+
+        def told(*args):
+            self.note(what, ref)
+            return inner(*args)
+
+        setattr(one, name, told)
+
+    def note(self, what, ref):
+        self.found[what].add(ref)
+
+    def stored(self, store, key):
+        """The ref of what lies in a store, as the op that runs sees it."""
+        placement = self.worker.placement
+        if VALUES[store.value].scope == "unit":
+            assert key == self.op.key
+            return Ref(store.value)
+        towards = {"handed": At.SOURCES, "outputs": At.SINKS, "output_grads": At.SINKS, "input_grads": At.SOURCES}
+        (other,) = placement.beside(key.stage, towards[store.name])
+        return self.on_edge(store.value, key.stage, other, key)
+
+    def sent(self, letter):
+        if isinstance(letter, Signal):
+            before = letter.kind is Kind.NORM
+            return Ref(letter.kind.value.lower(), At.RANK_BEFORE if before else At.RANK_AFTER)
+        assert isinstance(letter, Message)
+        return self.on_edge("act" if letter.forward else "grad", letter.source, letter.sink, letter)
+
+    def on_edge(self, value, one, other, unit):
+        op = self.op
+        assert (unit.mb, unit.pipe, unit.slice) == (op.mb, op.pipe, op.slice) and op.stage in (one, other)
+        other = other if op.stage == one else one
+        return Ref(value, At.SOURCES if other in self.worker.placement.sources(op.stage) else At.SINKS)
+
+    def watched(self, handler):
+        def run(worker, op):
+            self.op, self.found = op, defaultdict(set)
+            before = self.outside()
+            handler(worker, op)
+            after = self.outside()
+            for what in (what for what, value in after.items() if value != before[what]):
+                self.note("writes", Ref(what))
+            if worker.step > 0:
+                self.seen.append((op, {what: frozenset(refs) for what, refs in self.found.items()}))
+
+        return run
+
+    def outside(self):
+        """Of the op's stage, or of the rank, what there is, as it can be compared."""
+        worker, kind = self.worker, self.op.kind
+        pending = worker.ahead.pending if worker.ahead else None
+        verdict = worker.verdict if pending is None else pending.verdict
+        found = {"verdict": verdict is not None, "weights": len(worker.gathering)}
+        if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them
+            found["norm"] = pending.sums is not None
+        if kind.row.scope is not Scope.RANK:
+            weights = list(worker.stages[self.op.stage].parameters.values())
+            found["shard"] = sizes(weights)
+            if kind.computes:  # sums lie where the gradients lay
+                found["part"] = sizes([p.grad for p in weights])
+        return found
+
+
+def sizes(tensors):
+    return [None if one is None else one.detach().double().abs().sum().item() for one in tensors]
+
+
+@cache
+def watched(name):
+    """Every op of a run with what it did, by rank."""
+    how = PLANS[name]
+    model = {**GPT, "tie_embeddings": True} if how.get("tied") else RESIDUAL
+    data = {} if how.get("tied") else {"data": VECTORS}
+    optimizer = {"sync": how.get("sync", "before-step"), "clip_grad_norm": 1e6}
+    program = Program(**GROUPED) if name == "groups" else make_program(**how)
+    plan = make_plan(program, model=model, optimizer=optimizer, **data)
+    watches = []
+    run_threads(plan, STEPS, setup=lambda worker: watches.append(Watch(worker)))
+    return [(watch.worker, *entry) for watch in watches for entry in watch.seen]
+
+
+def there(worker, refs, op):
+    """The refs of a row that mean something on this rank."""
+    edges = (At.SOURCES, At.SINKS)
+    return {ref for ref in refs if ref.at not in edges or worker.placement.beside(op.stage, ref.at)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("what", ["reads", "writes", "frees"])
+def test_tensors_of_microbatches_are_read_made_and_used_up_as_the_row_says(name, what):
+    for worker, op, found in watched(name):
+        if op.kind.row.scope is Scope.UNIT:
+            expected = there(worker, getattr(op.kind.row, what), op)
+            seen = {ref for ref in found.get(what, ()) if ref.what in PER_UNIT}
+            assert seen == {ref for ref in expected if ref.what in PER_UNIT}, f"{op} {what}"
+        else:
+            assert not {ref for ref in found.get(what, ()) if ref.what in PER_UNIT}, f"{op} {what}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_weights_sums_and_verdicts_are_made_by_the_ops_whose_rows_say_so(name):
+    for _, op, found in watched(name):
+        made = {ref.what for ref in found.get("writes", ()) if ref.what in FROM_OUTSIDE}
+        if op.kind is Kind.B:
+            made -= {"part"}  # layers whose halves do not come apart have theirs at once
+        expected = {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}
+        assert made == expected, str(op)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_an_op_waits_for_is_what_its_row_reads(name):
+    def where(refs):
+        return {(ref.what, ref.at if ref.at in (At.RANK_BEFORE, At.RANK_AFTER) else At.OWN) for ref in refs}
+
+    for _, op, found in watched(name):
+        seen = {ref for ref in found.get("reads", ()) if ref.what not in PER_UNIT}
+        assert where(seen) <= where(op.kind.row.reads), str(op)
+
+
+def test_these_plans_run_every_kind_that_has_a_row():
+    assert {op.kind for name in PLANS for _, op, _ in watched(name)} == HANDLERS.keys() == set(Kind)
+
+
+def test_every_value_is_watched_or_cannot_be():
+    assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | UNSEEN
+
+
+def test_whatever_may_not_stay_has_a_store_in_which_it_would_be_found():
+    assert {store.value for store in STORES} == {
+        name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE
+    }

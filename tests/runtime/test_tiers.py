@@ -1,0 +1,49 @@
+"""The orders that always run leave out no kind of op."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lowered import lower
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.tiers import SIX
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.ops import ROWS
+from zbc.runtime import handlers
+from zbc.runtime.threads import run_threads
+
+SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kinds of op that ranks have run."""
+    seen = set()
+    for kind, handler in handlers.HANDLERS.items():
+
+        def record(worker, op, handler=handler):
+            seen.add(op.kind)
+            handler(worker, op)
+
+        monkeypatch.setitem(handlers.HANDLERS, kind, record)
+    return seen
+
+
+def test_the_six_orders_run_every_handler(ran):
+    for name in SIX:
+        run_threads(make_plan(make_program(name, 2, 4), model=SMALL, size=1), 1)
+    ahead = {"sync": "post-validate", "zero1": True}
+    shared = make_program("zb-h1", 2, 4, sync="post-validate", copies=2, sharded=True)
+    run_threads(make_plan(shared, model=SMALL, size=1, optimizer=ahead), 2)
+    tied = make_program("1f1b", 2, 4, tied=True)
+    run_threads(make_plan(tied, model={**SMALL, "tie_embeddings": True}, size=1), 1)
+    groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))
+    run_threads(make_plan(groups, model=SMALL, size=1), 1)
+    assert ran == handlers.HANDLERS.keys() == ROWS.keys()
+
+
+def test_the_six_orders_stand_for_every_placement_and_every_backward():
+    cards = [SCHEDULES[name] for name in SIX]
+    others = {card.placement_name for card in SCHEDULES.values()} - {card.placement_name for card in cards}
+    assert others == {"waves", "two V pipes"}, "these are made of V and two pipes"
+    assert {card.splits_backward for card in cards} == {True, False}

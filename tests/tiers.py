@@ -1,0 +1,45 @@
+"""Which tests always run, and which only add names, sizes and seeds to what others show: those are marked `repeats`.
+
+The orders of `SIX` cover every pattern a rank can meet: one stage and a backward in one piece, backwards in halves,
+stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet.
+tests/runtime/test_tiers.py sees to it that these run every kind of op there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
+
+
+def few(cases: Iterable[Any], always: Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
+    """Values for `parametrize`, of which those that `always` does not choose are marked `repeats`.
+
+    `always` holds values, the first ones of those that are tuples, or says of each whether it is chosen.
+    """
+    chosen = always if callable(always) else lambda case: _values(case)[0] in always
+    return [case if chosen(case) else _repeat(case) for case in cases]
+
+
+def dealt(rows: Iterable[Any], columns: Sequence[Any], always: Container[Any] = ()) -> list[Any]:
+    """Every row with every column, for `parametrize`; all but one column of each row, in turn, are marked `repeats`.
+
+    Columns in `always` are not. A row, or column, that is a tuple stands for several arguments.
+    """
+    found = []
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            case = (*_values(row), *_values(column))
+            found.append(case if j == i % len(columns) or column in always else _repeat(case))
+    return found
+
+
+def _repeat(case: Any) -> Any:
+    return pytest.param(*_values(case), marks=pytest.mark.repeats)
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
