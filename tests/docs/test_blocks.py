@@ -235,11 +235,12 @@ def test_a_plan_with_the_op_of_the_docs_trains_when_the_page_is_followed(extende
 
 
 def test_the_python_of_the_docs_runs(clone):
-    (code,) = blocks_of("python.md")
+    code = "".join(blocks_of("python.md"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "zb-h1: 4 ranks" in done.stdout
+    assert "39.0 ms: BW s0 m11 <- W s0 m10 <-" in done.stdout
     assert (clone / "from-python.svg").read_text().startswith("<svg")
 
 
