@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import tomli
+
 ROOT = Path(__file__).parent.parent
 MODULES = {
     ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f

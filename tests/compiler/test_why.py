@@ -6,7 +6,7 @@ import pytest
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
-from zbc.compiler.graph.graph import build
+from zbc.compiler.graph import build
 from zbc.compiler.simulate import simulate, steady_state
 from zbc.compiler.why import binds, critical_path, what_ifs
 

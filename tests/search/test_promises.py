@@ -23,7 +23,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
 from zbc.compiler.cuts import Cut, of_stages
-from zbc.compiler.graph.graph import build
+from zbc.compiler.graph import build
 from zbc.compiler.judging import Case
 from zbc.compiler.limits import limit_of, smallest
 from zbc.compiler.memory import peaks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import Graph, build
+from zbc.compiler.graph import Graph, build
 from zbc.compiler.simulate import Timeline, run, steady_state
 from zbc.ir import Program
 

@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import Graph
+from zbc.compiler.graph import Graph
 from zbc.compiler.simulate import Timeline
 from zbc.compiler.stage_bytes import StageBytes
 from zbc.ir import Op

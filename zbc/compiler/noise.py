@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import Graph, build
+from zbc.compiler.graph import Graph, build
 from zbc.compiler.simulate import Timeline, lengths, replay, steady_state
 from zbc.compiler.steps import SETTLES
 from zbc.compiler.why import Path, path_of

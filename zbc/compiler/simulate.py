@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import Graph, build, happens
+from zbc.compiler.graph import Graph, build, happens
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import Lane

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import build
+from zbc.compiler.graph import build
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.simulate import SAME, Timeline, lengths, replay
 from zbc.ir import Kind, Program

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zbc.compiler.graph.graph import Graph
+from zbc.compiler.graph import Graph
 from zbc.ir import Kind
 
 

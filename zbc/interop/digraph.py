@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from zbc.compiler.graph.graph import Graph, reads
+from zbc.compiler.graph import Graph, reads
 from zbc.compiler.simulate import Timeline
 from zbc.ir import Kind, Op
 from zbc.ops import At, Lane

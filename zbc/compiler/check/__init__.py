@@ -14,7 +14,7 @@ from zbc.compiler.check.complete import check_complete, complete_problems
 from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import check_pairing, pairing_problems
-from zbc.compiler.graph.graph import Graph, build
+from zbc.compiler.graph import Graph, build
 from zbc.ir import Program
 
 __all__ = ["check_all", "check_complete", "check_deadlock", "check_graph", "check_pairing", "survives_blocking_sends"]

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
-from zbc.compiler.graph.graph import MESSAGE, Graph, build
-from zbc.compiler.graph.layout import EMPTY, FAR, FREED, Key, members
+from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, Graph, Key, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import VALUES, Kind, Lane, Scope

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from zbc.compiler.check.complete import late_reads
-from zbc.compiler.graph.graph import Graph
+from zbc.compiler.graph import Graph
 from zbc.ops import Kind
 
 START, END, NEXT, OVER = range(4)

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from zbc.compiler.check import names
 from zbc.compiler.check.complete import late_writers
 from zbc.compiler.check.found import SHOWN, raise_found
-from zbc.compiler.graph.graph import Graph, build, happens, run
-from zbc.compiler.graph.layout import FREED
+from zbc.compiler.graph import FREED, Graph, build, happens, run
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 

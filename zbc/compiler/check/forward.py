@@ -5,7 +5,7 @@ from __future__ import annotations
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import pairing_problems
-from zbc.compiler.graph.graph import build
+from zbc.compiler.graph import build
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Kind, Op, Program
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.graph.graph import Graph
-from zbc.compiler.graph.layout import FAR, Key
+from zbc.compiler.graph import FAR, Graph, Key
 from zbc.ir import Op
 from zbc.ops import VALUES, Kind, Lane, Ref, Row
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, build
-from zbc.compiler.graph.layout import Channel
+from zbc.compiler.graph import MESSAGE, Channel, Graph, Mixed, build
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import VALUES

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.check import names
-from zbc.compiler.graph.graph import Graph
+from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
 from zbc.ops import Kind
 

@@ -1,1 +1,21 @@
 """A program as integers, made once from the rows of its ops: what waits for what, for the proof, the clock, memory."""
+
+from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, happens, reads, run
+from zbc.compiler.graph.layout import EMPTY, FAR, FREED, Channel, Key, members
+from zbc.compiler.graph.walk import build
+
+__all__ = [
+    "EMPTY",
+    "FAR",
+    "FREED",
+    "MESSAGE",
+    "Channel",
+    "Graph",
+    "Key",
+    "Mixed",
+    "build",
+    "happens",
+    "members",
+    "reads",
+    "run",
+]

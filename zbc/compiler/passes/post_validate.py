@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from zbc.compiler.context import Context
 from zbc.compiler.cost import Costs
-from zbc.compiler.graph.graph import Graph
+from zbc.compiler.graph import Graph
 from zbc.compiler.simulate import SAME, lengths, replay
 from zbc.compiler.warmup import closed, forwards, leading
 from zbc.ir import Kind, Message, Op, Placement, Program

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from zbc.compiler.graph.graph import Graph, build
+from zbc.compiler.graph import Graph, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
 from zbc.compiler.simulate import Timeline
 from zbc.ir import Op

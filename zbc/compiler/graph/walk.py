@@ -1,0 +1,262 @@
+"""The walk over the rows of a program's ops that makes its graph, and notes what it finds wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zbc.compiler.graph.graph import MESSAGE, NOTHING, Graph, Mixed, Unmet, start_of
+from zbc.compiler.graph.layout import FREED, Channel, Layout, members
+from zbc.errors import ZbcError
+from zbc.ir import Op, Program
+from zbc.ops import ROWS, Kind, Lane, Rows
+
+SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
+SMALL = 1 << 17  # units that are never too many
+
+
+def build(program: Program, rows: Rows = ROWS) -> Graph:
+    """The graph of any program, also of one with mistakes. Raises E202 when it claims far more microbatches than it has
+    ops for."""
+    placement = program.placement
+    units = len(placement.pipes) * placement.stages * program.microbatches * program.slices
+    if units > max(SMALL, SPARSE * len(placement.pipes) * program.size):
+        claims = f"{placement.stages} stages and {program.microbatches * program.slices} microbatches"
+        hint = "give every stage an F and a BW (or B and W) for every microbatch"
+        raise ZbcError("E202", f"program: {program.size} ops are too few for {claims}", hint=hint)
+    layout = Layout.of(program, rows)
+    g = Graph(layout, [op for ops in program.ranks for op in ops])
+    _Walk(g).run()
+    return g
+
+
+_Known = tuple[int, Lane, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+_NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
+
+
+class _Walk:
+    """The walk over all ops, once, and what is known only when it is over."""
+
+    def __init__(self, g: Graph) -> None:
+        self.g, self.layout = g, g.layout
+        self.n, self.messages = len(g.ops), g.layout.events
+        g.sender = [-1] * self.messages
+        g.receiver = [-1] * self.messages
+        g.parties = [1 + g.layout.explicit] * self.messages
+        self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts behind
+        self.meetings: dict[tuple[object, ...], int] = {}
+        self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; before it is known, by -1 - op
+        self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
+        self.taken: dict[int, list[int]] = {}
+
+    def run(self) -> None:
+        g = self.g
+        for rank, ops in enumerate(g.program.ranks):
+            self._rank(rank, ops)
+        self._groups()
+        for op in [e for e in self.edges if e < 0]:  # what an op of another lane reads, its event waits for
+            for node in self.edges.pop(op):
+                if g.party[-1 - op] >= 0:
+                    self._after(node, g.party[-1 - op])
+        for message, x in self.layout.messages.items():
+            if message.edge < 0:
+                g.parties[x] = 1  # no transfer stands for it
+        self.layout.settle()
+        g.mixed = list(self._disorder())
+        self._absent()
+        if self.layout.explicit:
+            every = [(i, g.rows[r].every) for i, r in enumerate(g.row_of) if r >= 0 and g.rows[r].every]
+            g.late = [(i, j) for i, columns in every for j in self._late(i, columns)]
+        self._close()
+
+    def _close(self) -> None:
+        """The lists over all nodes, events included."""
+        g = self.g
+        g.before += self.origin
+        g.ptr += [g.ptr[self.n]] * self.messages
+        for event in range(self.n + self.messages, self.n + len(g.parties)):
+            g.before.append(NOTHING)
+            g.pred += self.edges.get(event, ())
+            g.ptr.append(len(g.pred))
+        g.waits = {event: nodes for event, nodes in self.edges.items() if event < self.n + self.messages}
+
+    # ---- the walk: all the time goes here, so it is one function over local names --------------------------------
+
+    def _rank(self, rank: int, ops: Iterable[Op]) -> None:
+        g, layout, n = self.g, self.layout, self.n
+        microbatches = g.program.microbatches
+        cell, sender, receiver, origin, edges = layout.cells, g.sender, g.receiver, self.origin, self.edges
+        before, ptr, pred, party, row_of = g.before, g.ptr, g.pred, g.party, g.row_of
+        compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
+        table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
+        queue: dict[Lane, int] = {}  # the last event of each lane
+        count: dict[tuple[object, ...], int] = {}
+        last = start_of(rank)
+        for i, (kind, stage, mb, pipe, part) in enumerate(ops, g.first[-1]):
+            where = (pipe, stage, part)
+            known = table[kind].get(where)
+            if known is None:
+                known = table[kind][where] = self._known(rank, kind, pipe, stage, part)
+            number, lane, reads, frees, writes, posts, step, state = known
+            if number < 0 or (step and not 0 <= mb < microbatches):
+                inside = number < 0 and (0 <= mb < microbatches or kind.stage_wide or kind.rank_wide)
+                g.lost.append((i, str(lane) if inside else "E202"))
+                number, lane, reads, frees, writes, posts, step, state = _NO_ROW
+            before.append(last)
+            row_of.append(number)
+            j = mb * step
+            for c in reads:
+                w = cell[c + j]
+                if w < 0:
+                    g.unmet.append(Unmet(i, c + j, w))
+                elif w < n:
+                    pass  # the rank's own order covers it
+                elif lane is compute:
+                    pred.append(w)
+                else:
+                    edges.setdefault(-1 - i, []).append(w)
+            for c in state:
+                w = cell[c]
+                if w < 0:
+                    g.unmet.append(Unmet(i, c, w))
+                elif w >= n:
+                    pred.append(w)
+            e = -1
+            if lane is compute:
+                e = last = i
+                if posts:  # no transfer stands for these messages
+                    for x in posts:
+                        if sender[x + j] >= 0:
+                            g.again.append((i, MESSAGE, sender[x + j]))
+                        sender[x + j] = origin[x + j] = i
+                    if len(posts) > 1:
+                        g.more[i] = tuple(n + x + j for x in posts[1:])
+                    party.append(n + posts[0] + j)
+                else:
+                    party.append(-1)
+            elif lane is link:
+                x = posts[0] + j
+                found, line = (sender, self.sent) if reads else (receiver, self.taken)
+                if found[x] >= 0:
+                    g.again.append((i, MESSAGE, found[x]))
+                    e, frees, writes = self._spare(i), (), ()
+                else:
+                    found[x], e = i, n + x
+                    line.setdefault(posts[0] - part, []).append(i)
+                    if reads:
+                        origin[x] = last
+                party.append(e)
+            elif lane is mark:
+                party.append(-1)
+                if number >= 0:
+                    g.marks.append(i)
+                    last = i
+            else:  # a collective or a copy
+                same = (rank, kind, stage, mb, pipe, part)
+                count[same] = count.get(same, -1) + 1
+                e = self._meet((*(same[1:] if kind.is_collective else same), count[same]), i)
+                party.append(e)
+                row = g.rows[number].row
+                starts = [cell[c + j] for c in reads] if row.early else [last]
+                self.edges[e] += [w for w in starts if w >= 0]
+                if lane in queue:
+                    self._after(queue[lane], e)
+                queue[lane] = e
+                if row.blocks:
+                    last = e
+            for c in frees:
+                cell[c + j] = FREED
+            for c in writes:
+                if cell[c + j] >= 0:
+                    g.again.append((i, c + j, cell[c + j]))
+                cell[c + j] = e
+            ptr.append(len(pred))
+        g.first.append(len(before))
+
+    def _known(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> _Known:
+        """A compiled row as the walk unpacks it; for an op without a place here the code of the error as its lane."""
+        row = self.layout.compile(rank, kind, pipe, stage, part)
+        if isinstance(row, str):
+            return -1, row, *_NO_ROW[2:]  # type: ignore[return-value]
+        self.g.rows.append(row)
+        return len(self.g.rows) - 1, *row[:7]
+
+    def _spare(self, op: int) -> int:
+        """An event of its own, which never happens, for a transfer of what travels already."""
+        g = self.g
+        event = self.n + len(g.parties)
+        g.parties.append(2)
+        self.edges[event], g.spare[event] = [], op
+        if g.unmet and g.unmet[-1].op == op:
+            g.unmet.pop()
+        return event
+
+    def _meet(self, key: tuple[object, ...], op: int) -> int:
+        """The event of a collective or a copy, with one party more."""
+        g = self.g
+        event = self.meetings.get(key)
+        if event is None:
+            event = self.meetings[key] = self.n + len(g.parties)
+            g.parties.append(0)
+            self.edges[event], g.met[event] = [], []
+        g.parties[event - self.n] += 1
+        g.met[event].append(op)
+        return event
+
+    # ---- behind the walk ------------------------------------------------------------------------------------------
+
+    def _after(self, earlier: int, event: int) -> None:
+        """An event waits for another one."""
+        self.edges.setdefault(event, []).append(earlier)
+        self.g.behind.setdefault(earlier, []).append(event)
+        self.g.parties[event - self.n] += 1
+
+    def _groups(self) -> None:
+        """What the ops of a group wait for, its mark waits for."""
+        g = self.g
+        for mark in g.marks:
+            end = min(mark + 3, g.first[g.rank(mark) + 1])
+            g.ptr[mark + 1 : end] = [g.ptr[end]] * (end - mark - 1)
+
+    def _late(self, i: int, columns: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """The ops behind op i on its rank that write what it should find written."""
+        g, cells = self.g, self.layout.cells
+        for c, width in columns:
+            top = max(cells[c : c + width])
+            if top >= self.n:
+                top = min((j for j in g.met.get(top, ()) if g.rank(j) == g.rank(i)), default=-1)
+            if top > i:
+                yield top
+
+    def _disorder(self) -> Iterator[Mixed]:
+        """From the first message on that is not received where it is sent, nothing of a channel moves."""
+        g, n, layout = self.g, self.n, self.layout
+        lines: dict[Channel, tuple[list[int], list[int]]] = {}
+        for (channel, _), base in zip(layout.channels, layout.firsts, strict=True):
+            if base in self.sent or base in self.taken:
+                line = lines.setdefault(channel, ([], []))
+                for ops, ends, others, own in (
+                    (self.sent, g.receiver, g.sender, line[0]),
+                    (self.taken, g.sender, g.receiver, line[1]),
+                ):
+                    own += [i for i in ops.get(base, ()) if ends[g.party[i] - n] >= 0 and others[g.party[i] - n] == i]
+        for channel, (sends, receives) in sorted(lines.items()):
+            sends.sort()
+            receives.sort()
+            a, b = [g.party[i] for i in sends], [g.party[i] for i in receives]
+            if a != b:
+                k = next(k for k, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+                yield Mixed(channel, k, sends[k], receives[k])
+                for event in a[k:]:
+                    g.parties[event - n] += 1
+
+    def _absent(self) -> None:
+        """A collective that a member never comes to is never over."""
+        g = self.g
+        for event, ops in g.met.items():
+            kind, stage = g.ops[ops[0]][:2]
+            if kind.is_collective:
+                there = {g.rank(i) for i in ops}
+                away = sorted(members(g.program, kind, stage) - there)
+                if away:
+                    g.absent[event] = away
+                    g.parties[event - self.n] += 1
