@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
+
+import tomli
 
 ROOT = Path(__file__).parent.parent
 MODULES = {
@@ -74,6 +77,7 @@ LAYERS = [
 RUNTIME = [
     ["zbc.errors", "zbc.closed_pipe", "zbc.folders", "zbc.linefile"],
     ["zbc.userobject"],
+    ["zbc.ops"],
     ["zbc.ir", "zbc.topology", "zbc.toml", "zbc.textfiles", "zbc.tokenfile"],
     ["zbc.section"],
     ["zbc.idle", "zbc.dealing"],
@@ -210,3 +214,13 @@ def test_only_the_command_line_prints():
     for module in (m for m in MODULES if not m.startswith("zbc.cli")):
         calls = [n for n in ast.walk(tree(MODULES[module])) if isinstance(n, ast.Call)]
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), module
+
+
+def test_what_is_declared_as_a_dependency_is_imported():
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [need for name, needs in project["optional-dependencies"].items() if name != "dev" for need in needs]
+    declared = [re.match(r"[\w-]+", need)[0] for need in [*project["dependencies"], *extras]]
+    modules = {"tensorboard": "torch.utils.tensorboard"}  # what torch has for it
+    wanted = {modules.get(name, name.replace("-", "_")) for name in declared}
+    used = {target for path in MODULES.values() for target in imports(path)}
+    assert {name for name in wanted if not any(f"{target}.".startswith(f"{name}.") for target in used)} == set()
