@@ -232,6 +232,7 @@ def test_a_plan_with_the_kinds_is_written_drawn_run_and_reported(copy):
     assert "OFFLOAD s0 m0" in (copy / "plan/rank-0000.json").read_text()
     assert "deadlock-free" in run(copy, "-m", "zbc", "check", "plan")
     run(copy, "-m", "zbc", "visualize", "plan", "-o", "plan.html")
+    assert '"more":[[' in (copy / "plan.html").read_text(), "the page has what RELEASE and RELOAD do to memory"
     run(copy, "-m", "zbc", "visualize", "plan")
     shown = run(copy, "-m", "zbc", "run", "plan", "--local", "2", "--trace", "1-2", "--out", "with")
     assert "OFFLOAD" in run(copy, "-m", "zbc", "export", "plan", "--to", "json", "-o", "-") or shown

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
 import pytest
 
 from tests.lowered import lower
-from tests.search.instances import Instance, Recorder, instance
+from tests.search.instances import Instance, Recorder, costs, instance, limits
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost import Costs
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
-from zbc.compiler.search.candidates import _changes
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
@@ -128,75 +128,93 @@ def test_an_order_that_can_never_finish_is_refused(compiled, plain):
         assert Recorder(given.problem, engine, "span").order(one_at_a_time + both_first, "circular") is None
 
 
+@pytest.mark.parametrize("ranks", [(0, 0, 1, 2, 2), (0, 2, 0, 2), (1, 0, 1, 1, 2, 0)])
+@pytest.mark.parametrize("objective", ["span", "makespan", "period"])
+def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, plain, compiled):
+    where = Placement((ranks,))
+    for seed in range(4):
+        rng = Random(seed)
+        given = replace(instance(seed), placement=where, m=2 + seed, limits=None, costs=costs(rng, where))
+        given = replace(given, limits=limits(rng, where, given.costs, given.m))
+        benches = [Recorder(given.problem, engine, objective) for engine in (plain, compiled)]
+        for bench in benches:
+            for recipe in [*policies(given.problem.v), *islice(learned(given.problem.v), 10), *FILLINGS]:
+                bench.decode(recipe, "decoded")
+            bench.anneal(bench.order(given.simplest[0][1], "one by one"), 300, 0.5, seed, 0.0)
+        assert benches[0].seen == benches[1].seen
+        examine(given, benches[0])
+
+
 class Moved:
     """What annealing keeps of an order, brought up to date by its own steps after each move."""
 
     def __init__(self, problem, order, by_makespan):
         self.problem, self.order, self.by_makespan = problem, list(order), by_makespan
-        self.length, self.source, self.lag, self.where = timing.wires(problem)
-        self.change = _changes(problem)
-        size, self.per_rank = problem.size, problem.size // problem.p
+        rows = problem.rows()
+        self.table, self.fences = rows.table(), rows.fences()
+        self.length, self.change, self.first = self.table.length, self.table.change, self.table.first
+        size = problem.size
         self.position, self.queued = [0] * size, [0] * size
-        self.aim = [-1] * size
-        for op, q in enumerate(self.source):
-            if q >= 0:
-                self.aim[q] = op
         timing.locate(self.order, self.position)
         self.end = self.ends()
         self.tail = [0.0] * size
+        lowest, highest = self.fences.lowest, self.fences.highest
+        self.ops = (self.length, lowest, highest, self.table.waits, self.table.feeds)
         self.retail(0, size - 1)
         self.held = self.holds()
 
+    @property
+    def course(self):
+        return self.order, self.position, self.end, self.tail, self.queued
+
+    def fed(self, op):
+        """The ops that wait for one, each with its lag."""
+        head, reader, lag, after = self.table.feeds
+        edge = head[op]
+        while edge >= 0:
+            yield reader[edge], lag[edge]
+            edge = after[edge]
+
     def ends(self):
-        end = [0.0] * len(self.order)
-        starts = list(range(0, len(self.order), self.per_rank))
-        columns = (self.length, self.source, self.lag, self.where)
-        timed = timing.run(self.problem.p, self.order, self.position, *columns, starts, end)
-        return end if timed == len(end) else None
+        end, begin = [0.0] * len(self.order), [0.0] * self.problem.p
+        return end if timing.run(self.table, self.order, self.position, begin, end) else None
 
     def tails(self):
         """As its definition has it, from the last op to the first."""
-        tail = {}
-        for k in sorted(
-            range(len(self.order)), key=lambda k: (self.end[k], self.where[self.order[k]], k), reverse=True
-        ):
-            first = k - k % self.per_rank
+        tail, rank = {}, self.table.rank
+        for k in sorted(range(len(self.order)), key=lambda k: (self.end[k], rank[self.order[k]], k), reverse=True):
+            first = self.fences.lowest[k]
             behind = [0.0 if self.by_makespan else self.length[self.order[first]] - self.end[first]]
-            if (k + 1) % self.per_rank:
+            if k < self.fences.highest[k]:
                 behind = [self.length[self.order[k + 1]] + tail[k + 1]]
-            t = self.aim[self.order[k]]
-            if t >= 0:
-                behind.append(self.lag[t] + self.length[t] + tail[self.position[t]])
+            behind += [lag + self.length[t] + tail[self.position[t]] for t, lag in self.fed(self.order[k])]
             tail[k] = max(behind)
         return [tail[k] for k in range(len(self.order))]
 
     def holds(self):
         held = []
-        for r in range(self.problem.p):
-            held += itertools.accumulate(
-                self.change[op] for op in self.order[r * self.per_rank : (r + 1) * self.per_rank]
-            )
+        for low, high in itertools.pairwise(self.first):
+            held += itertools.accumulate(self.change[op] for op in self.order[low:high])
         return held
 
     def retail(self, low, high):
-        columns = (self.order, self.position, self.length, self.aim, self.lag, self.source)
-        retiming.tails(self.problem.p, low, high, *columns, self.by_makespan, self.end, self.tail, self.queued)
+        retiming.tails(low, high, self.by_makespan, self.ops, self.course)
 
     def time(self, i, j, most):
         """Move, and time what that changes; the way back, or None if nothing can be said."""
         low, high = min(i, j), max(i, j)
         size = len(self.order)
-        places, times = [0] * size, [0.0] * size
+        notes = places, times = [0] * size, [0.0] * size
         moves.shift_op(self.order, self.position, i, j)
-        columns = (self.order, self.position, self.length, self.source, self.lag)
-        shape, notes = (low, high), (places, times)
+        columns, timed = (self.length, self.table.rank), (self.order, self.position, self.end)
         changed, fine = retiming.time_near(
-            *shape, self.per_rank, most, *columns, self.where, self.aim, self.end, self.tail, *notes
+            low, high, *columns, self.fences.lowest, *self.table.waits, *timed, places, times
+        )
+        fine = fine and not retiming.too_long(
+            low, high, most, *columns, self.fences.highest, *self.table.feeds, *timed, self.tail
         )
         if fine:
-            changed, fine = retiming.time_far(
-                *shape, i, j, changed, self.per_rank, most, *columns, self.aim, self.end, self.tail, self.queued, *notes
-            )
+            changed, fine = retiming.time_far(i, j, changed, most, self.ops, self.course, notes)
         return fine, [(places[k], times[k]) for k in range(changed)]
 
     def undo(self, i, j, notes):
@@ -213,8 +231,9 @@ def random_moves(by_makespan):
         state = Moved(problem, given.simplest[0][1], by_makespan)
         for _ in range(40):
             i = rng.randrange(problem.size)
-            shape = (problem.m, problem.size // 3, state.per_rank)
-            j, _ = moves.destination(i, *shape, state.order, state.position, rng.randrange(2**31))
+            lowest, highest, (beside, fence, _, after) = state.fences
+            walls = (lowest, highest, beside, fence, after)
+            j, _ = moves.destination(i, *walls, state.order, state.position, rng.randrange(2**31))
             if i != j:
                 yield problem, state, rng, i, j
 
@@ -225,10 +244,11 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
     moved = blocked = 0
     for problem, state, _, i, j in random_moves(by_makespan):
         before = list(state.order), list(state.end)
-        limit = problem.limit[i // state.per_rank]
+        rank = state.table.rank[state.order[i]]
+        limit, mine = problem.limit[rank], slice(state.first[rank], state.first[rank + 1])
         fits = moves.fits(i, j, limit, state.order, state.change, state.held)
         fine, notes = state.time(i, j, 1e300)
-        assert fits == (max(state.holds()[i // state.per_rank * state.per_rank :][: state.per_rank]) <= limit + 2e-6)
+        assert fits == (max(state.holds()[mine]) <= limit + 2e-6)
         whole = state.ends()
         assert fine == (whole is not None)
         if not fine or not fits:

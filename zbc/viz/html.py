@@ -7,11 +7,12 @@ billionths of the longest plan, and which of the plan's few durations it has. Ti
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
+from zbc.compiler.ledger import activations
 from zbc.compiler.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
@@ -104,7 +105,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
     pieces = {rank: list(strip.pieces(rank)) for rank in shown}
     number = {piece.id: k for k, piece in enumerate(piece for rank in shown for piece in pieces[rank])}
     durations: dict[float, int] = {}
-    rows = [_row(one, pieces[rank], kinds, durations, length) for rank in shown]
+    rows = [_row(one, pieces[rank], kinds, durations, length) | _beside(one, rank, number) for rank in shown]
     sources = list(strip.sources())
     return {
         "title": name,
@@ -123,6 +124,17 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
             if piece.end > piece.start
         ],
     }
+
+
+def _beside(one: Drawn, rank: int, shown: Container[int]) -> dict[str, Any]:
+    """Changes of memory by ops that are not drawn: [ms, units], as the ledger has them."""
+    found = []
+    for step, timeline in enumerate(one.strip.steps):
+        base = step * len(timeline.graph.ops)
+        for event in activations(timeline, rank, one.costs):
+            if base + event.op not in shown:
+                found.append([event.ms - one.strip.begin, event.units])
+    return {"more": found} if found else {}
 
 
 def _row(

@@ -272,6 +272,7 @@ def _sources(g: Graph) -> list[int]:
     """The maker of what each op works on: of what came from another rank, else of what its row names last."""
     n, found = len(g.ops), [-1] * len(g.ops)
     maker = {n + x: op for x, op in enumerate(g.sender)}  # of what a message carries; a SEND reads it
+    maker |= {event: ops[0] for event, ops in g.met.items()}
     for op, what, node in reads(g):
         kind = g.ops[op].kind
         if kind.is_send:

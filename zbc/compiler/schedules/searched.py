@@ -28,9 +28,9 @@ from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
 from zbc.compiler.search.portfolio import FEW_OPS, Effort
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.problem import KINDS, Problem
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Placement, Program
 from zbc.text import at_least
 
 OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
@@ -124,7 +124,7 @@ def _join(program: Program) -> Program:
 
 def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders for this placement that need no search."""
-    plain = Request(request.p, request.m, placement.stages // placement.ranks)
+    plain = Request(request.p, request.m, problem.v)
     programs: Iterable[Program] = ()
     if placement == Placement.linear(request.p):
         programs = between_h1_and_h2(plain)
@@ -139,10 +139,7 @@ def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterat
 
 def _numbers(problem: Problem, program: Program) -> list[int]:
     """A program as a rank-major order; a BW counts as B and W."""
-    kinds = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
-    per_kind = problem.n_stages * problem.m
-
-    def number(kind: int, op: Op) -> int:
-        return kind * per_kind + op.stage * problem.m + op.mb
-
-    return [number(kind, op) for ops in program.ranks for op in ops for kind in kinds[op.kind]]
+    rows = problem.rows()
+    base = {kind: rows.bases(kind) for kind in KINDS}
+    base_of = {kind: [base[kind]] for kind in KINDS} | {Kind.BW: [base[Kind.B], base[Kind.W]]}
+    return [base[op.stage] + op.mb for ops in program.ranks for op in ops for base in base_of[op.kind]]

@@ -1,4 +1,4 @@
-"""Improving an order by annealing; a kernel like listing.py, whose numbering of ops it shares.
+"""Improving an order by annealing; a kernel like listing.py, which reads the columns of table.py.
 
 What makes a step long is a chain of ops, each of which starts when the one before it ends or its result arrives. Moving
 an op that is on no such chain changes nothing, so most moves (moves.py) are drawn from the chain that ends at the last
@@ -11,8 +11,9 @@ from math import log
 
 from zbc.compiler.search.listing import EPS
 from zbc.compiler.search.moves import carry, destination, fits, following, hold, shift_op, trace
-from zbc.compiler.search.retiming import tails, tails_of_starts, take_back, time_far, time_near
-from zbc.compiler.search.timing import Numbers, locate, run, steps
+from zbc.compiler.search.retiming import tails, tails_of_starts, take_back, time_far, time_near, too_long
+from zbc.compiler.search.table import Fences, Numbers, Table
+from zbc.compiler.search.timing import locate, run, steps
 
 EVEN = 0.05  # weight of the mean span beside the objective; it tells plateaus apart
 CHAINED = 60  # percent of the moves that are drawn from a chain
@@ -24,14 +25,8 @@ WORSE = [round(-log((k + 0.5) / DRAWS), 9) for k in range(DRAWS)]
 
 
 def anneal(
-    p: int,
-    m: int,
-    per_kind: int,
-    length: Numbers,
-    source: Numbers,
-    lag: Numbers,
-    where: Numbers,
-    change: Numbers,
+    table: Table,
+    fences: Fences,
     limit: Numbers,
     worse: Numbers,
     order: Numbers,
@@ -46,38 +41,38 @@ def anneal(
 ) -> int:
     """Improve a feasible rank-major `order` by simulated annealing; `best` receives the best order found.
 
-    A move shifts one op within its rank by up to REACH places, keeping microbatch order per stage, F before B before W
-    of a microbatch, and the memory limit (`change` is what each op adds to it). The temperature falls geometrically
-    from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus EVEN of the mean span. Stops early
-    at `target` and after `most` op visits. Returns the op visits. `worse` is WORSE.
+    A move shifts one op within its rank by up to REACH places, keeping to its fences and to the memory limit. The
+    temperature falls geometrically from `hot` to `cold` ms over `moves` tried moves; the value is the objective plus
+    EVEN of the mean span. Stops early at `target` and after `most` op visits. Returns the op visits. `worse` is WORSE.
     """
     size = len(order)
-    per_rank = size // p
-    position, aim, chain, queued = source.copy(), source.copy(), source.copy(), source.copy()
-    end, trial, tail, held = length.copy(), length.copy(), length.copy(), length.copy()
-    places, times = source.copy(), length.copy()  # of the times that a move has changed, and what these were
-    starts = [r * per_rank for r in range(p)]
-    locate(order, position)
+    first, rank, length, change, _, (waits, source, lag, after), (feeds, reader, late, beyond) = table
+    lowest, highest, (beside, fence, _, next_fence) = fences
+    ops = (length, lowest, highest, table.waits, table.feeds)
+    position, chain, places = rank.copy(), rank.copy(), rank.copy()
+    end, trial, tail = length.copy(), length.copy(), length.copy()
+    held, times = length.copy(), length.copy()
+    queued = rank.copy()
     for op in range(size):
-        aim[op] = -1  # the op that waits for its result
         queued[op] = 0
-    instant = False  # whether ops that take no time might wait for one another, which no time tells
-    for op in range(size):
-        if source[op] >= 0:
-            aim[source[op]] = op
-            instant = instant or length[op] <= 0.0
-    hold(p, order, change, held)
-    work = run(p, order, position, length, source, lag, where, starts, end)
-    for k in range(size):
-        best[k] = order[k]
-    span, makespan, mean = steps(p, order, length, end)
+    course, notes = (order, position, end, tail, queued), (places, times)
+    zero = limit.copy()
+    for r in range(len(limit)):
+        zero[r] = 0.0
+    begin = zero.copy()
+    locate(order, position)
+    hold(table, order, held)
+    run(table, order, position, zero, end)
+    best[:] = order
+    span, makespan, mean = steps(table, order, end)
     goal = makespan if by_makespan else span
     best_goal = goal
     best_value = current = goal + EVEN * mean
-    work += CHANGE_VISITS * tails(
-        p, 0, size - 1, order, position, length, aim, lag, source, by_makespan, end, tail, queued
-    )
-    begin = [end[k] for k in starts]
+    instant = any_instant(table)
+    work = size + CHANGE_VISITS * tails(0, size - 1, by_makespan, ops, course)
+    for r in range(len(begin)):
+        if first[r] < first[r + 1]:
+            begin[r] = end[first[r]]
     state = seed
     for _ in range(8):
         state = following(state)
@@ -93,7 +88,7 @@ def anneal(
         state = following(state)
         if (state >> 8) % 100 < CHAINED:
             if links == 0:
-                links, state = trace(p, order, position, length, source, lag, by_makespan, end, chain, state)
+                links, state = trace(table, order, position, by_makespan, end, chain, state)
                 work += links
                 kept = 0
             state = following(state)
@@ -102,88 +97,58 @@ def anneal(
             state = following(state)
             i = (state >> 8) % size
         state = following(state)
-        j, state = destination(i, m, per_kind, per_rank, order, position, state)
-        if i == j:
+        j, state = destination(i, lowest, highest, beside, fence, next_fence, order, position, state)
+        if i == j or not fits(i, j, limit[rank[order[i]]], order, change, held):
             continue
-        r = i // per_rank
-        low, high = min(i, j), max(i, j)
-        if not fits(i, j, limit[r], order, change, held):
-            continue
-        work += PLACE_VISITS * (high - low + 1)
+        work += PLACE_VISITS * (abs(i - j) + 1)
         state = following(state)
         allowed = current + heat * worse[(state >> 8) % DRAWS]
         shift_op(order, position, i, j)
-        most_goal = allowed - EVEN * mean + EPS
+        low, high = min(i, j), max(i, j)
         changed, fine = time_near(
-            low,
-            high,
-            per_rank,
-            most_goal,
-            order,
-            position,
-            length,
-            source,
-            lag,
-            where,
-            aim,
-            end,
-            tail,
-            places,
-            times,
+            low, high, length, rank, lowest, waits, source, lag, after, order, position, end, places, times
+        )
+        enough = allowed - EVEN * mean + EPS
+        fine = fine and not too_long(
+            low, high, enough, length, rank, highest, feeds, reader, late, beyond, order, position, end, tail
         )
         if fine:
             near = changed
-            changed, fine = time_far(
-                low,
-                high,
-                i,
-                j,
-                near,
-                per_rank,
-                most_goal,
-                order,
-                position,
-                length,
-                source,
-                lag,
-                aim,
-                end,
-                tail,
-                queued,
-                places,
-                times,
-            )
+            changed, fine = time_far(i, j, near, enough, ops, course, notes)
             work += CHANGE_VISITS * (changed - near)
-        accepted = False
+        value = even = 0.0
         if fine:
-            span, makespan, even = steps(p, order, length, end)
+            span, makespan, even = steps(table, order, end)
             goal = makespan if by_makespan else span
             value = goal + EVEN * even
-            accepted = value <= allowed
-        better = accepted and (goal < best_goal - EPS or (goal < best_goal + EPS and value < best_value - EPS))
+            fine = value <= allowed
+        better = fine and (goal < best_goal - EPS or (goal < best_goal + EPS and value < best_value - EPS))
         if better and instant:
             work += size
-            accepted = run(p, order, position, length, source, lag, where, starts, trial) >= 0
-        if not accepted:
-            take_back(changed, places, times, end)
+            fine = run(table, order, position, zero, trial)
+        if not fine:
+            take_back(changed, notes, end)
             shift_op(order, position, j, i)
             continue
         carry(i, j, order, change, held)
-        work += CHANGE_VISITS * tails(
-            p, low, high, order, position, length, aim, lag, source, by_makespan, end, tail, queued
-        )
+        work += CHANGE_VISITS * tails(low, high, by_makespan, ops, course)
         # The tails of a rank count from its first start.
-        work += CHANGE_VISITS * tails_of_starts(
-            p, order, position, length, aim, lag, source, by_makespan, end, tail, queued, begin
-        )
+        work += CHANGE_VISITS * tails_of_starts(first, by_makespan, ops, course, begin)
         kept += 1
         if kept == KEPT or value != current:
             links = 0
         current, mean = value, even
         if better:
             best_goal, best_value = goal, value
-            for k in range(size):
-                best[k] = order[k]
+            best[:] = order
             if best_goal <= target + EPS:
                 break
     return work
+
+
+def any_instant(table: Table) -> bool:
+    """Whether ops that take no time might wait for one another, which no time tells."""
+    for op in range(len(table.rank)):  # noqa: SIM110 - no generators in compiled code
+        if table.count[op] > 0 and table.length[op] <= 0.0:
+            return True
+    return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from zbc.compiler.search.anneal import WORSE
@@ -14,7 +15,6 @@ from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling, filled
-from zbc.compiler.search.timing import wires
 
 TINY = 1e-9
 NO_END = 10**18
@@ -62,26 +62,27 @@ class Bench:
         self.found: list[Candidate] = []  # best first
         self.roots: list[Candidate] = []  # the best of those that are not annealed, best first
         self.spent, self.most = 0, NO_END
-        n = engine.numbers
-        self._times = (n(problem.f), n(problem.b), n(problem.w), n(problem.lag))
-        self._limit = n(problem.limit)
-        self._memory = (n(problem.keep_b), n(problem.keep_w), self._limit)
-        self._rank, self._stages = n(problem.rank), n(problem.stages)
         # The list scheduler admits by what F needs; where B leaves more than it frees, its result has to be checked.
         self._grows = any(w > b for b, w in zip(problem.keep_b, problem.keep_w, strict=True))
+        n, rows = engine.numbers, problem.rows()
+        self.first, self._changes = rows.first, rows.change()
+        self._rows, self._table = rows, engine.columns(rows.table())
+        self._seats = engine.columns(problem.seats(rows))
+        self._limit, self._room = n(problem.limit), n(problem.room())
+        p, seats = problem.p, sum(map(len, problem.stages))
+        self._blank = engine.columns(([0.0] * problem.size, [0.0] * p, [0] * seats, [0] * p))
         self._first_b, self._reserves = n(problem.first_b()), n(problem.reserves())
         self._order, self._position = n([0] * problem.size), n([0] * problem.size)
-        self._end = n([0.0] * problem.size)
-        self._wires = tuple(n(column) for column in wires(problem))
-        self._changes = _changes(problem)
-        self._change = n(self._changes)
-        self._starts = n(list(range(0, problem.size, 3 * problem.v * problem.m)))
-        self._worse = n(WORSE)
+        self._end, self._zero = n([0.0] * problem.size), n([0.0] * p)
         self._plain = (n([0.0] * problem.n_stages), n([0.0] * problem.n_stages), n([problem.m] * problem.n_stages))
 
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        return self.problem.p, self.problem.m, self.problem.v
+    @cached_property
+    def _fences(self) -> Any:
+        return self.engine.columns(self._rows.fences())
+
+    @cached_property
+    def _worse(self) -> Any:
+        return self.engine.numbers(WORSE)
 
     @property
     def over(self) -> bool:
@@ -109,19 +110,19 @@ class Bench:
 
     def _listed(self, knobs: list[float], keys: Any, origin: str, recipe: Recipe) -> Candidate | None:
         self.spent += LIST_VISITS * self.problem.size + DECODE_VISITS
-        status, _, _ = self.engine.list_schedule(
-            *self._shape,
-            self._rank,
-            self._stages,
-            *self._times,
-            *self._memory,
+        listed = self.engine.list_schedule(
+            self._table,
+            self._seats,
+            self._limit,
+            self._room,
             self._first_b,
             self._reserves,
             self.engine.numbers(knobs),
             *keys,
+            self._blank,
             self._order,
         )
-        if status or (self._grows and not self.fits(self._order)):
+        if not listed or (self._grows and not self.fits(self._order)):
             return None
         # The scheduler may have waited for an op that did not come; a rank that runs the order does not.
         return self._timed(self._order, origin, recipe)
@@ -142,14 +143,14 @@ class Bench:
         return self._keep(found, self.found, self.KEEP)
 
     def _time(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
-        p, engine = self.problem.p, self.engine
-        engine.locate(order, self._position)
-        if engine.run(p, order, self._position, *self._wires, self._starts, self._end) < 0:
+        engine = self.engine
+        runs, span, makespan = engine.measure(self._table, order, self._position, self._zero, self._end)
+        if not runs:
             return None
-        span, makespan, _ = engine.steps(p, order, self._wires[0], self._end)
         period = 0.0
         if self.objective == "period":
-            period = float(engine.period(p, order, self._position, *self._wires, self._end, STEPS))
+            begin = self._zero.copy()
+            period = float(engine.period(self._table, order, self._position, begin, self._end, STEPS))
             self.spent += STEPS * TIME_VISITS * self.problem.size
         return Candidate(float(span), float(makespan), tuple(engine.whole(order)), origin, recipe, period)
 
@@ -160,11 +161,8 @@ class Bench:
         order, best = n(list(start.order)), n([0] * problem.size)
         unit = sum(problem.f + problem.b + problem.w) / 3 / problem.n_stages or 1.0
         self.spent += self.engine.anneal(
-            problem.p,
-            problem.m,
-            problem.n_stages * problem.m,
-            *self._wires,
-            self._change,
+            self._table,
+            self._fences,
             self._limit,
             self._worse,
             order,
@@ -187,10 +185,9 @@ class Bench:
 
     def fits(self, order: Sequence[int]) -> bool:
         """Whether every rank keeps to its limit."""
-        per_rank = 3 * self.problem.v * self.problem.m
         change = self._changes.__getitem__
-        for r, limit in enumerate(self.problem.limit):
-            if max(accumulate(map(change, order[r * per_rank : (r + 1) * per_rank]))) > limit + ROOM:
+        for (low, high), limit in zip(pairwise(self.first), self.problem.limit, strict=True):
+            if max(accumulate(map(change, order[low:high])), default=0.0) > limit + ROOM:
                 return False
         return True
 
@@ -204,10 +201,3 @@ class Bench:
             insort(among, candidate, key=lambda c: c.rank(self.objective))
             del among[most:]
         return candidate
-
-
-def _changes(problem: Problem) -> list[float]:
-    """What each op adds to the memory in use."""
-    backward = [w - b for b, w in zip(problem.keep_b, problem.keep_w, strict=True)]
-    weights = [-w for w in problem.keep_w]
-    return [x for row in (problem.keep_b, backward, weights) for x in row for _ in range(problem.m)]

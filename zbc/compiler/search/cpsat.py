@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from zbc.compiler.search.problem import Problem
-from zbc.compiler.search.timing import locate, run, steps, wires
+from zbc.compiler.search.problem import KINDS, Problem
+from zbc.compiler.search.timing import measure
 
 F, B, W = range(3)
 
@@ -35,6 +35,10 @@ class Model:
         self.model = cp_model.CpModel()
         self.problem, self.whole, self.by_makespan = problem, whole, objective == "makespan"
         self.n, self.m = problem.n_stages, problem.m
+        rows = problem.rows()
+        # Of every op: its kind (F, B, W), stage and microbatch.
+        self.what = [(KINDS.index(row.kind), row.stage, unit) for row in rows.rows for unit in range(row.units)]
+        self.base = [rows.bases(kind) for kind in KINDS]
         self.heads = self._heads()
         starts, most = self._timed(first)
         self.start = [self._variable(op, starts[op], most) for op in range(problem.size)]
@@ -60,25 +64,23 @@ class Model:
         """Start of every op under `order`, and its cost."""
         f, b, w = ([float(x) for x in times] for times in self.whole.times)
         problem = replace(self.problem, f=f, b=b, w=w, lag=[float(x) for x in self.whole.lag])
-        columns = wires(problem)
+        table, order = problem.rows().table(), list(order)
         position, end = [0] * problem.size, [0.0] * problem.size
-        locate(order, position)
-        run(problem.p, order, position, *columns, range(0, problem.size, problem.size // problem.p), end)
-        span, makespan, _ = steps(problem.p, order, columns[0], end)
+        _, span, makespan = measure(table, order, position, [0.0] * problem.p, end)
         starts = [round(end[position[op]]) - self._length(op) for op in range(problem.size)]
         return starts, round(makespan if self.by_makespan else span)
 
     def _length(self, op: int) -> int:
-        kind, s = divmod(op // self.m, self.n)
+        kind, s, _ = self.what[op]
         return self.whole.times[kind][s]
 
-    def _stages(self, rank: int) -> list[int]:
+    def _stages(self, rank: int) -> Sequence[int]:
         """In path order."""
-        return self.problem.stages[rank * self.problem.v : (rank + 1) * self.problem.v]
+        return self.problem.stages[rank]
 
     def _variable(self, op: int, hint: int, most: int) -> Any:
         """The start of an op: from the rank's beginning to where the rank must end to be as good as the first order."""
-        kind, s = divmod(op // self.m, self.n)
+        kind, s, unit = self.what[op]
         head = self.heads[self.problem.rank[s]]
         if head is None and not self.by_makespan:  # no rank waits longer than one microbatch after another takes
             last = (sum(map(sum, self.whole.times)) + 2 * sum(self.whole.lag)) * self.m
@@ -86,7 +88,7 @@ class Model:
             last = most if self.by_makespan else (head or 0) + most
         variable = self.model.new_int_var(head or 0, last, "")
         self.model.add_hint(variable, hint)
-        if head is not None and kind == F and op % self.m == 0 and s == self._stages(self.problem.rank[s])[0]:
+        if head is not None and kind == F and unit == 0 and s == self._stages(self.problem.rank[s])[0]:
             self.model.add(variable == head)
         return variable
 
@@ -95,21 +97,23 @@ class Model:
 
     def _precede(self, op: int) -> None:
         """After the microbatch before, and after what it needs."""
-        kind, s = divmod(op // self.m, self.n)
-        if op % self.m:
+        kind, s, unit = self.what[op]
+        f, b, lag = self.base[F], self.base[B], self.whole.lag
+        if unit:
             self._after(op, op - 1)
         if kind == F and s:
-            self._after(op, op - self.m, self.whole.lag[s])
+            self._after(op, f[s - 1] + unit, lag[s])
         elif kind == B and s < self.n - 1:
-            self._after(op, op + self.m, self.whole.lag[s + 1])
-        elif kind != F:
-            self._after(op, op - self.n * self.m)
+            self._after(op, b[s + 1] + unit, lag[s + 1])
+        elif kind == B:
+            self._after(op, f[s] + unit)
+        elif kind == W:
+            self._after(op, b[s] + unit)
 
     def _rank(self, rank: int) -> None:
         """One op at a time, within the limit."""
-        stages, n, m = self._stages(rank), self.n, self.m
-        rows = [(kind, s) for kind in (F, B, W) for s in stages]
-        ops = [(kind * n + s) * m + i for kind, s in rows for i in range(m)]
+        stages = self._stages(rank)
+        ops = [self.base[kind][s] + i for kind in (F, B, W) for s in stages for i in range(self.m)]
         intervals = [self.model.new_fixed_size_interval_var(self.start[op], self._length(op), "") for op in ops]
         self.model.add_no_overlap(intervals)
         before = _Before(self, stages)
@@ -127,7 +131,7 @@ class Model:
             return
         change = {}
         for op in ops:
-            kind, s = divmod(op // self.m, self.n)
+            kind, s, _ = self.what[op]
             change[op] = (keep_b[s], keep_w[s] - keep_b[s], -keep_w[s])[kind]
         for op in ops:
             if change[op] > 0:
@@ -138,21 +142,21 @@ class Model:
         cost = self.model.new_int_var(least, most, "")
         for r in range(self.problem.p):
             stages = self._stages(r)
-            begin = 0 if self.by_makespan else self.start[stages[0] * self.m]
+            begin = 0 if self.by_makespan else self.start[self.base[F][stages[0]]]
             for s in stages:
-                last = (W * self.n + s + 1) * self.m - 1
+                last = self.base[W][s] + self.m - 1
                 self.model.add(cost >= self.start[last] + self._length(last) - begin)
         self.model.minimize(cost)
 
     def order(self, solver: Any) -> list[int]:
         """The solution as a rank-major order."""
-        problem, n, m = self.problem, self.n, self.m
+        problem = self.problem
 
         def place(op: int) -> tuple[int, int, int, int, int]:
             """By time; ops without length before what starts with them, and along the path of the microbatches."""
-            kind, s = divmod(op // m, n)
+            kind, s, unit = self.what[op]
             start = solver.value(self.start[op])
-            return problem.rank[s], start, start + self._length(op), op % m, s if kind == F else 2 * n - s
+            return problem.rank[s], start, start + self._length(op), unit, s if kind == F else 2 * self.n - s
 
         return sorted(range(problem.size), key=place)
 
@@ -185,14 +189,15 @@ class _Before:
 
     def _surely(self, op: int, other: int) -> bool:
         """By the order of microbatches and the path of each."""
-        m, n = self._model.m, self._model.n
-        return op % m <= other % m and divmod(other // m, n) in self._later[divmod(op // m, n)]
+        kind, s, unit = self._model.what[op]
+        other_kind, other_s, other_unit = self._model.what[other]
+        return unit <= other_unit and (other_kind, other_s) in self._later[kind, s]
 
     def implied(self) -> Iterator[tuple[Any, Any]]:
         """What is before an op is before its next microbatch; so is the microbatch before."""
-        m = self._model.m
+        m, what = self._model.m, self._model.what
         for (op, other), literal in self._literals.items():
-            if (other + 1) % m and (op, other + 1) in self._literals:
+            if what[other][2] < m - 1 and (op, other + 1) in self._literals:
                 yield literal, self._literals[op, other + 1]
-            if op % m and (op - 1, other) in self._literals:
+            if what[op][2] and (op - 1, other) in self._literals:
                 yield literal, self._literals[op - 1, other]

@@ -12,25 +12,33 @@ from typing import Any
 from zbc.compiler.search import anneal, listing, moves, retiming, timing
 
 _MODULES = (listing, timing, moves, retiming, anneal)
-_SMALL = (
-    "locate",
-    "run",
-    "steps",
-    "period",
+_INLINED = (  # called in every step: to hand over all they read would take as long as what they do
     "following",
+    "choose_b",
+    "choose_f",
     "destination",
-    "trace",
+    "fits",
+    "shift_op",
+    "steps",
     "time_near",
     "time_far",
-    "take_back",
+    "too_long",
     "tails",
+)
+_CALLED = (
+    "locate",
+    "run",
+    "measure",
+    "period",
+    "by_turns",
+    "trace",
+    "take_back",
     "tails_of_starts",
-    "shift_op",
-    "fits",
     "hold",
     "carry",
+    "any_instant",
 )
-_KERNELS = (*_SMALL, "list_schedule", "anneal")  # each after those it calls
+_KERNELS = (*_INLINED, *_CALLED, "list_schedule", "anneal")  # each after those it calls
 
 
 class Engine:
@@ -44,10 +52,8 @@ class Engine:
 
             self._numpy = numpy
             names = _compile()
-        self.list_schedule: Callable[..., tuple[int, float, float]] = names["list_schedule"]
-        self.locate: Callable[..., None] = names["locate"]
-        self.run: Callable[..., int] = names["run"]
-        self.steps: Callable[..., tuple[float, float, float]] = names["steps"]
+        self.list_schedule: Callable[..., bool] = names["list_schedule"]
+        self.measure: Callable[..., tuple[bool, float, float]] = names["measure"]
         self.period: Callable[..., float] = names["period"]
         self.anneal: Callable[..., int] = names["anneal"]
 
@@ -56,6 +62,11 @@ class Engine:
             return list(values)
         kind = self._numpy.float64 if values and isinstance(values[0], float) else self._numpy.int64
         return self._numpy.array(values, dtype=kind)
+
+    def columns(self, columns: Any) -> Any:
+        """The same of a tuple of columns, and of the tuples in it."""
+        made = [self.columns(part) if isinstance(part, tuple) else self.numbers(part) for part in columns]
+        return columns._make(made) if hasattr(columns, "_make") else tuple(made)
 
     def whole(self, numbers: Any) -> list[int]:
         """What `numbers` made of whole numbers, as Python's."""
@@ -76,13 +87,13 @@ def _compile() -> dict[str, Any]:
     import numba
 
     names = _names()
-    text = "".join(map(inspect.getsource, _MODULES))
+    text = "".join(map(inspect.getsource, _MODULES)) + repr(_INLINED)
     version = hashlib.sha256(text.encode()).hexdigest()[:12]
     for name in _KERNELS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
         copy.__qualname__ = f"{name}_{version}"
-        names[name] = numba.njit(copy, cache=True)
+        names[name] = numba.njit(copy, cache=True, forceinline=name in _INLINED)
     return names
 
 

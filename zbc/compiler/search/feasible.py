@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbc.compiler.cost import Costs
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.problem import KINDS, Problem
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.text import at_least
@@ -40,8 +40,7 @@ def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequen
 
 def least(problem: Problem) -> list[float]:
     """Per rank, the smallest limit with which any order exists, in the problem's units."""
-    stages = (problem.stages[r * problem.v : (r + 1) * problem.v] for r in range(problem.p))
-    return [_alone(mine, problem.keep_b, problem.keep_w) for mine in stages]
+    return [_alone(mine, problem.keep_b, problem.keep_w) for mine in problem.stages]
 
 
 def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) -> float:
@@ -56,13 +55,12 @@ def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) 
 
 def one_by_one(problem: Problem) -> list[int]:
     """The rank-major order that finishes each microbatch before the next: the least memory, the longest time."""
-    per_kind = problem.n_stages * problem.m
+    rows = problem.rows()
+    f, b, w = (rows.bases(kind) for kind in KINDS)
     order = []
-    for r in range(problem.p):
-        stages = problem.stages[r * problem.v : (r + 1) * problem.v]
+    for stages in problem.stages:
         for i in range(problem.m):
-            order += [s * problem.m + i for s in stages]
+            order += [f[s] + i for s in stages]
             for s in reversed(stages):
-                op = s * problem.m + i
-                order += [per_kind + op, 2 * per_kind + op]
+                order += [b[s] + i, w[s] + i]
     return order

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from zbc.compiler.cost import Costs
+from zbc.compiler.search.table import Row, Rows
 from zbc.ir import Kind, Op, Program
 
 EPS = 1e-9
 ROOM = 1e-6  # slack of memory comparisons, in activation units
 NEVER = float("inf")
-PLACE = {Kind.F: 0, Kind.B: 1, Kind.BW: 1, Kind.W: 2}
+FAMILIES = ("forward", "input", "weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,23 @@ def follow(program: Program, costs: Costs, limits: Sequence[float], manner: Mann
 
 
 class _Run:
-    """Ops are numbered kind by kind, then stage by stage, pipe by pipe: what an op feeds is a step away."""
+    """Ops are numbered as in table.py, a row for each family, pipe and stage, families in the order of FAMILIES."""
 
     def __init__(self, program: Program, costs: Costs, limits: Sequence[float], manner: Manner) -> None:
-        placement = program.placement
-        self.stages, self.step = placement.stages, len(placement.pipes) * program.microbatches
-        self.per_kind = self.stages * self.step
-        size = 3 * self.per_kind
+        self.rows = _rows(program, costs)
+        size, rows = self.rows.size, self.rows.rows
+        self.weights = sum(row.units for row in rows if row.kind.row.family != "weight")  # first number of a W
+        self.base = {
+            (row.kind.row.family, row.pipe): self.rows.bases(row.kind, row.pipe) for row in rows if not row.stage
+        }
+        self.rank = self.rows.column([row.rank for row in rows])
+        self.missing = self.rows.column(list(map(len, self.rows.needs)))
+        self.feeds = self.rows.fed()
+        self.arrived = [0.0] * size  # the latest of what an op waits for, as far as it is on its way
+        self.ready = [NEVER if count else 0.0 for count in self.missing]
         self.ops = dict[int, Op]()
-        self.ready = [NEVER] * size  # when the input of an op is on its rank
         self.length, self.change = [0.0] * size, [0.0] * size
-        self.lag = [0.0] * self.per_kind  # behind the stage of an F, in its pipe
-        self.rank = [0] * self.per_kind
-        self.todo = [self._numbered(r, ops, costs, program.microbatches) for r, ops in enumerate(program.ranks)]
+        self.todo = [self._numbered(ops, costs) for ops in program.ranks]
         self.done: list[list[int]] = [[] for _ in program.ranks]
         self.held = [0.0] * len(program.ranks)
         self.limits = [limit + ROOM for limit in limits]
@@ -68,19 +73,14 @@ class _Run:
         self.window, self.wait = manner.window, manner.wait * min(costs.column("f"))
         self.heap = [(0.0, rank) for rank in range(len(program.ranks))]
 
-    def _numbered(self, rank: int, ops: Sequence[Op], costs: Costs, count: int) -> list[int]:
+    def _numbered(self, ops: Sequence[Op], costs: Costs) -> list[int]:
         """The ops of a rank from the last to the first."""
         numbers = []
         for op in reversed(ops):
-            kind, stage, mb, pipe, _ = op
-            row = stage * self.step + pipe * count + mb
-            number = PLACE[kind] * self.per_kind + row
+            number = self.base[op.kind.row.family, op.pipe][op.stage] + op.mb
             numbers.append(number)
-            self.ops[number], self.rank[row] = op, rank
+            self.ops[number] = op
             self.length[number], self.change[number] = costs.duration(op), costs.held(op)
-            if kind is Kind.F:
-                self.ready[number] = NEVER if stage else 0.0
-                self.lag[row] = costs.link(pipe, stage, stage + 1) if stage < self.stages - 1 else 0.0
         return numbers
 
     def all(self) -> None:
@@ -96,7 +96,7 @@ class _Run:
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
         """Place from the end of `todo` of the op to start, from 1 on, and if there is none, when one may be ready."""
-        todo, ready, changes, weights = self.todo[rank], self.ready, self.change, 2 * self.per_kind
+        todo, ready, changes, weights = self.todo[rank], self.ready, self.change, self.weights
         room = self.limits[rank] - self.held[rank]
         sofar = most = 0.0
         weight, later, soon, waits = 0, NEVER, now + EPS, now + self.wait
@@ -122,15 +122,32 @@ class _Run:
         self.held[rank] += self.change[number]
         end = self.free[rank] = now + self.length[number]
         heappush(self.heap, (end, rank))
-        kind, row = divmod(number, self.per_kind)
-        if kind == 2:
-            return
-        if kind == 1:
-            self.ready[2 * self.per_kind + row] = end
-        there = row + self.step if kind == 0 else row - self.step
-        if kind == 0 and there >= self.per_kind:
-            self.ready[self.per_kind + row] = end
-        elif there >= 0:
-            arrival = end + self.lag[min(row, there)]
-            self.ready[kind * self.per_kind + there] = arrival
-            heappush(self.heap, (arrival, self.rank[there]))
+        head, reader, lag, after = self.feeds
+        edge = head[number]
+        while edge >= 0:
+            other = reader[edge]
+            self.missing[other] -= 1
+            self.arrived[other] = max(self.arrived[other], end + lag[edge])
+            if not self.missing[other]:
+                self.ready[other] = self.arrived[other]
+                if self.rank[other] != rank:
+                    heappush(self.heap, (self.ready[other], self.rank[other]))
+            edge = after[edge]
+
+
+def _rows(program: Program, costs: Costs) -> Rows:
+    """A row for each family, pipe and stage, of as many units as there are microbatches. A BW counts as a B."""
+    placement = program.placement
+    kinds = {op.kind for ops in program.ranks for op in ops}
+    chosen = [min(kind for kind in kinds if kind.row.family == family) for family in FAMILIES if _has(kinds, family)]
+    rows = [
+        Row(kind, s, pipe, placement.rank_of(s, pipe), program.microbatches, 0.0, 0.0)
+        for kind in chosen
+        for pipe in range(len(placement.pipes))
+        for s in range(placement.stages)
+    ]
+    return Rows(placement, rows, lambda a, b, pipe: costs.link(pipe, a, b))
+
+
+def _has(kinds: set[Kind], family: str) -> bool:
+    return any(kind.row.family == family for kind in kinds)

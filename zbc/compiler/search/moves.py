@@ -7,8 +7,9 @@ numbers come from `following`, so that compiled and plain runs draw the same.
 from __future__ import annotations
 
 from zbc.compiler.search.listing import EPS, ROOM
-from zbc.compiler.search.timing import Numbers
+from zbc.compiler.search.table import Links, Numbers, Table
 
+Walls = tuple[Numbers, Numbers, Links, Links]  # `Fences`, as Python takes them apart fastest
 REACH = 12  # places a move spans at most
 
 
@@ -18,12 +19,9 @@ def following(state: int) -> int:
 
 
 def trace(
-    p: int,
+    table: Table,
     order: Numbers,
     position: Numbers,
-    length: Numbers,
-    source: Numbers,
-    lag: Numbers,
     by_makespan: bool,
     end: Numbers,
     chain: Numbers,
@@ -33,20 +31,26 @@ def trace(
 
     Half the time the rank is the one that makes the objective, else any.
     """
-    per_rank = len(order) // p
+    first, length = table.first, table.length
+    waits, source, lag, after = table.waits
+    p = len(first) - 1
     state = following(state)
     r = (state >> 8) % p
+    while first[r] == first[r + 1]:
+        r = (r + 1) % p
     state = following(state)
     if (state >> 16) & 1:
         longest = -1.0
         for q in range(p):
-            own = end[(q + 1) * per_rank - 1]
+            if first[q] == first[q + 1]:
+                continue
+            own = end[first[q + 1] - 1]
             if not by_makespan:
-                own -= end[q * per_rank] - length[order[q * per_rank]]
+                own -= end[first[q]] - length[order[first[q]]]
             if own > longest + EPS:
                 longest = own
                 r = q
-    k = (r + 1) * per_rank - 1
+    k = first[r + 1] - 1
     links = 0
     while k >= 0:
         op = order[k]
@@ -54,18 +58,30 @@ def trace(
         links += 1
         soon = end[k] - length[op] - 1e-7
         behind = -1  # the place whose end this op waited for
-        if k % per_rank > 0 and end[k - 1] >= soon:
+        if k > first[table.rank[op]] and end[k - 1] >= soon:
             behind = k - 1
-        if source[op] >= 0 and end[position[source[op]]] + lag[op] >= soon:
-            state = following(state)
-            if behind < 0 or (state >> 16) & 1:
-                behind = position[source[op]]
+        edge = waits[op]
+        while edge >= 0:
+            place = position[source[edge]]
+            if end[place] + lag[edge] >= soon:
+                state = following(state)
+                if behind < 0 or (state >> 16) & 1:
+                    behind = place
+            edge = after[edge]
         k = behind
     return links, state
 
 
 def destination(
-    i: int, m: int, per_kind: int, per_rank: int, order: Numbers, position: Numbers, state: int
+    i: int,
+    lowest: Numbers,
+    highest: Numbers,
+    fences: Numbers,
+    fence: Numbers,
+    after: Numbers,
+    order: Numbers,
+    position: Numbers,
+    state: int,
 ) -> tuple[int, int]:
     """Where to move the op at place i: near places are likelier; `i` itself when it is hemmed in."""
     state = following(state)
@@ -75,20 +91,26 @@ def destination(
         shift += 1
         draw >>= 2
     state = following(state)
-    j = i - shift if (state >> 16) & 1 else i + shift
-    op = order[i]
-    mb = op % m
-    low = i // per_rank * per_rank
-    high = low + per_rank - 1
-    if mb > 0 and position[op - 1] >= low:
-        low = position[op - 1] + 1
-    if mb < m - 1 and position[op + 1] <= high:
-        high = position[op + 1] - 1
-    if op >= per_kind and position[op - per_kind] >= low:
-        low = position[op - per_kind] + 1
-    if op < 2 * per_kind and position[op + per_kind] <= high:
-        high = position[op + per_kind] - 1
-    return max(low, min(high, j)), state
+    edge = fences[order[i]]
+    if (state >> 16) & 1:
+        j = i - shift
+        if j < lowest[i]:
+            j = lowest[i]
+        while edge >= 0:
+            place = position[fence[edge]]
+            if j <= place < i:
+                j = place + 1
+            edge = after[edge]
+    else:
+        j = i + shift
+        if j > highest[i]:
+            j = highest[i]
+        while edge >= 0:
+            place = position[fence[edge]]
+            if i < place <= j:
+                j = place - 1
+            edge = after[edge]
+    return j, state
 
 
 def fits(i: int, j: int, limit: float, order: Numbers, change: Numbers, held: Numbers) -> bool:
@@ -121,12 +143,12 @@ def shift_op(order: Numbers, position: Numbers, i: int, j: int) -> None:
     position[op] = j
 
 
-def hold(p: int, order: Numbers, change: Numbers, held: Numbers) -> None:
+def hold(table: Table, order: Numbers, held: Numbers) -> None:
     """Fill `held`, what a rank holds after the op at each place."""
-    per_rank = len(order) // p
-    for r in range(p):
+    first, change = table.first, table.change
+    for r in range(len(first) - 1):
         amount = 0.0
-        for k in range(r * per_rank, (r + 1) * per_rank):
+        for k in range(first[r], first[r + 1]):
             amount += change[order[k]]
             held[k] = amount
 

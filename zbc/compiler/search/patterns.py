@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.problem import KINDS, Problem
 
 SLOTS = 6
 Offsets = tuple[list[int], list[int], list[int], list[int], list[int], list[int]]  # F0 F1 B1 B0 W1 W0, by rank
@@ -25,8 +25,10 @@ def orders(problem: Problem) -> Iterator[tuple[str, list[int]]]:
     down, up = list(range(p)), list(range(p - 1, -1, -1))
     if problem.v != 2 or problem.rank != down + up or p < 2:
         return
+    rows = problem.rows()
+    bases = [rows.bases(kind) for kind in KINDS]
     for name, offsets in blocks(p):
-        yield name, _expand(problem, offsets)
+        yield name, _expand(bases, problem.m, offsets)
 
 
 def blocks(p: int) -> Iterator[tuple[str, Offsets]]:
@@ -75,20 +77,20 @@ def _weights(p: int, f0: list[int], f1: list[int], b1: list[int], b0: list[int])
     return w1, w0
 
 
-def _expand(problem: Problem, offsets: Offsets) -> list[int]:
-    """All microbatches, SLOTS apart, merged into one order per rank."""
-    p, m, per_kind = problem.p, problem.m, problem.n_stages * problem.m
+def _expand(bases: list[list[int]], m: int, offsets: Offsets) -> list[int]:
+    """All microbatches, SLOTS apart, merged into one order per rank. `bases`: the first F, B and W of each stage."""
+    f, b, w = bases
     f0, f1, b1, b0, w1, w0 = offsets
     order: list[int] = []
-    for r in range(p):
-        down, up = r * m, (2 * p - 1 - r) * m
+    for down in range(len(f0)):
+        up = -1 - down
         starts = (
-            (f0[r], down),
-            (f1[r], up),
-            (b1[r], per_kind + up),
-            (b0[r], per_kind + down),
-            (w1[r], 2 * per_kind + up),
-            (w0[r], 2 * per_kind + down),
+            (f0[down], f[down]),
+            (f1[down], f[up]),
+            (b1[down], b[up]),
+            (b0[down], b[down]),
+            (w1[down], w[up]),
+            (w0[down], w[down]),
         )
         timed = [(time + i * SLOTS, op + i) for time, op in starts for i in range(m)]
         timed.sort()

@@ -1,7 +1,7 @@
 """List-scheduler policies that between them lose little on any instance: a fixed portfolio.
 
 Chosen offline by greedy cover over a grid of policies on some hundred instances (published profiles, memory limits from
-half to twice that of 1F1B, even and uneven stages). Columns as in `listing.list_schedule`.
+half to twice that of 1F1B, even and uneven stages). Columns as in listing.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""A scheduling request as numbers: what the kernels read, and orders back as programs."""
+"""A scheduling request as numbers: what the search reads, and orders back as programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from zbc.compiler.cost import Costs
+from zbc.compiler.search.listing import Seats
+from zbc.compiler.search.table import Row, Rows
 from zbc.ir import Kind, Op, Placement, Program
 
 UNLIMITED = 1e15
@@ -15,18 +17,16 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """p ranks with v stages each, m microbatches; times in ms, memory in activation units.
+    """m microbatches through the stages of one pipe; times in ms, memory in activation units.
 
-    `lag[s]` is the transfer between stages s-1 and s, `limit[r]` what rank r may hold. Ops are numbered
-    `kind * S*m + stage * m + microbatch`, kinds F, B, W.
+    `lag[s]` is the transfer between stages s-1 and s, `limit[r]` what rank r may hold, `stages[r]` its stages in path
+    order. How ops are numbered is in table.py; rows are sorted by kind, F, B, W, then by stage.
     """
 
     placement: Placement
-    p: int
     m: int
-    v: int
-    rank: list[int]
-    stages: list[int]  # rank-major: the v stages of each rank in path order
+    rank: list[int]  # by stage
+    stages: list[tuple[int, ...]]
     f: list[float]
     b: list[float]
     w: list[float]
@@ -38,15 +38,13 @@ class Problem:
     @classmethod
     def make(cls, placement: Placement, costs: Costs, m: int, limit: float | Sequence[float] | None) -> Problem:
         """`limit` in activation units, one for all ranks or one each; None for none."""
-        p, v = placement.ranks, placement.stages // placement.ranks
+        p = placement.ranks
         each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
-            p=p,
             m=m,
-            v=v,
             rank=list(placement.pipes[0]),
-            stages=[s for r in range(p) for s in placement.stages_of(r)],
+            stages=[placement.stages_of(r) for r in range(p)],
             f=list(map(float, costs.column("f"))),  # compiled kernels tell them from whole numbers
             b=list(map(float, costs.column("b"))),
             w=list(map(float, costs.column("w"))),
@@ -57,56 +55,87 @@ class Problem:
         )
 
     @property
+    def p(self) -> int:
+        return self.placement.ranks
+
+    @property
     def n_stages(self) -> int:
-        return self.p * self.v
+        return len(self.rank)
+
+    @property
+    def v(self) -> int:
+        """Legs of the way from the first stage to the last: the stages of each rank where all have equally many."""
+        return -(-self.n_stages // self.p)
 
     @property
     def size(self) -> int:
         """Number of ops."""
-        return 3 * self.n_stages * self.m
+        return len(KINDS) * self.n_stages * self.m
+
+    def rows(self) -> Rows:
+        """The ops, numbered."""
+        growth = [w - b for b, w in zip(self.keep_b, self.keep_w, strict=True)]
+        columns = ((self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w]))
+        rows = [
+            Row(kind, s, 0, rank, self.m, ms[s], change[s])
+            for kind, (ms, change) in zip(KINDS, columns, strict=True)
+            for s, rank in enumerate(self.rank)
+        ]
+        return Rows(self.placement, rows, lambda a, b, pipe: self.lag[max(a, b)])
+
+    def seats(self, rows: Rows) -> Seats:
+        """The stages of all ranks for the list scheduler."""
+        stages = [s for mine in self.stages for s in mine]
+        kinds = {kind.row.family: kind for kind in KINDS}
+        base = {family: [rows.op(kind, s, 0) for s in stages] for family, kind in kinds.items()}
+        return Seats(
+            [0, *accumulate(map(len, self.stages))],
+            stages,
+            [self.m] * len(stages),
+            base["forward"],
+            base["input"],
+            base["weight"],
+        )
+
+    def room(self) -> list[float]:
+        """What each rank may hold with an F: its limit less the most that a B leaves beyond what it frees."""
+        growth = [max(0.0, w - b) for b, w in zip(self.keep_b, self.keep_w, strict=True)]
+        return [
+            limit - max((growth[s] for s in mine), default=0.0)
+            for limit, mine in zip(self.limit, self.stages, strict=True)
+        ]
 
     def earliest(self) -> tuple[list[float], list[float]]:
         """Earliest start of the first F and of the first B of each stage."""
         f_start = [0.0]
-        for s in range(1, self.n_stages):
-            f_start.append(f_start[-1] + self.f[s - 1] + self.lag[s])
-        b_start = [0.0] * self.n_stages
-        b_start[-1] = f_start[-1] + self.f[-1]
-        for s in range(self.n_stages - 2, -1, -1):
-            b_start[s] = b_start[s + 1] + self.b[s + 1] + self.lag[s + 1]
+        for before, now in pairwise(range(self.n_stages)):
+            f_start.append(f_start[before] + self.f[before] + self.lag[now])
+        b_start = [f_start[-1] + self.f[-1]] * self.n_stages
+        for now, after in reversed(list(pairwise(range(self.n_stages)))):
+            b_start[now] = b_start[after] + self.b[after] + self.lag[after]
         return f_start, b_start
 
     def first_b(self) -> list[float]:
         """Earliest start of any B, per rank."""
         _, b_start = self.earliest()
-        return [min(b_start[s] for s in self._of(r)) for r in range(self.p)]
+        return [min((b_start[s] for s in stages), default=0.0) for stages in self.stages]
 
     def reserves(self) -> list[float]:
-        """Per rank and chunk, how many microbatches of the chunk an unhindered warm-up would start."""
+        """Rank by rank, for each of its stages, how many microbatches an unhindered warm-up would start."""
         f_start, b_start = self.earliest()
         result = []
-        for r in range(self.p):
-            stages = self._of(r)
-            first = min(b_start[s] for s in stages)
+        for stages, limit in zip(self.stages, self.limit, strict=True):
+            first = min((b_start[s] for s in stages), default=0.0)
             period = sum(self.f[s] for s in stages) or 1.0
             for s in stages:
                 count = (first - f_start[s]) / period // 1.0 + 1.0
-                room = self.limit[r] / (self.keep_b[s] or 1.0) / self.v
+                room = limit / (self.keep_b[s] or 1.0) / len(stages)
                 result.append(min(max(1.0, count), float(self.m), max(1.0, room)))
         return result
 
-    def _of(self, rank: int) -> list[int]:
-        return self.stages[rank * self.v : (rank + 1) * self.v]
-
     def program(self, order: Sequence[int], name: str) -> Program:
         """The program of a rank-major order of op numbers."""
-        per_kind, per_rank = self.n_stages * self.m, 3 * self.v * self.m
-        bounds = [0, *accumulate([per_rank] * self.p)]
-        ranks = tuple(
-            tuple(
-                Op(KINDS[number // per_kind], number % per_kind // self.m, number % self.m)
-                for number in order[bounds[r] : bounds[r + 1]]
-            )
-            for r in range(self.p)
-        )
+        rows = self.rows()
+        ops = [Op(row.kind, row.stage, unit) for row in rows.rows for unit in range(row.units)]
+        ranks = tuple(tuple(map(ops.__getitem__, order[low:high])) for low, high in pairwise(rows.first))
         return Program(self.placement, self.m, ranks, history=(name,))

@@ -16,7 +16,7 @@ from collections import deque
 from typing import NamedTuple
 
 from zbc.compiler.search.listing import ROOM
-from zbc.compiler.search.problem import Problem
+from zbc.compiler.search.problem import KINDS, Problem
 
 F, B, W = range(3)
 DOWN, UP = range(2)  # chunks, by the way of F
@@ -45,6 +45,8 @@ class _Rounds:
         p, n = problem.p, problem.n_stages
         self.problem, self.p, self.m, self.fill = problem, p, problem.m, fill
         self.stage = [(r, n - 1 - r) for r in range(p)]
+        rows = problem.rows()
+        self.base = [rows.bases(kind) for kind in KINDS]
         self.length = (problem.f, problem.b, problem.w)
         growth = [w - b for b, w in zip(problem.keep_b, problem.keep_w, strict=True)]
         self.change = (problem.keep_b, growth, [-w for w in problem.keep_w])
@@ -81,7 +83,7 @@ class _Rounds:
         begin = max(self.clock[r], arrived)
         if self.order[r]:
             self.idle[r] += begin - self.clock[r]
-        self.order[r].append((kind * self.problem.n_stages + s) * self.m + len(ends))
+        self.order[r].append(self.base[kind][s] + len(ends))
         self.clock[r] = begin + self.length[kind][s]
         ends.append(self.clock[r])
         self.held[r] += self.change[kind][s]

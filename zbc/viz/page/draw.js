@@ -16,7 +16,7 @@ for (const [p, panel] of D.panels.entries()) {
       start[i] = at + raw.g[i] * D.unit;
       at = end[i] = start[i] + panel.durations[raw.d[i]];
     }
-    const row = { panel: p, rank: panel.names[k], k: raw.k, s: raw.s, m: raw.m, u: raw.u, x: raw.x, start, end, first: id, n };
+    const row = { panel: p, rank: panel.names[k], k: raw.k, s: raw.s, m: raw.m, u: raw.u, x: raw.x, start, end, first: id, n, more: raw.more };
     id += n;
     row.index = rows.push(row) - 1;
     return row;

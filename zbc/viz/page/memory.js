@@ -2,14 +2,22 @@
 const curves = new Map();
 function curveOf(row) {
   if (curves.has(row)) return curves.get(row);
-  const panel = D.panels[row.panel], times = new Float64Array(row.n), held = new Float64Array(row.n);
-  let now = 0, peak = 0;
+  const panel = D.panels[row.panel], changes = [];
   for (let i = 0; i < row.n; i++) {
-    now += panel.held[row.k[i]][row.s[i]];
-    times[i] = kindOf(row, i).fills_at_start ? row.start[i] : row.end[i];
+    changes.push([kindOf(row, i).fills_at_start ? row.start[i] : row.end[i], panel.held[row.k[i]][row.s[i]]]);
+  }
+  if (row.more) {  // by what runs beside these ops
+    changes.push(...row.more);
+    changes.sort((one, two) => one[0] - two[0]);
+  }
+  const times = new Float64Array(changes.length), held = new Float64Array(changes.length);
+  let now = 0, peak = 0;
+  changes.forEach(([ms, units], i) => {
+    now += units;
+    times[i] = ms;
     held[i] = now;
     peak = Math.max(peak, now);
-  }
+  });
   const curve = { times, held, peak };
   curves.set(row, curve);
   return curve;
@@ -37,11 +45,11 @@ function drawCurve(pen, row, ground, unit, style, thick) {
   pen.save();
   clip(pen, MEMORY);
   pen.beginPath();
-  let i = Math.max(0, firstAfter(row, state.a) - 1), at = LEFT;
+  let i = Math.max(0, (row.more ? times.filter((ms) => ms < state.a).length : firstAfter(row, state.a)) - 1), at = LEFT;
   let y = ground - (i > 0 ? held[i - 1] : 0) * unit, high = y, low = y;
   pen.moveTo(LEFT, y);
   const settle = () => { pen.lineTo(at, high); pen.lineTo(at, low); pen.lineTo(at, y); };
-  for (; i < row.n && times[i] < state.b; i++) {
+  for (; i < times.length && times[i] < state.b; i++) {
     const x = xOf(times[i]), next = ground - held[i] * unit;
     if (x - at >= 1) {  // changes within a pixel are one stroke from the highest to the lowest
       settle();

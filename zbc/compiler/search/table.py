@@ -1,0 +1,187 @@
+"""Every op of a search as a number, and what the kernels read about it: flat columns, filled from the rows of ops.py.
+
+Ops of one kind, stage and pipe are a *row* of ops: number `base + unit`, units in the order in which the stage runs
+them. What an op of a row waits for is known without any order: the writer of a value that it reads is the op of another
+row for the same unit. A kind that ops.py has a row for therefore needs no kernel of its own.
+
+A *place* is an index into a rank-major order: rank r has the places `first[r]` up to `first[r + 1]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from zbc.ir import Kind, Placement
+from zbc.ops import At, Ref
+
+Numbers = Any  # a flat list, or an array of the same length when compiled
+# (head, other, lag, after): op x is linked to `other[e]`, `lag[e]` ms away, for e = head[x], after[e], .. until -1.
+Links = tuple[Numbers, Numbers, Numbers, Numbers]
+_ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edge
+
+
+class Row(NamedTuple):
+    """The ops of one kind, stage and pipe. `ms` each, `change` of what the rank holds, in activation units."""
+
+    kind: Kind
+    stage: int
+    pipe: int
+    rank: int
+    units: int
+    ms: float
+    change: float
+
+
+class Table(NamedTuple):
+    """What timing and list scheduling read."""
+
+    first: Numbers  # by rank, and behind the last the number of ops
+    rank: Numbers  # by op, as all that follow
+    length: Numbers  # ms
+    change: Numbers
+    count: Numbers  # of ops that it waits for
+    waits: Links  # ops whose results it needs; lag: ms from their end until these are there
+    feeds: Links  # the same from the other side: ops that wait for its result
+
+
+class Fences(NamedTuple):
+    """What annealing reads besides: the ops of its own rank that an op may not pass."""
+
+    lowest: Numbers  # by place: the first place of its rank
+    highest: Numbers  # and the last
+    beside: Links  # the unit before and after it in its row, and what it needs from and makes for its own unit
+
+
+class _Link(NamedTuple):
+    """From the ops of a row to those of another, for the unit that is `shift` further on."""
+
+    row: int
+    shift: int = 0
+    lag: float = 0.0
+
+
+class Rows:
+    """Rows numbered one after another, and how they depend on each other.
+
+    `lag(a, b, pipe)` are the ms from stage a to stage b.
+    """
+
+    def __init__(self, placement: Placement, rows: Sequence[Row], lag: Callable[[int, int, int], float]) -> None:
+        self.placement, self.rows, self._lag = placement, rows, lag
+        self.base = [0, *accumulate(row.units for row in rows)]
+        self.number = {(row.kind, row.stage, row.pipe): k for k, row in enumerate(rows)}
+        self.size = self.base.pop()
+        self._makers = _makers({row.kind for row in rows})
+        self._own = [list(dict.fromkeys(self._of_unit(row))) for row in rows]
+        self._waits = [list(dict.fromkeys(self._awaited(k))) for k in range(len(rows))]
+
+    def op(self, kind: Kind, stage: int, unit: int, pipe: int = 0) -> int:
+        """Number of an op."""
+        return self.base[self.number[kind, stage, pipe]] + unit
+
+    def bases(self, kind: Kind, pipe: int = 0) -> list[int]:
+        """Stage by stage the number of the first op of a kind."""
+        return [self.op(kind, s, 0, pipe) for s in range(self.placement.stages)]
+
+    @property
+    def first(self) -> list[int]:
+        """By rank the first place of an order, and behind the last the number of ops."""
+        counts = [0] * self.placement.ranks
+        for row in self.rows:
+            counts[row.rank] += row.units
+        return [0, *accumulate(counts)]
+
+    def table(self) -> Table:
+        waits = self._links(self._waits)
+        return Table(
+            self.first,
+            self.column([row.rank for row in self.rows]),
+            self.column([float(row.ms) for row in self.rows]),
+            self.change(),
+            self.column(list(map(len, self._waits))),
+            waits,
+            self._links(_reversed(self._waits)),
+        )
+
+    def change(self) -> list[float]:
+        """What each op adds to what its rank holds, in activation units."""
+        return self.column([float(row.change) for row in self.rows])
+
+    def fences(self) -> Fences:
+        first = self.first
+        sizes = [(low, high - 1, high - low) for low, high in pairwise(first)]
+        behind = [[_Link(k, -1), *own] for k, own in enumerate(self._own)]
+        beside = [[*one, *other] for one, other in zip(behind, _reversed(behind), strict=True)]
+        return Fences(
+            [place for low, _, size in sizes for place in [low] * size],
+            [place for _, high, size in sizes for place in [high] * size],
+            self._links(beside),
+        )
+
+    @property
+    def needs(self) -> list[list[_Link]]:
+        """By row what its ops need, and no order of their rank is known that has it before them."""
+        return [waits or own for waits, own in zip(self._waits, self._own, strict=True)]
+
+    def fed(self) -> Links:
+        """Of each op those that need it."""
+        return self._links(_reversed(self.needs))
+
+    def column(self, values: Sequence[Any]) -> list[Any]:
+        """By op what is given by row."""
+        return [x for row, value in zip(self.rows, values, strict=True) for x in [value] * row.units]
+
+    def _of_unit(self, row: Row) -> Iterator[_Link]:
+        """Rows of the same stage whose values a row reads, unit by unit."""
+        for ref in row.kind.row.reads:
+            maker = self._makers.get(ref) if ref.at is At.OWN else None
+            if maker is not None:
+                yield _Link(self.number[maker, row.stage, row.pipe])
+
+    def _awaited(self, k: int) -> Iterator[_Link]:
+        """Rows at the other end of the edges that a row reads from, not those that its rank's order has before it.
+
+        At the loss the path of a microbatch turns: there the backward waits for what the forward of its stage kept.
+        """
+        row = self.rows[k]
+        for ref in row.kind.row.reads:
+            if ref.at not in _ACROSS:
+                continue
+            stages = self.placement.sources(row.stage) if ref.at is At.SOURCES else self.placement.sinks(row.stage)
+            maker = self._makers[ref]
+            for other in stages:
+                yield _Link(self.number[maker, other, row.pipe], 0, self._lag(other, row.stage, row.pipe))
+            if not stages:
+                yield from self._own[k]
+
+    def _links(self, links: Sequence[Sequence[_Link]]) -> Links:
+        """The links of all rows, op by op."""
+        head, others, lags, after = list[int](), list[int](), list[float](), list[int]()
+        for row, mine in zip(self.rows, links, strict=True):
+            last = [-1] * row.units
+            for link in mine:
+                low, high = max(0, -link.shift), row.units - max(0, link.shift)  # units that have such a one
+                edges = range(len(others), len(others) + high - low)
+                there = self.base[link.row] + link.shift
+                others += range(there + low, there + high)
+                lags += [link.lag] * len(edges)
+                after += last[low:high]
+                last[low:high] = edges
+            head += last
+        return head, others or [-1], lags or [0.0], after or [-1]  # numba cannot tell what is in no list
+
+
+def _makers(kinds: set[Kind]) -> dict[Ref, Kind]:
+    """For what an op may read, as its row has it, the kind that makes it."""
+    made = [(ref, kind) for kind in sorted(kinds) for ref in kind.row.writes]
+    return {Ref(ref.what, _ACROSS.get(ref.at, ref.at)): kind for ref, kind in made}
+
+
+def _reversed(links: Sequence[Sequence[_Link]]) -> list[list[_Link]]:
+    found: list[list[_Link]] = [[] for _ in links]
+    for k, mine in enumerate(links):
+        for link in mine:
+            found[link.row].append(_Link(k, -link.shift, link.lag))
+    return found
