@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -86,6 +86,18 @@ def instance(
     where = placement(rng, p, v)
     given = costs(rng, where, digits=digits)
     return Instance(where, given, m, limits(rng, where, given, m))
+
+
+def odd(seed: int, **sizes: int) -> Instance:
+    """An instance some of whose ops take no time, next to none, or far more than others: one stage's or a kind's."""
+    given, rng = instance(seed, **sizes), Random(seed)
+
+    def drawn(ms: tuple[float, ...]) -> tuple[float, ...]:
+        usual = rng.choice((0.0, 1e-14, 1e-10, 1.0, 1.0, 100.0))
+        return tuple(x * rng.choice((usual, usual, usual, 0.0, 1e-14)) for x in ms)
+
+    times = {name: drawn(given.costs.column(name)) for name in ("f", "b", "w")}
+    return replace(given, costs=given.costs.with_ms(**times))
 
 
 class Recorder(Bench):

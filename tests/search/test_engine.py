@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tests.search.instances import Recorder, instance
+from tests.search.instances import Recorder, instance, odd
 from zbc.compiler.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import engine as engines
@@ -62,6 +62,16 @@ def test_annealing_makes_the_same_moves(objective, plain, compiled):
             improved += end.cost(objective) < start.cost(objective)
         assert results[0] == results[1]
     assert improved > 20
+
+
+def test_annealing_makes_the_same_moves_where_ops_take_no_time(plain, compiled):
+    for seed in range(60):
+        given = odd(seed)
+        results = []
+        for bench in both(given, plain, compiled):
+            bench.anneal(bench.order(given.simplest[0][1], "one by one"), 300, 0.5, seed, 0.0)
+            results.append((bench.seen, bench.spent))
+        assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

@@ -10,9 +10,10 @@ from random import Random
 import pytest
 
 from tests.lowered import lower
-from tests.search.instances import Instance, Recorder, costs, instance, limits
+from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
@@ -143,6 +144,33 @@ def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, p
             bench.anneal(bench.order(given.simplest[0][1], "one by one"), 300, 0.5, seed, 0.0)
         assert benches[0].seen == benches[1].seen
         examine(given, benches[0])
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_order_is_legal_where_ops_take_no_time(block, compiled):
+    """Ops without length that wait for one another in a circle are early enough by any clock, and yet never run."""
+    for seed in range(10 * block, 10 * block + 10):
+        given = odd(seed, chunks=2, microbatches=1 + seed % 6)
+        bench = Recorder(given.problem, compiled, ("span", "makespan")[seed % 2])
+        for recipe in [*policies(given.problem.v)[:3], *islice(learned(given.problem.v), 4), *FILLINGS]:
+            bench.decode(recipe, "decoded")
+        start = bench.order(given.simplest[0][1], "one by one")
+        for place, heat in enumerate((0.5, 0.03)):
+            bench.anneal(bench.roots[min(place, len(bench.roots) - 1)], 400, heat, seed, 0.0)
+        bench.anneal(start, 400, 2.0, seed, 0.0)
+        examine(given, bench)
+
+
+@pytest.mark.parametrize("name", ["chimera-zb", "bitpipe-zb"])
+@pytest.mark.parametrize(("f", "b", "w"), [(0.0, 1.0, 4.5), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (1e-14, 1.0, 1.0)])
+def test_two_pipes_whose_ops_take_no_time_are_annealed_as_well(name, f, b, w):
+    for p, m in ((2, 1), (2, 2), (4, 4), (4, 7)):
+        schedule = SCHEDULES[name]
+        where = schedule.placement(p, schedule.default_chunks)
+        uneven = tuple(b * (1 + s % 3) for s in range(where.stages))
+        given = Costs.uniform(where, f, 1.0, w).with_ms(b=uneven)
+        program = schedule.make(Request(p, m, schedule.default_chunks, costs=given, budget=0.01))
+        check_all(lower(program))
 
 
 class Moved:

@@ -17,6 +17,7 @@ from zbc.compiler.search.timing import locate, run, steps
 
 EVEN = 0.05  # weight of the mean span beside the objective; it tells plateaus apart
 CHAINED = 60  # percent of the moves that are drawn from a chain
+INSTANT = 1e-12  # share of a step that ops take which may as well take no time
 KEPT = 8  # accepted moves after which a chain is traced anew
 MOVE_VISITS, PLACE_VISITS, CHANGE_VISITS = 16, 4, 7  # in op visits: a move, each place it spans, each time it changes
 # By how many degrees a move may be worse, drawn at random; with digits that are the same everywhere.
@@ -68,7 +69,8 @@ def anneal(
     goal = makespan if by_makespan else span
     best_goal = goal
     best_value = current = goal + EVEN * mean
-    instant = any_instant(table)
+    # Ops in a circle that wait for one another come later and later, which times tell, unless they take no time.
+    instant = any_instant(table, INSTANT * makespan)
     work = size + CHANGE_VISITS * tails(0, size - 1, by_makespan, ops, course)
     for r in range(len(begin)):
         if first[r] < first[r + 1]:
@@ -122,8 +124,7 @@ def anneal(
             goal = makespan if by_makespan else span
             value = goal + EVEN * even
             fine = value <= allowed
-        better = fine and (goal < best_goal - EPS or (goal < best_goal + EPS and value < best_value - EPS))
-        if better and instant:
+        if fine and instant:
             work += size
             fine = run(table, order, position, zero, trial)
         if not fine:
@@ -138,7 +139,7 @@ def anneal(
         if kept == KEPT or value != current:
             links = 0
         current, mean = value, even
-        if better:
+        if goal < best_goal - EPS or (goal < best_goal + EPS and value < best_value - EPS):
             best_goal, best_value = goal, value
             best[:] = order
             if best_goal <= target + EPS:
@@ -146,9 +147,9 @@ def anneal(
     return work
 
 
-def any_instant(table: Table) -> bool:
-    """Whether ops that take no time might wait for one another, which no time tells."""
+def any_instant(table: Table, least: float) -> bool:
+    """Whether ops that take at most `least` ms, which is nothing beside a step, wait for others."""
     for op in range(len(table.rank)):  # noqa: SIM110 - no generators in compiled code
-        if table.count[op] > 0 and table.length[op] <= 0.0:
+        if table.count[op] > 0 and table.length[op] <= least:
             return True
     return False

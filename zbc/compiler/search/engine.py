@@ -30,6 +30,7 @@ _CALLED = (
     "run",
     "measure",
     "period",
+    "first_calls",
     "by_turns",
     "trace",
     "take_back",

@@ -86,16 +86,7 @@ def list_schedule(
     f_more = (cap, reserve, first_b, length, flying, had_b)
     due = order.copy()  # by rank a queue of W whose B has run, from `head` to `tail`
     head, tail, place, wake = first.copy(), first.copy(), first.copy(), by_rank.copy()
-    heap = [(0.0, 0)]
-    heappop(heap)
-    for r in range(len(limit)):
-        wake[r] = INF
-        for seat in range(seat_first[r], seat_first[r + 1]):
-            unstarted[r] += units[seat]
-            if count[forward[seat]] == 0:  # an F that waits for nothing
-                wake[r] = 0.0
-        if wake[r] < INF:
-            heappush(heap, (wake[r], r))
+    heap = first_calls(seats, count, wake, unstarted)
     worst = 0.0
     left = len(order)
     while left > 0:
@@ -110,8 +101,7 @@ def list_schedule(
         f_seat, f_key, next_f, soon_f, blocked = NONE
         if unstarted[r] > 0:
             f_seat, f_key, next_f, soon_f, blocked = choose_f(r, now, f_rules, f_seats, f_more)
-        later = next_f if next_f < next_b else next_b
-        act = WAIT
+        act, later = WAIT, next_f if next_f < next_b else next_b
         if mode == 3:
             if f_seat >= 0 or b_seat >= 0:
                 act = FORWARD if f_key > b_key else INPUT
@@ -184,6 +174,21 @@ def list_schedule(
                     heappush(heap, (at, there))
             edge = after[edge]
     return True
+
+
+def first_calls(seats: Seats, count: Numbers, wake: Numbers, unstarted: Numbers) -> list[tuple[float, int]]:
+    """The ranks that have an F that waits for nothing; fills when each is to look, and how many F each has to start."""
+    heap = [(0.0, 0)]
+    heappop(heap)
+    for r in range(len(wake)):
+        wake[r] = INF
+        for seat in range(seats.first[r], seats.first[r + 1]):
+            unstarted[r] += seats.units[seat]
+            if count[seats.forward[seat]] == 0:
+                wake[r] = 0.0
+        if wake[r] < INF:
+            heappush(heap, (wake[r], r))
+    return heap
 
 
 def by_turns(mode: float, last_f: int, had_b: int, f_seat: int, b_seat: int, wait_b: bool, wait_f: bool) -> int:

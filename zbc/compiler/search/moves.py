@@ -29,7 +29,8 @@ def trace(
 ) -> tuple[int, int]:
     """Fill `chain` with the ops of a chain without gaps back from the last op of a rank; returns its length.
 
-    Half the time the rank is the one that makes the objective, else any.
+    Half the time the rank is the one that makes the objective, else any. Ops that take no time and wait for one another
+    would be a chain without end: it is cut off where it has as many links as there are ops.
     """
     first, length = table.first, table.length
     waits, source, lag, after = table.waits
@@ -52,7 +53,7 @@ def trace(
                 r = q
     k = first[r + 1] - 1
     links = 0
-    while k >= 0:
+    while k >= 0 and links < len(chain):
         op = order[k]
         chain[links] = op
         links += 1

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 from zbc.compiler.search.table import Links, Numbers
 
+CIRCLE = 100  # times that a tail is computed on average after which they are in a circle
 # (order, position, end, tail, queued): the ops by place, the place of each op, its two times by place, and by place
 # whether it is waiting to be timed, 0 or 1.
 Course = tuple[Numbers, Numbers, Numbers, Numbers, Numbers]
@@ -172,7 +173,7 @@ def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> i
     """Compute the tails anew that follow from the order of places `low` to `high`; returns how many.
 
     A tail is the longest way from the end of the op at a place to the end of a rank, less what comes before the first
-    op of that rank where it is the span that counts.
+    op of that rank where it is the span that counts. In a circle of ops they would grow without end: it is left.
     """
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
@@ -199,6 +200,8 @@ def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> i
         _, k = heappop(heap)
         queued[k] = 0
         count += 1
+        if count > CIRCLE * len(order):
+            continue
         op = order[k]
         if k < highest[k]:
             behind = length[order[k + 1]] + tail[k + 1]
