@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zbc import spec
-from zbc.compiler import memory
+from zbc.compiler import ledger
 from zbc.errors import ZbcError
 from zbc.runtime.hub import Hub
 from zbc.runtime.optimizer import InPlace
@@ -39,7 +39,7 @@ def test_large_parameters_are_cut_at_the_marks_of_the_norm():
 
 
 def test_what_the_compiler_predicts_for_the_norm_is_one_chunk():
-    assert memory.WIDE == CHUNK
+    assert ledger.WIDE == CHUNK
 
 
 def modules():
