@@ -165,7 +165,7 @@ def _proven(survives: bool) -> dict[str, Any]:
 
 
 def not_strict(program: Program) -> ZbcError:
-    """E207, with the circle that blocking sends would make."""
+    """E207, with the cycle that blocking sends would make."""
     from zbc.compiler.check.deadlock import check_deadlock
 
     try:

@@ -63,7 +63,7 @@ class Timeline:
 
     graph: Graph
     start: list[float]
-    end: list[float]  # behind the last node what `replay` keeps of the time before
+    end: list[float]  # after the nodes come entries of `replay`: when each rank was free, and the beginning
     closing: bool = False
 
     def __iter__(self) -> Iterator[Span]:

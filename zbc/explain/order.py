@@ -9,12 +9,12 @@ ENTRIES = {
         "deadlock",
         """
 The order of ops makes ranks wait for each other forever. The lines are a
-shortest circle: each op waits for the next, the last for the first.
+shortest cycle: each op waits for the next, the last for the first.
 
     rank 0 step 3: SEND_F s0 m1 >r1  waits for  rank 1 step 4: RECV_F s1 m1 <r0
     rank 1 step 3: SEND_B s1 m0 >r0  waits for  rank 0 step 4: RECV_B s0 m0 <r1
 
-Schedules of zbc never do; a plugin or an edited plan may. Break the circle at
+Schedules of zbc never do; a plugin or an edited plan may. Break the cycle at
 one place: post the receive earlier, or run the op that another rank waits for
 before the one that waits.
 """,

@@ -46,7 +46,7 @@ class PostValidate:
                           ...
                           TENTATIVE s0
 
-    Where NORM and VERDICT stand depends on when their messages arrive, by what ops cost: behind the last forward that
+    Where NORM and VERDICT stand depends on when their messages arrive, by what ops cost: after the last forward that
     does not have to wait for them. REDO stands as early as its forwards can be run again by themselves, so that little
     is lost when they are; all messages between them are received before it.
 
