@@ -138,10 +138,10 @@ CHECKS = """
 import json
 import zbc
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
-from zbc.compiler.ledger import ledger
-from zbc.compiler.memory import curve, over_time, peaks
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.ledger import ledger
+from zbc.compiler.memory.per_rank import curve, over_time, peaks
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 

@@ -19,7 +19,7 @@ from tests.listing import listing, show
 from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.check import check_all, check_deadlock, survives_blocking_sends
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 

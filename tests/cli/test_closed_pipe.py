@@ -38,7 +38,7 @@ def test_a_line_of_a_run_that_nobody_reads_ends_it():
     """And with it all ranks: tests/processes/test_local.py."""
     read, write = os.pipe()
     os.close(read)
-    code = "from zbc.closed_pipe import to_stdout; to_stdout('step 1')"
+    code = "from zbc.host.closed_pipe import to_stdout; to_stdout('step 1')"
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
@@ -74,7 +74,7 @@ def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(t
 def test_lines_of_a_run_whose_terminal_is_gone_go_nowhere():
     """It has sent SIGHUP, and the run is to end in order: tests/processes/test_hangup.py."""
     terminal, side = pty.openpty()
-    code = "from zbc.closed_pipe import to_stdout; input(); to_stdout('step 1'); to_stdout('step 2')"
+    code = "from zbc.host.closed_pipe import to_stdout; input(); to_stdout('step 1'); to_stdout('step 2')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=side, stderr=subprocess.PIPE, text=True) as process:
         os.close(side)

@@ -12,14 +12,14 @@ import pytest
 
 from tests.compiler.grid import FIXED
 from tests.jobs import toml_text
-from zbc.cli.jobs import Template, template_text
-from zbc.cli.summary import layer_ranges, ranges
-from zbc.compiler import estimate
+from zbc.commands.jobs import Template, template_text
+from zbc.commands.summary import layer_ranges, ranges
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import estimate
 from zbc.compiler.recall import timeline_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Op
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 
 REPORT_KEYS = [
     "format",

@@ -513,8 +513,8 @@ def test_no_long_work_begins_for_an_output_that_cannot_be_written(zbc, job, fold
         pytest.fail("began")
 
     monkeypatch.setattr("zbc.compiler.compile.compile_job", began)
-    monkeypatch.setattr("zbc.runtime.profiling.session.measure", began)
-    monkeypatch.setattr("zbc.runtime.forking.fork_server", lambda: None)
+    monkeypatch.setattr("zbc.training.profiling.session.measure", began)
+    monkeypatch.setattr("zbc.training.launch.forking.fork_server", lambda: None)
     fails(zbc("plan", job(), "-o", "file"), 4, "E405")
     fails(zbc("plan", "zbc.toml", "-o", "file/plan"), 4, "E407")
     fails(zbc("plan", "zbc.toml", "--dump-ir", "file/ir"), 6, "E608")

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-import zbc.plan as plans
 from tests.jobs import job as made
 from zbc.api import load
 from zbc.api import plan as zbc_plan
 from zbc.compiler.compile import compile_job
 from zbc.compiler.recall import timeline_of
 from zbc.errors import ZbcError
+from zbc.plan import directory as plans
 
 RAMP = [{"microbatches": 1, "steps": 2}, {"microbatches": 3, "samples": 13}]
 TRAIN = {"steps": 9}

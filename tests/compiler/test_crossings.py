@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.jobs import toml_text
-from zbc.compiler.compare import Asked, Row, combinations, compare
-from zbc.compiler.crossings import changed, crossings
+from zbc.compiler.whatif.compare import Asked, Row, combinations, compare
+from zbc.compiler.whatif.crossings import changed, crossings
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 

@@ -10,19 +10,20 @@ import pytest
 
 from tests.jobs import job
 from tests.lowered import lower
-from zbc.compiler import estimate, walk
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.cuts import Lightest, counts
-from zbc.compiler.holding import fullest
-from zbc.compiler.holding import peaks as held_peaks
-from zbc.compiler.judging import Case
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.holding import fullest
+from zbc.compiler.memory.holding import peaks as held_peaks
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
+from zbc.compiler.partition import walk
+from zbc.compiler.partition.cuts import Lightest, counts
+from zbc.compiler.partition.judging import Case
+from zbc.compiler.partition.tailor import Tailor
 from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.tailor import Tailor
 from zbc.errors import ZbcError
 
 BY_HAND = (

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, chunk_counts, make, timed, units
-from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_complete
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request, find
+from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 

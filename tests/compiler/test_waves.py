@@ -10,10 +10,10 @@ from tests.compiler.grid import WAVES, make, timed, units
 from tests.compiler.test_paper_tables import rows
 from tests.lowered import lower
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request, find
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 

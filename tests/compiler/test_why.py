@@ -7,8 +7,8 @@ import pytest
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
 from zbc.compiler.graph import build
-from zbc.compiler.simulate import simulate, steady_state
-from zbc.compiler.why import binds, critical_path, what_ifs
+from zbc.compiler.sim.simulate import simulate, steady_state
+from zbc.compiler.whatif.why import binds, critical_path, what_ifs
 
 EVEN = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.25}
 

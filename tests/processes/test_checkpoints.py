@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
-from zbc.plan import read_manifest
-from zbc.runtime.board import Board
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint import owner
-from zbc.runtime.checkpoint.resume import Start, begun, choose
-from zbc.runtime.options import RunOptions
+from zbc.plan.directory import read_manifest
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint import owner
+from zbc.training.checkpoint.resume import Start, begun, choose
+from zbc.training.launch.board import Board
+from zbc.training.launch.options import RunOptions
 
 
 def plan_of(tmp_path, name="plan", **changes):

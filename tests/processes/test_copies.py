@@ -14,8 +14,8 @@ from tests.processes.gloo_ranks import open_network, train, unpack
 from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from zbc.errors import ZbcError
-from zbc.plan import Plan
-from zbc.runtime.threads import run_threads
+from zbc.plan.directory import Plan
+from zbc.training.launch.threads import run_threads
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")

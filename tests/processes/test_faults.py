@@ -29,9 +29,9 @@ from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from zbc.errors import ZbcError
-from zbc.runtime.board import Board
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.tryout import try_out
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.tryout import try_out
+from zbc.training.launch.board import Board
 
 
 def fails(*args, run=run_here, **options):

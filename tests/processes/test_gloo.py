@@ -15,7 +15,7 @@ from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
-from zbc.plan import assemble
+from zbc.plan.directory import assemble
 from zbc.runtime.network import directions, gatherings
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")

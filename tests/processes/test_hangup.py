@@ -13,7 +13,7 @@ import pytest
 
 from tests.limits import until
 from tests.processes.plans import metrics, write_plan
-from zbc.runtime.checkpoint import folder as disk
+from zbc.training.checkpoint import folder as disk
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from tests.processes.paced import run_on_a_slow_disk, run_paced
 from tests.processes.plans import metrics, processes, run_here, write_plan, write_troubled_plan
 from zbc.errors import ZbcError
-from zbc.runtime import launch, local
-from zbc.runtime.options import RunOptions
-from zbc.runtime.train import RankFailed
+from zbc.training.launch import launch, local
+from zbc.training.launch.options import RunOptions
+from zbc.training.train import RankFailed
 
 STEPS = 12
 

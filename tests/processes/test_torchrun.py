@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from tests.processes.leftovers import alive
 from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
-from zbc import trace
 from zbc.errors import ZbcError
-from zbc.runtime import launch, torchrun, train
-from zbc.runtime.board import Board, connector
+from zbc.trace import recording as trace
+from zbc.training import train
+from zbc.training.launch import launch, torchrun
+from zbc.training.launch.board import Board, connector
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -135,7 +136,7 @@ def test_a_rank_ends_as_it_is_to_where_nobody_can_be_told_why(tmp_path):
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, env={**os.environ, **place}, timeout=60)
         assert ended.returncode == 7
-        code = "from zbc.runtime.train import end; print('said by a layer'); end(7)"
+        code = "from zbc.training.train import end; print('said by a layer'); end(7)"
         late = {**os.environ, "PYTHONUNBUFFERED": ""}  # written when it is flushed
         assert subprocess.run([sys.executable, "-c", code], stdout=full, env=late, timeout=60).returncode == 7
 
@@ -263,7 +264,7 @@ def test_a_store_that_cannot_be_hosted_is_an_error_in_words(tmp_path, as_rank):
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
-    monkeypatch.setattr("zbc.runtime.board._CONNECT_S", 0.5)
+    monkeypatch.setattr("zbc.training.launch.board._CONNECT_S", 0.5)
     with pytest.raises(ZbcError) as raised:
         connector("127.0.0.1", free_port(), "zbc")()
     assert raised.value.code == "E609" and "cannot reach the store" in raised.value.message

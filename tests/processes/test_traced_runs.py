@@ -10,10 +10,10 @@ import pytest
 
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
-from zbc import trace
 from zbc.errors import ZbcError
-from zbc.plan import Plan
-from zbc.runtime.measure import CATEGORIES
+from zbc.plan.directory import Plan
+from zbc.trace import recording as trace
+from zbc.training.recording.measure import CATEGORIES
 
 SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
     "model": {

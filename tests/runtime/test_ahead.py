@@ -16,15 +16,15 @@ from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.pending import Buffers
 from zbc.runtime.state import Worker
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {

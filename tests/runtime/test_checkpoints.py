@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
 from tests.tiers import few
-from zbc import dealing
 from zbc.errors import ZbcError
+from zbc.plan import dealing
 from zbc.runtime import validate
-from zbc.runtime.checkpoint import blockfile, saving, storage
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.blockfile import BlockFile, Blocks
-from zbc.runtime.checkpoint.saving import check_copies
 from zbc.runtime.execute import run_step
-from zbc.runtime.threads import run_threads
+from zbc.training.checkpoint import blockfile, saving, storage
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.blockfile import BlockFile, Blocks
+from zbc.training.checkpoint.saving import check_copies
+from zbc.training.launch.threads import run_threads
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}}

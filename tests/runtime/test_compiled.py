@@ -18,13 +18,13 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement
-from zbc.plan import Plan
-from zbc.runtime import compiled
-from zbc.runtime.checkup import check_up
-from zbc.runtime.evaluate import evaluate
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
 from zbc.runtime.slot import Slot
-from zbc.runtime.threads import run_threads
+from zbc.training.evaluate import evaluate
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import compiled
+from zbc.training.probing.checkup import check_up
 
 FAMILIES = {"gpt": {**GPT, "layers": 3, "hidden": 16}, "llama": {**LLAMA, "layers": 3, "hidden": 16}}
 

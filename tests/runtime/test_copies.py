@@ -20,7 +20,7 @@ from zbc.runtime.bucket import Bucket
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}
 REAL = {"model": {**GPT, "layers": 4, "vocab": 256}, "data": TEXT}

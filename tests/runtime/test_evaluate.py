@@ -10,13 +10,13 @@ import torch
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
-from zbc.forward import forward_only
 from zbc.ir import Kind, Op, Placement
-from zbc.runtime import model
-from zbc.runtime.data import Batches, build_validation
+from zbc.plan.forward import forward_only
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.threads import run_threads
-from zbc.runtime.worker import Settings
+from zbc.training.data.data import Batches, build_validation
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import model
+from zbc.training.worker import Settings
 
 # ---- the program -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, param
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Op, Placement
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 VECTORS = {"data": {"kind": "tests.runtime.user_models:Vectors"}}
 

@@ -11,12 +11,12 @@ from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from tests.tiers import dealt
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory import peaks
+from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op, Placement
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
-from zbc.runtime.measure import CATEGORIES, Ledger, Scale
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
+from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 
 def both(tmp_path, **changes):
@@ -64,7 +64,7 @@ TENTATIVE = {
 @pytest.mark.parametrize(("case", "batch"), dealt(TENTATIVE, [2**22, 20000]))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
     """Copies of masters and state, as many at a time as a batch has room for."""
-    monkeypatch.setattr("zbc.dealing.BATCH", batch)
+    monkeypatch.setattr("zbc.plan.dealing.BATCH", batch)
     changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
@@ -222,7 +222,7 @@ def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(mo
     worker = make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
     handler, *rest = worker.script[0]
     sent, now = [torch.ones(1000)], [0]
-    monkeypatch.setattr("zbc.runtime.measure.time.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("zbc.training.recording.measure.time.perf_counter_ns", lambda: now[0])
 
     def forward(worker, op):
         handler(worker, op)

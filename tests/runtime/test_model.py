@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
-from zbc import spec, userobject
 from zbc.errors import ZbcError
-from zbc.runtime import model
-from zbc.runtime.rotary import Rotary
+from zbc.job import spec, userobject
 from zbc.runtime.seeding import draws, seed_of, seeded
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import model
+from zbc.training.models.rotary import Rotary
 
 HERE = "tests.runtime.user_models"
 

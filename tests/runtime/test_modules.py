@@ -10,11 +10,11 @@ from tests.runtime.test_gradients import VECTORS, check_gradients, check_trainin
 from tests.tiers import dealt
 from zbc.errors import ZbcError
 from zbc.ir import Placement
-from zbc.runtime import model as models
-from zbc.runtime.checkpoint.folder import folder_of
 from zbc.runtime.split import Patch
-from zbc.runtime.threads import run_threads
-from zbc.runtime.worker import Settings
+from zbc.training.checkpoint.folder import folder_of
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import model as models
+from zbc.training.worker import Settings
 
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]

@@ -9,8 +9,8 @@ import pytest
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.runtime.nonfinite import origin
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
+from zbc.training.nonfinite import origin
 
 PARAMETER = "up.weight"
 WAYS = {

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
-from zbc import spec
+from zbc.job import spec
 from zbc.runtime.optimizer import Masters
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 KINDS = {
     "adamw": {"kind": "adamw", "lr": 0.01},
@@ -64,7 +64,7 @@ def read(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
 @kinds
 @types
 def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_else(kind, lowered, monkeypatch):
-    monkeypatch.setattr("zbc.dealing.BATCH", 100)  # several batches
+    monkeypatch.setattr("zbc.plan.dealing.BATCH", 100)  # several batches
     sync, ahead = weights(), weights()
     plain = Masters(options(kind), sync, lowered=lowered)
     tentative = Masters(options(kind), ahead, lowered=lowered)

@@ -15,12 +15,12 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from zbc import hfconfig
 from zbc.errors import ZbcError
-from zbc.plan import Plan
-from zbc.runtime import hfexport
-from zbc.runtime.pretrained import INDEX, SINGLE, Weights
-from zbc.runtime.threads import run_threads
+from zbc.job import hfconfig
+from zbc.plan.directory import Plan
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import hfexport
+from zbc.training.models.pretrained import INDEX, SINGLE, Weights
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

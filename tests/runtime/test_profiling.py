@@ -15,26 +15,26 @@ from torch import nn
 
 from tests.jobs import job
 from tests.runtime import ticking
-from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost import estimate
+from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.plan import Plan
-from zbc.profile import Profile, spread
+from zbc.job.profile import Profile, spread
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
-from zbc.runtime.measure import Scale
-from zbc.runtime.model import LayerPlan
-from zbc.runtime.profiling import times
-from zbc.runtime.profiling.alike import chain, describe, kinds
-from zbc.runtime.profiling.link import fit
-from zbc.runtime.profiling.rig import IDLE, build_rig
-from zbc.runtime.profiling.session import Effort, Found, assemble, effort
-from zbc.runtime.profiling.statistics import measured, quick
-from zbc.runtime.profiling.times import Stopwatch
-from zbc.runtime.profiling.weigh import weigh
-from zbc.runtime.shapes import TensorSpec
-from zbc.runtime.threads import run_threads
+from zbc.runtime.tensors import TensorSpec
+from zbc.training.launch.threads import run_threads
+from zbc.training.models.model import LayerPlan
+from zbc.training.profiling import times
+from zbc.training.profiling.alike import chain, describe, kinds
+from zbc.training.profiling.link import fit
+from zbc.training.profiling.rig import IDLE, build_rig
+from zbc.training.profiling.session import Effort, Found, assemble, effort
+from zbc.training.profiling.statistics import measured, quick
+from zbc.training.profiling.times import Stopwatch
+from zbc.training.profiling.weigh import weigh
+from zbc.training.recording.measure import Scale
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
-from zbc.course import Course, Leg
-from zbc.learning_rate import Schedule
-from zbc.runtime.checkpoint.folder import folder_of
-from zbc.runtime.data import Batches, Noise
-from zbc.runtime.threads import run_threads
+from zbc.job.learning_rate import Schedule
+from zbc.plan.course import Course, Leg
+from zbc.training.checkpoint.folder import folder_of
+from zbc.training.data.data import Batches, Noise
+from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
 PHASES = ((1, 2), (3, 1))  # microbatches, steps; then FULL

@@ -14,7 +14,7 @@ from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Placement
 from zbc.runtime.execute import run_step
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 ALL = {"activations": "recompute"}
 

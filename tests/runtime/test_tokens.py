@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
-from zbc import spec
 from zbc.errors import ZbcError
-from zbc.runtime import permutation
-from zbc.runtime.data import Batches, build_samples, build_validation
-from zbc.runtime.permutation import Permutation
-from zbc.runtime.prefetch import AHEAD, Prefetched
-from zbc.runtime.threads import run_threads
-from zbc.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.job import spec
+from zbc.training.data import permutation
+from zbc.training.data.data import Batches, build_samples, build_validation
+from zbc.training.data.permutation import Permutation
+from zbc.training.data.prefetch import AHEAD, Prefetched
+from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.training.launch.threads import run_threads
 
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
 

@@ -11,17 +11,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from zbc import trace
 from zbc.ir import Kind
-from zbc.plan import assemble, write
-from zbc.runtime.aligned import compare_clocks
-from zbc.runtime.board import Board
+from zbc.plan.directory import assemble, write
 from zbc.runtime.execute import run_step
-from zbc.runtime.measure import CATEGORIES
-from zbc.runtime.pace import MOST, slower
-from zbc.runtime.threads import run_threads
-from zbc.runtime.tracing import Recorder, Tracer
-from zbc.trace import Cause, Clock, Head, Writer
+from zbc.trace import recording as trace
+from zbc.trace.recording import Cause, Clock, Head, Writer
+from zbc.training.launch.board import Board
+from zbc.training.launch.threads import run_threads
+from zbc.training.recording.aligned import compare_clocks
+from zbc.training.recording.measure import CATEGORIES
+from zbc.training.recording.pace import MOST, slower
+from zbc.training.recording.tracing import Recorder, Tracer
 
 LIMIT = timedelta(seconds=20)
 

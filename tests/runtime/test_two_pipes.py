@@ -15,7 +15,7 @@ from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind, Placement
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}

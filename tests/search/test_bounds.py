@@ -11,18 +11,19 @@ import pytest
 from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from tests.uneven import FORK, eager
-from zbc.compiler.bounds import bounds, with_sums
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
-from zbc.compiler.schedules import SCHEDULES, Request, slots
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.search import slots
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.bounds import bounds, with_sums
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]

@@ -13,8 +13,8 @@ from tests.jobs import job
 from tests.search.instances import costs, instance
 from tests.tiers import dealt
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.problem import Problem

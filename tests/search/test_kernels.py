@@ -12,14 +12,14 @@ import pytest
 from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
 from zbc.compiler.check import check_all, check_complete
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
 from zbc.compiler.search.rounds import Filling, filled
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Placement
 
 FILLINGS = (Filling(True), Filling(False))

@@ -16,19 +16,19 @@ from tests.jobs import job
 from tests.lowered import lower
 from tests.search.instances import PROFILES, costs, instance, placement
 from tests.tiers import dealt, few
-from zbc.compiler import estimate
-from zbc.compiler.bounds import bounds
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
-from zbc.compiler.cuts import Cut, of_stages
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
-from zbc.compiler.judging import Case
-from zbc.compiler.limits import limit_of, smallest
-from zbc.compiler.memory import peaks
-from zbc.compiler.oracles import over_of
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
+from zbc.compiler.partition.cuts import Cut, of_stages
+from zbc.compiler.partition.judging import Case
+from zbc.compiler.partition.limits import limit_of, smallest
+from zbc.compiler.partition.oracles import over_of
+from zbc.compiler.partition.single import cut
+from zbc.compiler.partition.tailor import Tailor
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate
@@ -38,9 +38,9 @@ from zbc.compiler.search.ladder import ENOUGH, LARGE
 from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid, whole
-from zbc.compiler.simulate import steady_state
-from zbc.compiler.single import cut
-from zbc.compiler.tailor import Tailor
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import steady_state
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 

@@ -9,13 +9,13 @@ import pytest
 
 from tests.search.instances import Instance, costs, instance, planned
 from tests.tiers import few
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import least
 from zbc.compiler.search.portfolio import Effort
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 

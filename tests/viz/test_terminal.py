@@ -6,10 +6,10 @@ import pytest
 
 from tests.compiler.grid import FIXED, WAVES, make
 from tests.lowered import lower
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.viz.terminal import View, draw
 
 every = pytest.mark.parametrize("name", [*FIXED, *WAVES])
