@@ -227,6 +227,7 @@ def test_proof_clock_and_memory_know_the_kinds_by_their_rows(copy):
     assert all(found["empty"])
 
 
+@pytest.mark.repeats
 def test_a_plan_with_the_kinds_is_written_drawn_run_and_reported(copy):
     run(copy, "-m", "zbc", "plan", "job.toml", "-o", "plan")
     assert "OFFLOAD s0 m0" in (copy / "plan/rank-0000.json").read_text()

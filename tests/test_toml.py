@@ -80,4 +80,4 @@ def test_a_folder_with_a_job_in_it_is_answered_with_the_job(tmp_path):
     (tmp_path / "zbc.toml").write_text("zbc = 1\n")
     with pytest.raises(ZbcError) as caught:
         toml.load(tmp_path)
-    assert caught.value.code == "E101" and caught.value.hint == f"it holds a job file: {tmp_path / 'zbc.job.toml'}"
+    assert caught.value.code == "E101" and caught.value.hint == f"it holds a job file: {tmp_path / 'zbc.toml'}"

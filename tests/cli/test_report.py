@@ -10,6 +10,7 @@ import pytest
 
 from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
 from tests.recorded_runs import record
+from tests.tiers import few
 from zbc.plan.directory import Plan
 
 
@@ -193,7 +194,7 @@ def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
 # ---- planning anew -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"kind": "zb-v"}, {"costs": GIVEN}, {"parallel": {"dp": 2}}, {"m": 5}])
+@pytest.mark.parametrize("changes", few([{}, {"costs": GIVEN}, {"kind": "zb-v"}, {"parallel": {"dp": 2}}, {"m": 5}], 2))
 def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
     job(**changes)
     assert zbc("plan", "zbc.toml", "-o", "one", "-q").code == 0

@@ -115,6 +115,7 @@ def ms(path, schedule, key, value):
     return Asked(path, budget=0.0)(schedule, ((key, repr(value)),)).sequence_ms
 
 
+@pytest.mark.repeats
 def test_crossings_lie_where_a_scan_finds_them(path):
     """Every change of order among five schedules, at 50 values of the transfer time."""
     job = path(**UNIT, m=8)

@@ -26,6 +26,7 @@ from tests.processes.plans import (
     write_troubled_plan,
 )
 from tests.runtime.small_plans import reference
+from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
@@ -105,7 +106,10 @@ def hangup():
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize(
     ("number", "sync"),
-    [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],
+    few(
+        [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],
+        (signal.SIGINT, signal.SIGTERM),
+    ),
 )
 def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_path, out, number, sync):
     tables = {"train": {"steps": 10**6}, "optimizer": {"sync": sync}, "checkpoint": {"every": 10**5}}

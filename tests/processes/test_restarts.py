@@ -63,6 +63,7 @@ def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, ou
     assert len([line for line in lines if "going on from" in line]) == 2
 
 
+@pytest.mark.repeats
 def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_path, out, expected):
     folder, over = out / "checkpoints", threading.Event()
     killed = []
@@ -86,6 +87,7 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
     assert result(out) == expected
 
 
+@pytest.mark.repeats
 def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
     def kill(line):
         if line.startswith("step  3/") and not os.path.exists(tmp_path / "once"):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiers import few
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -114,7 +116,7 @@ def logits_of(plan, steps=1):
     return found, workers
 
 
-@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("p", few([1, 2, 4], (2,)))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(folders, name, p):
     folder, peer = folders(name)
@@ -165,7 +167,12 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 # ---- out -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "p"), [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("name", "p"),
+    few(
+        [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)], [("gpt2", 4), ("llama-grouped", 4), ("llama", 1)]
+    ),
+)
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)
     plan = plan_of(source, p, "zb-v" if p == 4 else "1f1b")
