@@ -150,7 +150,7 @@ def measure(folder: Path, job: str, rounds: int) -> tuple[list[Turn], int]:
     compile_job(load_job(folder / "job.toml")).write(folder / "plan")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "port").write_text(str(store.port))
-    preload = ("torch._dynamo", "torch.distributed.checkpoint")
+    preload = ("torch._dynamo",)
     size, *turns = results(
         run_rank, (folder, rounds), ranks=RANKS, count=1 + rounds, preload=preload, limit=300.0 + 120.0 * rounds
     )

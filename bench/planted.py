@@ -139,7 +139,7 @@ BUGS = (
     ),
     Bug(
         "a checkpoint forgets the optimizer's count of steps",
-        "zbc/training/checkpoint/state.py",
+        "zbc/training/checkpoint/loading.py",
         "        if name.startswith(OPTIM):\n",
         '        if name.startswith(OPTIM) and not name.endswith(".step"):\n',
         (RUNTIME + "test_checkpoints.py",),

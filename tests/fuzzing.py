@@ -21,8 +21,7 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.planning import Part, complete, make_whole, read_parts, write_parts
-from zbc.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from zbc.training.checkpoint.files import Reader, TensorPart, put_together, write_parts
 from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
 from zbc.training.data.tokens import TokenWindows
 from zbc.training.models.pretrained import INDEX, tensor_files
@@ -190,20 +189,17 @@ class Inputs:
         elif how < 0.8:
             raw = damage(rng, (folder / name).read_bytes())
             (folder / name).write_bytes(raw)
-            index["files"][name] = {
-                "bytes": len(raw),
-                "block": len(raw) or 1,
-                "crc32": [zlib.crc32(raw)] if raw else [],
-            }
+            index["files"][name] = {"bytes": len(raw), "crc32": zlib.crc32(raw)}
         text = json.dumps(index).encode()
         text = damage(rng, text) if how >= 0.8 else text
         (folder / disk.INDEX).write_bytes(text)
         if how < 0.9:
             (folder / disk.COMPLETE).write_text(json.dumps({"index": hashlib.sha256(text).hexdigest()}))
-        reader = SafetensorsReader(folder)
+        reader = Reader(folder)
         reader.check_files()
-        wanted = [Part("model.a", (4, 3), 3, torch.empty(6)), Part("model.b", (5,), 1, torch.empty(3))]
-        read_parts(reader, [*wanted, Part("optim.a.step", (), 0, torch.empty(1))])
+        for tensor, start, count in (("model.a", 3, 6), ("model.b", 1, 3), ("optim.a.step", 0, 1)):
+            if tensor in reader.tensors:
+                reader.fill(torch.empty(count), tensor, start)
 
 
 def write_checkpoint(parent: Path) -> Path:
@@ -212,17 +208,14 @@ def write_checkpoint(parent: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     numbers = torch.arange(12.0)
     shares = [
-        [Part("model.a", (4, 3), 0, numbers), Part("model.b", (5,), 2, numbers[:3])],
-        [Part("model.b", (5,), 0, numbers[:2]), Part("optim.a.step", (), 0, numbers[:1])],
+        [TensorPart("model.a", (4, 3), 0, numbers), TensorPart("model.b", (5,), 2, numbers[:3])],
+        [TensorPart("model.b", (5,), 0, numbers[:2]), TensorPart("optim.a.step", (), 0, numbers[:1])],
     ]
-    writers = [SafetensorsWriter(rank) for rank in range(2)]
-    for writer in writers:
-        writer.reset(folder)
-    told = [write_parts(writer, share) for writer, share in zip(writers, shares, strict=True)]
+    whole = put_together([write_parts(folder, rank, share) for rank, share in enumerate(shares)])
     words = dict.fromkeys(("optimizer", "plan", "schedule", "run", "zbc_version", "torch_version"), "x")
     about = {**words, "step": 1, "samples": 8, "data_samples": 9, "seed": 7, "ranks": 2, "copies": 1}
-    files = {name: file for one in told for name, file in one["files"].items()}
-    complete(writers[0], make_whole([one["parts"] for one in told]), files, about)
+    own = {"format": disk.FORMAT, "version": disk.VERSION}
+    disk.write_index(folder, disk.Index(**own, **about, files=whole.files, tensors=whole.tensors))
     return folder
 
 

@@ -18,7 +18,7 @@ from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint import owner
+from zbc.training.checkpoint import together
 from zbc.training.checkpoint.resume import Start, begun, choose
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
@@ -232,7 +232,7 @@ sys.stdin.read()
 @contextmanager
 def held(folder):
     """Another process writes its checkpoints into this folder."""
-    command = [sys.executable, "-c", HOLDER, str(folder / owner.NAME)]
+    command = [sys.executable, "-c", HOLDER, str(folder / together.WRITER)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         yield
@@ -242,19 +242,19 @@ def held(folder):
 
 def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
     """What a run holds ends with its process, so nothing is left behind that keeps the next one out."""
-    monkeypatch.setattr(owner, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.3)
     board, folder = Board(dist.HashStore(), 0, 1), tmp_path / "a folder"
-    with owner.owned(board, folder, "this run"):
-        assert (folder / owner.NAME).read_text().split() == ["this", "run"]
+    with together.owned(board, folder, "this run"):
+        assert (folder / together.WRITER).read_text().split() == ["this", "run"]
     with (
         held(folder),
         pytest.raises(ZbcError, match="another run writes its checkpoints into") as caught,
-        owner.owned(Board(dist.HashStore(), 0, 1), folder, "this run"),
+        together.owned(Board(dist.HashStore(), 0, 1), folder, "this run"),
     ):
         pytest.fail("two runs")
     assert caught.value.code == "E614" and list(caught.value.details) == ["somebody else"]
-    with owner.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
-        assert (folder / owner.NAME).read_text().split() == ["the", "next"]
+    with together.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
+        assert (folder / together.WRITER).read_text().split() == ["the", "next"]
 
 
 @pytest.mark.repeats
@@ -269,14 +269,14 @@ def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
 
 def test_a_refoundwaits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
     """A file server keeps the locks of a machine that is gone for a while."""
-    monkeypatch.setattr(owner, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
     asked = iter([False, False, True])
-    monkeypatch.setattr(owner, "_locked", lambda file: next(asked, False))
-    (tmp_path / owner.NAME).write_text("rank 0 of before\nlaunch 1\n")
-    with owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "rank 0 of now", "launch 1"):
-        assert (tmp_path / owner.NAME).read_text() == "rank 0 of now\nlaunch 1\n"
+    monkeypatch.setattr(together, "_locked", lambda file: next(asked, False))
+    (tmp_path / together.WRITER).write_text("rank 0 of before\nlaunch 1\n")
+    with together.owned(Board(dist.HashStore(), 0, 1), tmp_path, "rank 0 of now", "launch 1"):
+        assert (tmp_path / together.WRITER).read_text() == "rank 0 of now\nlaunch 1\n"
     for launch in ("launch 2", ""):
-        with pytest.raises(ZbcError), owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "another", launch):
+        with pytest.raises(ZbcError), together.owned(Board(dist.HashStore(), 0, 1), tmp_path, "another", launch):
             pytest.fail("two runs")
 
 
@@ -291,7 +291,7 @@ def test_what_the_run_before_wrote_as_it_ended_is_where_the_next_begins(place, t
         checkpoint(run / "checkpoints", 40)
         return False
 
-    monkeypatch.setattr(owner, "_locked", locked)
+    monkeypatch.setattr(together, "_locked", locked)
     manifest, board = read_manifest(place), Board(dist.HashStore(), 0, 1)
     with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
         assert found == Start(run / "checkpoints/step-00000040", run)
@@ -301,7 +301,7 @@ def test_a_run_that_has_chosen_its_place_does_not_go_on_with_another_one_that_is
     place, tmp_path, monkeypatch
 ):
     other = tmp_path / "runs/plan-3/checkpoints"
-    monkeypatch.setattr(owner, "_locked", lambda file: bool(checkpoint(other, 50)))
+    monkeypatch.setattr(together, "_locked", lambda file: bool(checkpoint(other, 50)))
     manifest, board, run = read_manifest(place), Board(dist.HashStore(), 0, 1), tmp_path / "runs/plan-2"
     with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
         assert found == Start(run / "checkpoints/step-00000020", run) and disk.newest(other) is not None
@@ -309,8 +309,8 @@ def test_a_run_that_has_chosen_its_place_does_not_go_on_with_another_one_that_is
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("numbers")
-    (tmp_path / owner.NAME).symlink_to(tmp_path / "precious")
-    with owner.owned(Board(dist.HashStore(), 0, 1), tmp_path, "this run"):
+    (tmp_path / together.WRITER).symlink_to(tmp_path / "precious")
+    with together.owned(Board(dist.HashStore(), 0, 1), tmp_path, "this run"):
         assert (tmp_path / "precious").read_text() == "numbers"
 
 

@@ -31,7 +31,7 @@ from tests.processes.plans import metrics, processes, run_here, troubled, write_
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.tryout import try_out
+from zbc.training.checkpoint.together import try_out
 from zbc.training.launch.board import Board
 
 

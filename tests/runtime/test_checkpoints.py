@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
 import math
-import os
 import pickle
 import shlex
 import shutil
@@ -25,9 +23,9 @@ from zbc.errors import ZbcError
 from zbc.plan import dealing
 from zbc.runtime import validate
 from zbc.runtime.execute import run_step
-from zbc.training.checkpoint import blockfile, saving, storage
+from zbc.training.checkpoint import files, saving
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.blockfile import BlockFile, Blocks
+from zbc.training.checkpoint.files import TensorPart, put_together, write_parts
 from zbc.training.checkpoint.saving import check_copies
 from zbc.training.launch.threads import run_threads
 
@@ -303,9 +301,9 @@ def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path
     """Nothing is written before the step behind the checkpoint has changed everything."""
     later, original = threading.Event(), saving.write_parts
 
-    def write(writer, parts):
+    def write(*args):
         assert later.wait(60)
-        return original(writer, parts)
+        return original(*args)
 
     def watch(worker):
         handler, op, text = worker.script[-1]
@@ -323,66 +321,39 @@ def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path
     same(at(tmp_path / "late", 2), at(tmp_path / "between", 2))
 
 
-TENSORS = {"a": torch.arange(700.0), "b": torch.ones(3, dtype=torch.int8), "c": torch.zeros((), dtype=torch.bool)}
-SHAPES = {"a": [7, 100], "b": [3], "c": []}
+PARTS = [
+    TensorPart("a", (7, 100), 0, torch.arange(700.0)),
+    TensorPart("b", (8,), 5, torch.ones(3, dtype=torch.int8)),
+    TensorPart("b", (8,), 1, torch.ones(2, dtype=torch.int8)),
+    TensorPart("c", (), 0, torch.tensor(True)),
+    TensorPart("d", (2, 3), 0, torch.arange(6.0).view(3, 2).T.to(torch.bfloat16)),
+]
 
 
-def written_in_blocks(path, size, monkeypatch, alive=lambda: None):
-    monkeypatch.setattr(disk, "BLOCK", size)
-    return storage._write(path, TENSORS, SHAPES, Blocks(), alive)
+def test_a_file_in_many_blocks_is_the_file_in_one_and_any_reader_opens_it(monkeypatch, tmp_path):
+    one = write_parts(tmp_path / "one", 0, PARTS)
+    monkeypatch.setattr(disk, "BLOCK", 64)
+    monkeypatch.setattr(files, "_SYNCED", 1000)
+    synced, alive, sync = [], [], files._sync
+    monkeypatch.setattr(files, "_sync", lambda file: sync(file) or synced.append(1))
+    many = write_parts(tmp_path / "many", 0, PARTS, lambda: alive.append(1))
+    name = "rank-0000.safetensors"
+    raw = (tmp_path / "many" / name).read_bytes()
+    assert one == many and raw == (tmp_path / "one" / name).read_bytes()
+    assert many.files == {name: disk.File(bytes=len(raw), crc32=zlib.crc32(raw))}
+    disk.check_file(tmp_path / "many", name, many.files[name])
+    assert len(synced) == 1 + len(raw) // 1000 and len(alive) >= 2800 // 64
+    found = load_file(tmp_path / "many" / name)
+    assert sorted(found) == ["a", "b[1:3]", "b[5:8]", "c", "d"]
+    assert all(found[part.key].equal(part.tensor.view(part.kept_shape)) for part in PARTS)
 
 
-def test_a_file_in_many_blocks_is_the_file_in_one(monkeypatch, tmp_path):
-    one = written_in_blocks(tmp_path / "one", disk.BLOCK, monkeypatch)
-    monkeypatch.setattr(blockfile, "_SYNCED", 1000)
-    synced, alive = [], []
-    monkeypatch.setattr(blockfile.os, "fsync", synced.append)
-    many = written_in_blocks(tmp_path / "many", 64, monkeypatch, lambda: alive.append(1))
-    raw = (tmp_path / "many").read_bytes()
-    assert raw == (tmp_path / "one").read_bytes() and one.bytes == many.bytes == len(raw)
-    assert one.crc32 == [zlib.crc32(raw)]
-    assert many.crc32 == [zlib.crc32(raw[start : start + 64]) for start in range(0, len(raw), 64)]
-    assert len(synced) == 1 + len(raw) // 1000 and len(alive) >= len(raw) // 64
-    found = load_file(tmp_path / "many")
-    assert all(found[name].equal(tensor.view(SHAPES[name])) for name, tensor in TENSORS.items())
-
-
-@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3 * 4096, 50_000])
-@pytest.mark.parametrize("disk_is", ["direct", "not direct", "said to be direct", "taking half", "taking a bit"])
-def test_a_file_of_any_length_is_whole_on_any_disk(size, disk_is, monkeypatch, tmp_path):
-    """Past the page cache only whole pages can be written, and not on every file system."""
-    monkeypatch.setattr(disk, "BLOCK", 8192)
-    raw, write = bytes(itertools.islice(itertools.cycle(range(251)), size)), blockfile.os.write
-    asked = []
-
-    def refuse(file, part):
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write(file, part)
-
-    def half(file, part):
-        direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
-        asked.append(len(part))
-        assert not direct or (len(part) % 4096 == os.lseek(file, 0, os.SEEK_CUR) % 4096 == 0), "a disk refuses this"
-        if not direct:
-            return write(file, part[: max(1, len(part) // 2)])
-        if disk_is == "taking half":
-            return write(file, part[: max(4096, len(part) // 2)])
-        return os.pwrite(other, part[:100], os.lseek(file, 100, os.SEEK_CUR) - 100)
-
-    if disk_is == "not direct":
-        monkeypatch.setattr(blockfile, "_DIRECT", 0)
-    elif disk_is != "direct":
-        monkeypatch.setattr(blockfile.os, "write", refuse if disk_is == "said to be direct" else half)
-    other = os.open(tmp_path / "it", os.O_WRONLY | os.O_CREAT)
-    with BlockFile(tmp_path / "it", Blocks()) as file:
-        for start in range(0, size, 777):
-            file.add(memoryview(bytearray(raw[start : start + 777])))
-    os.close(other)
-    assert (tmp_path / "it").read_bytes() == raw
-    told = disk.File(bytes=size, block=8192, crc32=file.sums)
-    disk.check_file(tmp_path, "it", told)
-    assert file.bytes == size and bool(asked) == disk_is.startswith("taking")
+@pytest.mark.parametrize("parts", [PARTS, [*PARTS[:1], *PARTS], PARTS[:3], [TensorPart("a", (3,), 0, torch.ones(2))]])
+def test_parts_that_overlap_or_leave_something_out_are_no_checkpoint(parts, tmp_path):
+    written = [write_parts(tmp_path, rank, [part]) for rank, part in enumerate(parts)]
+    with pytest.raises(ZbcError, match="do not make whole tensors") as caught:
+        put_together(written)
+    assert caught.value.code == "E703"
 
 
 @pytest.mark.parametrize("dp", few([1, 2], (1,)))
@@ -422,14 +393,14 @@ def refusing_disk(monkeypatch):
     """A disk that is full from the `n`-th file on."""
 
     def full_after(count):
-        numbers, original = itertools.count(), blockfile.BlockFile._write
+        numbers, original = itertools.count(), files._sync
 
-        def write(file, block):
+        def sync(file):
             if next(numbers) >= count:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return original(file, block)
+            original(file)
 
-        monkeypatch.setattr(blockfile.BlockFile, "_write", write)
+        monkeypatch.setattr(files, "_sync", sync)
 
     return full_after
 
@@ -451,7 +422,7 @@ def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(besid
 
 def test_what_a_broken_attempt_left_is_replaced(refusing_disk, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "complete", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken", "index")))
+        patch.setattr(disk, "write_index", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken", "index")))
         with pytest.raises(ZbcError, match="broken"):
             train(plan(p=4), 2, tmp_path)
     assert (at(tmp_path, 2) / "rank-0003.safetensors").exists() and not disk.complete(tmp_path)
@@ -563,8 +534,9 @@ def test_nothing_is_unpickled(copy, monkeypatch):
         assert len(train(plan(), 3, resume=at(copy, 2))) == 1
     file = at(copy, 2) / "rank-0000.safetensors"
     index = json.loads((at(copy, 2) / "index.json").read_text())
+    trap = trap.ljust(file.stat().st_size)
     file.write_bytes(trap)
-    index["files"][file.name] = {"bytes": len(trap), "block": len(trap), "crc32": [zlib.crc32(trap)]}
+    index["files"][file.name] = {"bytes": len(trap), "crc32": zlib.crc32(trap)}
     disk.write_index(at(copy, 2), disk.Index(**index))
     with pytest.raises(ZbcError) as caught:
         train(plan(), 3, resume=at(copy, 2))
@@ -616,12 +588,12 @@ def test_a_checkpoint_of_another_training_is_refused_in_words(what, written):
     assert said in "\n".join([error.message, *error.details])
 
 
-def test_a_checkpoint_of_a_later_version_is_refused(copy):
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_checkpoint_of_another_version_is_refused(version, copy):
     index = json.loads((at(copy, 2) / "index.json").read_text())
-    monkey = {**index, "version": 3}
-    text = json.dumps(monkey)
+    text = json.dumps({**index, "version": version})
     (at(copy, 2) / "index.json").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (at(copy, 2) / ".complete").write_text(json.dumps({"index": digest}))
-    with pytest.raises(ZbcError, match="checkpoint version 3, this zbc reads 2"):
+    with pytest.raises(ZbcError, match=f"checkpoint version {version}, this zbc reads 3"):
         train(plan(), 4, resume=at(copy, 2))

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from zbc.runtime.network import Network
 from zbc.runtime.state import Worker
 from zbc.training import frames
 from zbc.training.checkpoint import resume
-from zbc.training.checkpoint.tryout import try_out
+from zbc.training.checkpoint.loading import load
+from zbc.training.checkpoint.saving import Checkpoints
+from zbc.training.checkpoint.together import try_out
 from zbc.training.evaluate import due, evaluate
 from zbc.training.launch.board import Board, Connect, prefixed
 from zbc.training.launch.identity import identity
@@ -38,10 +40,6 @@ from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.watchdog import Watchdog, in_time
 from zbc.training.worker import Settings, build_worker
-
-if TYPE_CHECKING:
-    from zbc.training.checkpoint.saving import Checkpoints
-
 
 _SETTLE_S = 5.0  # for a rank that fails to write down what it has recorded
 
@@ -190,8 +188,6 @@ def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdo
     """Load the checkpoint to go on from, if there is one: the steps it has."""
     if start.checkpoint is None:
         return 0
-    from zbc.training.checkpoint.loading import load  # takes a second to import
-
     # As long as something is read this is no stand-still, however long it takes.
     loaded = load(worker, board, start.checkpoint, lambda: watchdog.phase("loading the checkpoint"))
     for note in loaded.notes if seat.rank == 0 else ():
@@ -208,8 +204,6 @@ def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, l
     run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
     folder = resume.save_folder(manifest, run)
     try_out(board, folder)
-    from zbc.training.checkpoint.saving import Checkpoints
-
     return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit)
 
 

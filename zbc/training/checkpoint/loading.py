@@ -1,16 +1,21 @@
-"""Begin behind the steps of a checkpoint, whatever plan it was made under."""
+"""Go on after the steps of a checkpoint, whatever plan it was made under."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zbc.errors import ZbcError
+from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.state import Worker
-from zbc.training.checkpoint.state import restore
-from zbc.training.checkpoint.storage import SafetensorsReader
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.files import TYPES, Reader
+from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 
@@ -30,12 +35,12 @@ def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] =
     seed).
     """
     manifest = worker.plan.manifest
-    found: list[SafetensorsReader] = []
+    found: list[Reader] = []
 
     def look() -> dict[str, Any]:
-        reader = SafetensorsReader(folder, alive)
+        reader = Reader(folder, alive)
         _check_training(reader, manifest.training)
-        reader.check_files(range(worker.rank, len(reader.index.files), manifest.topology.world))
+        reader.check_files(worker.rank, manifest.topology.world)
         found.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
 
@@ -43,7 +48,7 @@ def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] =
     reader = found[0]
 
     def fill() -> dict[str, Any]:
-        restore(worker, reader)
+        _restore(worker, reader)
         return {}
 
     together(board, "checkpoint loaded", fill)
@@ -53,7 +58,7 @@ def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] =
     return Loaded(steps, _notes(reader, counts))
 
 
-def _check_training(reader: SafetensorsReader, training: dict[str, Any]) -> None:
+def _check_training(reader: Reader, training: dict[str, Any]) -> None:
     """Raise E613 where training could not go on as it was."""
     ours = {"train.seed": training["train"]["seed"], "optimizer.kind": training["optimizer"]["kind"]}
     theirs = {"train.seed": reader.index.seed, "optimizer.kind": reader.index.optimizer}
@@ -63,9 +68,93 @@ def _check_training(reader: SafetensorsReader, training: dict[str, Any]) -> None
             raise ZbcError("E613", text, hint=f"plan with --set {key}={theirs[key]}")
 
 
-def _notes(reader: SafetensorsReader, counts: set[int]) -> tuple[str, ...]:
+def _notes(reader: Reader, counts: set[int]) -> tuple[str, ...]:
     before = reader.index.data_samples
     if before is None or not counts or before in counts:
         return ()
     now = counts.pop()
     return (f"the data has {now} samples, {before} when the checkpoint was written: their order is another now",)
+
+
+def _restore(worker: Worker, reader: Reader) -> None:
+    """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
+    _check_fits(worker, reader)
+    for stage, optimizer in worker.optimizers.items():
+        _restore_weights(optimizer, reader)
+        _restore_buffers(worker, stage, reader)
+
+
+def _check_fits(worker: Worker, reader: Reader) -> None:
+    """Raise E613 if the checkpoint is of another model than this rank's."""
+    theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
+    sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
+    ours = {name for name, size in sizes if size}  # what has no elements is in no file
+    differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
+    differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
+    for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
+        told = theirs.get(held.name)
+        here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(held.shape)}"
+        if told is not None and here != (there := f"{told.dtype} {told.shape}"):
+            differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")
+    if differences:
+        shown = [*differences[:6], *([f"and {len(differences) - 6} more"] if len(differences) > 6 else [])]
+        text = f"run: {reader.folder} is of another model"
+        raise ZbcError("E613", text, hint="resume with the [model] it was trained with", details=shown)
+
+
+def _restore_weights(optimizer: StageOptimizer, reader: Reader) -> None:
+    kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
+    for name, parameter in optimizer.incomplete().items():
+        if parameter.numel():
+            reader.fill(parameter.data, MODEL + name)
+    held = optimizer.held()
+    for place, one in enumerate(held):
+        if one.tensor.numel():
+            reader.fill(one.tensor.data, MODEL + one.name, one.start)
+            if one.tensor.requires_grad and one.name in kept:
+                states[place] = {key: _state(reader, one, f"{OPTIM}{one.name}.{key}") for key in kept[one.name]}
+    _set_state(optimizer, held, states)
+    optimizer.loaded()
+
+
+def _state_keys(reader: Reader) -> Mapping[str, list[str]]:
+    """What the checkpoint has of an optimizer, by parameter."""
+    found: dict[str, list[str]] = {}
+    for name in reader.tensors:
+        if name.startswith(OPTIM):
+            parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
+            found.setdefault(parameter, []).append(key)
+    return found
+
+
+def _state(reader: Reader, held: Held, name: str) -> Tensor:
+    """What the optimizer keeps: shaped like the parameter, of which this rank has a part, or one number."""
+    about = reader.tensors[name]
+    whole = about.shape == list(held.shape)
+    if not whole and about.shape:
+        raise disk.damaged(reader.folder / disk.INDEX, f"{name} is {about.shape}, its parameter {held.shape}")
+    value = torch.empty(held.tensor.shape if whole else (), dtype=TYPES[about.dtype])
+    reader.fill(value, name, held.start if whole else 0)
+    return value
+
+
+def _set_state(optimizer: StageOptimizer, held: list[Held], states: Mapping[int, dict[str, Tensor]]) -> None:
+    """By torch's own `load_state_dict`, which knows which state belongs on which device."""
+    inner = optimizer.optimizer
+    if inner is None:
+        return
+    order = {id(p): number for number, p in enumerate(p for group in inner.param_groups for p in group["params"])}
+    state = {order[id(held[place].tensor)]: values for place, values in states.items()}
+    inner.load_state_dict({"state": state, "param_groups": inner.state_dict()["param_groups"]})
+
+
+def _restore_buffers(worker: Worker, stage: int, reader: Reader) -> None:
+    for layer in worker.stages[stage].layers:
+        for name, module, key in state_buffers(layer):
+            about, now = reader.tensors.get(BUFFER + name), module._buffers.get(key)
+            if about is None:
+                continue
+            if now is None or list(now.shape) != about.shape or now.dtype != TYPES[about.dtype]:
+                now = torch.empty(about.shape, dtype=TYPES[about.dtype], device=worker.device)
+                module._buffers[key] = now
+            reader.fill(now, BUFFER + name)

@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or behind the steps of a checkpoint that this run or another one has written.
+"""Where a run begins: at step 0, or after the steps of a checkpoint that this run or another one has written.
 
 Rank 0 chooses and tells the others; no torch is needed for it.
 """
@@ -17,8 +17,7 @@ from typing import Any
 from zbc.errors import ZbcError
 from zbc.plan.directory import Manifest
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.owner import owned
-from zbc.training.checkpoint.together import together
+from zbc.training.checkpoint.together import owned, together
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.rounds import same_launch

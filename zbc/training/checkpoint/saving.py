@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.planning import Whole, complete, make_whole, write_parts
-from zbc.training.checkpoint.state import Entry, entries
-from zbc.training.checkpoint.storage import SafetensorsWriter, digest
+from zbc.training.checkpoint.files import digest, put_together, write_parts
+from zbc.training.checkpoint.state import HeldPart, entries
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 
@@ -52,16 +51,11 @@ class Checkpoints:
     tell: Callable[[str], None] = lambda line: None
     last: int = 0  # steps in the newest checkpoint, or in the one this run began with
 
-    _count: int = 0
-    _told: list[Any] | None = None  # the parts this rank told the last time
-    _parts: list[list[Any]] = field(default_factory=list)  # on rank 0: those of every rank
-    _whole: Whole | None = None  # on rank 0: what they make
     _aside: dict[str, Tensor] = field(default_factory=dict)
     _running: Future[str] | None = None
     _beats: int = 0
 
     def __post_init__(self) -> None:
-        self._writer = SafetensorsWriter(self.worker.rank, self._alive)
         if self.options.every:
             entries(self.worker)  # what the files cannot hold is known before the first step
 
@@ -81,16 +75,15 @@ class Checkpoints:
         Raises E611 (the disk refuses; from the save before, if that went on in the background) or E705 (copies differ).
         """
         self.wait()
-        self.last, self._count = step + 1, self._count + 1
+        self.last = step + 1
         progress = self.worker.progress
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
         found = entries(self.worker)
-        if not self.options.asynchronous:
-            self._said(self._save(found, step + 1, self._count))
-            return
-        staged = self._stage(found)
-        number = self._count
-        self._running = _beside(lambda: self._save(staged, step + 1, number))
+        if self.options.asynchronous:
+            staged = self._stage(found)
+            self._running = _beside(lambda: self._save(staged, step + 1))
+        else:
+            self._said(self._save(found, step + 1))
 
     def wait(self) -> None:
         """Wait until what is being written is complete. Raises what went wrong with it."""
@@ -100,7 +93,7 @@ class Checkpoints:
         progress.index, progress.op, progress.waiting = 0, f"waiting for the checkpoint of step {self.last}", True
         try:
             beats = -1
-            while not _done(running):
+            while not wait([running], _LOOK_S).done:
                 if self._beats != beats:  # the watchdog is to find what hangs, not a slow disk
                     beats, progress.since = self._beats, time.monotonic()
         finally:
@@ -118,82 +111,76 @@ class Checkpoints:
 
     # ---- what happens beside the steps ---------------------------------------------------------------------------
 
-    def _stage(self, found: Sequence[Entry]) -> list[Entry]:
+    def _stage(self, found: Sequence[HeldPart]) -> list[HeldPart]:
         """Copies on the CPU, in memory that is used again by the next save."""
         staged = []
         for entry in found:
-            place = f"{entry.name}[{entry.start}]"
-            aside = self._aside.get(place)
-            if aside is None or aside.shape != entry.tensor.shape or aside.dtype != entry.tensor.dtype:
-                pinned = entry.tensor.is_cuda
-                aside = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, pin_memory=pinned)
-                self._aside[place] = aside
-            aside.copy_(entry.tensor, non_blocking=True)
-            staged.append(Entry(entry.name, entry.shape, entry.start, aside, entry.holders, entry.writer))
+            part, tensor = entry.part, entry.part.tensor
+            aside = self._aside.get(part.key)
+            if aside is None or aside.shape != tensor.shape or aside.dtype != tensor.dtype:
+                aside = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._aside[part.key] = aside
+            aside.copy_(tensor, non_blocking=True)
+            staged.append(replace(entry, part=part._replace(tensor=aside)))
         if self.worker.device.type == "cuda":
             torch.cuda.current_stream(self.worker.device).synchronize()
         return staged
 
-    def _save(self, found: Sequence[Entry], step: int, number: int) -> str:
+    def _save(self, found: Sequence[HeldPart], step: int) -> str:
         """Write, meet, complete; what rank 0 says when it is done."""
-        began, rank = time.monotonic(), self.worker.rank
+        began = time.monotonic()
         folder = disk.folder_of(self.folder, step)
-        self._writer.reset(folder)
-        together(self.board, f"checkpoint {number} written", lambda: self._write(found), folder)
-        together(self.board, f"checkpoint {number} complete", lambda: self._complete(step), folder)
-        size = sum(one.bytes for one in self._writer.files.values())
-        return f"wrote {_shown(folder)}: {size / 1e6:.1f} MB in {time.monotonic() - began:.2f} s" if rank == 0 else ""
+        together(self.board, f"checkpoint {step} written", lambda: self._write(folder, found), folder)
+        done = together(self.board, f"checkpoint {step} complete", lambda: self._complete(folder, step), folder)[0]
+        if self.worker.rank != 0:
+            return ""
+        return f"wrote {_shown(folder)}: {done['bytes'] / 1e6:.1f} MB in {time.monotonic() - began:.2f} s"
 
-    def _write(self, found: Sequence[Entry]) -> dict[str, Any]:
-        mine = [entry.part(entry.tensor) for entry in found if entry.writer == self.worker.rank]
+    def _write(self, folder: Path, found: Sequence[HeldPart]) -> dict[str, Any]:
+        rank, batches = self.worker.rank, self.worker.batches
+        mine = {entry.part.key: entry.part for entry in found if entry.writer == rank}  # a tied weight is in two stages
         copies: dict[str, str] = {}
         for entry in found:
             if len(entry.holders) > 1:
-                copies[entry.name] = digest(entry.tensor)
+                copies[entry.part.name] = digest(entry.part.tensor)
                 self._alive()
-        said = {**write_parts(self._writer, mine), "copies": copies, **self._own()}
-        if said["parts"] == self._told:
-            del said["parts"]  # rank 0 remembers
-        else:
-            self._told = said["parts"]
+        written = write_parts(folder, rank, list(mine.values()), self._alive)
+        count = None if batches is None else batches.count
+        said = {"written": written.model_dump(), "copies": copies, "data_samples": count}
         self.board.leave(_PARTS, json.dumps(said))
         return {}
 
-    def _own(self) -> dict[str, Any]:
-        batches = self.worker.batches
-        return {} if batches is None else {"data_samples": batches.count}
-
-    def _complete(self, step: int) -> dict[str, Any]:
+    def _complete(self, folder: Path, step: int) -> dict[str, Any]:
         if self.worker.rank != 0:
             return {}
         told = [json.loads(text) for text in self.board.collect(_PARTS)]
         check_copies([one["copies"] for one in told], self.worker.plan.manifest.topology.name)
-        if self._whole is None or any("parts" in one for one in told):
-            self._parts = [one["parts"] if "parts" in one else self._parts[rank] for rank, one in enumerate(told)]
-            self._whole = make_whole(self._parts)
-        files = {name: file for one in told for name, file in one["files"].items()}
-        complete(self._writer, self._whole, files, self._about(step, told))
+        whole = put_together(disk.Contents.model_validate(one["written"]) for one in told)
+        counts = [one["data_samples"] for one in told if one["data_samples"] is not None]
+        disk.write_index(folder, self._index(step, whole, counts[0] if counts else None))
         disk.prune(self.folder, self.options.keep)
-        return {}
+        return {"bytes": sum(file.bytes for file in whole.files.values())}
 
-    def _about(self, step: int, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What index.json says besides where tensors are."""
+    def _index(self, step: int, whole: disk.Contents, data_samples: int | None) -> disk.Index:
         manifest = self.worker.plan.manifest
-        counts = [one["data_samples"] for one in told if "data_samples" in one]
-        return {
-            "step": step,
-            "samples": self.worker.course.position(step),
-            "data_samples": counts[0] if counts else None,
-            "seed": manifest.training["train"]["seed"],
-            "optimizer": manifest.training["optimizer"]["kind"],
-            "plan": manifest.id,
-            "schedule": manifest.schedule,
-            "ranks": manifest.ranks,
-            "copies": manifest.copies,
-            "run": self.run,
-            "zbc_version": zbc.__version__,
-            "torch_version": torch.__version__,
-        }
+        return disk.Index(
+            format=disk.FORMAT,
+            version=disk.VERSION,
+            step=step,
+            samples=self.worker.course.position(step),
+            data_samples=data_samples,
+            seed=manifest.training["train"]["seed"],
+            optimizer=manifest.training["optimizer"]["kind"],
+            plan=manifest.id,
+            schedule=manifest.schedule,
+            ranks=manifest.ranks,
+            copies=manifest.copies,
+            run=self.run,
+            zbc_version=zbc.__version__,
+            torch_version=torch.__version__,
+            files=whole.files,
+            tensors=whole.tensors,
+        )
 
     def _alive(self) -> None:
         self._beats += 1
@@ -221,12 +208,6 @@ def _beside(work: Callable[[], str]) -> Future[str]:
 
     threading.Thread(target=run, name="zbc-checkpoint", daemon=True).start()
     return future
-
-
-def _done(running: Future[str]) -> bool:
-    """Whether it is over; waits a little for it."""
-    wait([running], _LOOK_S)
-    return running.done()
 
 
 def check_copies(copies: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> None:

@@ -1,9 +1,15 @@
-"""What all ranks do together about a checkpoint, and how the failure of one becomes the failure of all."""
+"""What all ranks do together about checkpoints: fail alike, try out the folder, keep other runs out of it."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-from collections.abc import Callable
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,7 @@ def together(
     except ZbcError as error:
         said = {"error": error.as_json()}
     except OSError as error:
-        said = {"error": unwritable(error, folder).as_json()}
+        said = {"error": _unwritable(error, folder).as_json()}
     except Exception as error:
         board.meet(name, _LIMIT, json.dumps({"error": ZbcError("E703", f"run: {error!r}").as_json()}))
         raise
@@ -40,10 +46,110 @@ def together(
     return [one["fine"] for one in heard]
 
 
-def unwritable(error: OSError, folder: Path | None) -> ZbcError:
+def _unwritable(error: OSError, folder: Path | None) -> ZbcError:
     """E611, with what is safe."""
     place = error.filename or folder or "the checkpoint"
     before = None if folder is None else disk.newest(folder.parent)
     safe = [] if before is None else [f"the newest complete checkpoint is {before}"]
     hint = "make room, or name another place with checkpoint.dir; --resume auto goes on from the newest checkpoint"
     return ZbcError("E611", f"run: cannot write {place}: {error.strerror or error}", hint=hint, details=safe)
+
+
+# ---- before the first step -----------------------------------------------------------------------------------
+
+
+def try_out(board: Board, folder: Path) -> None:
+    """Have every rank write into the folder of checkpoints, and read what rank 0 wrote; all ranks call this.
+
+    Raises E611 if one cannot, or sees another folder under that name: machines that do not share a disk would each keep
+    a part of every checkpoint.
+    """
+    first = disk.folder_of(folder, 0)  # what is said of a folder that cannot be written speaks of those beside it
+
+    def leave() -> dict[str, Any]:
+        if board.rank != 0:
+            return {}
+        name = f".shared-{uuid.uuid4().hex}"  # a new one: file systems remember that a name was not there
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("written by rank 0")
+        return {"name": name}
+
+    name = together(board, "a place for checkpoints", leave, first)[0]["name"]
+
+    def look() -> dict[str, Any]:
+        if not (folder / name).exists():
+            text = f"run: rank {board.rank} does not see what rank 0 wrote to {folder}, where checkpoints go"
+            raise ZbcError("E611", text, hint="set checkpoint.dir to a folder that all machines share")
+        own = folder / f"{name}-{board.rank}"
+        own.write_text("")
+        own.unlink()
+        return {}
+
+    try:
+        together(board, "a place for checkpoints, seen", look, first)
+    finally:
+        if board.rank == 0:
+            (folder / name).unlink(missing_ok=True)
+
+
+# ---- one run at a time ---------------------------------------------------------------------------------------
+#
+# Rank 0 holds a lock of the system on a file in the folder while its process lives. However that ends, the lock does
+# too. Network file systems share such locks. On one that has none, two runs in one folder are noticed when a checkpoint
+# is read.
+
+WRITER = ".writer"  # its text is for whoever is refused: who writes here
+_PATIENCE_S = 5.0  # for a process that is just ending
+_LEASE_S = 90.0  # for one of this launch, whose machine may be gone: a file server then keeps its locks for a while
+_TICK_S = 0.1
+
+
+@contextmanager
+def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iterator[None]:
+    """Keep other runs out of `folder` inside of the block, which all ranks enter together. Raises E614 on all of them.
+
+    `folder`: None if it is not there yet, so that no other run can know it. `launch` is the same for all restarts.
+    """
+    locks: list[int] = []
+
+    def take() -> dict[str, Any]:
+        lock = None if board.rank or folder is None else _lock(folder, who, launch)
+        locks.extend([] if lock is None else [lock])
+        return {}
+
+    together(board, "a folder of its own", take)
+    try:
+        yield
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _lock(folder: Path, who: str, launch: str) -> int | None:
+    """An open file with the lock on it; None where there is no such thing. Raises E614 if another process has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError:
+        return None  # whoever tries the folder out will say so
+    began = time.monotonic()
+    while not _locked(file):
+        other, _, theirs = os.pread(file, 4096, 0).decode(errors="replace").strip().partition("\n")
+        if time.monotonic() - began > (_LEASE_S if launch and theirs == launch else _PATIENCE_S):
+            os.close(file)
+            text = f"run: another run writes its checkpoints into {folder} now"
+            hint = "wait for it to end, or give this run another --out or checkpoint.dir"
+            raise ZbcError("E614", text, hint=hint, details=[other] if other else [])
+        time.sleep(_TICK_S)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{who}\n{launch}\n".encode(), 0)
+    return file
+
+
+def _locked(file: int) -> bool:
+    """Take the lock; False if another process has it. Where the file system has no locks that counts as taken."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True

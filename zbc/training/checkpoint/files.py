@@ -1,0 +1,218 @@
+"""A rank's file of tensors, and how the parts of a tensor in many files come together.
+
+A part is elements `start` to `start + n` of a tensor in memory order: a whole parameter, a piece of ZeRO-1 and a scalar
+are alike. Reading executes nothing: files hold a JSON header and numbers.
+
+Why not the storage of torch.distributed.checkpoint (2.13)? FileSystemWriter pickles its index.
+HuggingFaceStorageWriter writes safetensors, but
+- of two pieces of a tensor in one file it keeps one: its key is the name alone;
+- it writes neither index nor checksums: a tensor is as long as the files that happen to be there;
+- it makes one `bytes` of all that a rank holds, and Python's lock is held meanwhile, beside the steps.
+What its planners would add for flat parts is the intersection of two intervals, for a second of imports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.training.checkpoint import folder as disk
+
+_TYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+_SYNCED = 2**28  # bytes after which the disk is waited for, so that no wait is long
+
+
+class TensorPart(NamedTuple):
+    """Elements of the tensor `name` from `start` on; `shape` is that of the whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: Tensor
+
+    @property
+    def key(self) -> str:
+        """What it is called in its file: the tensor's own name where it is all of it."""
+        return self.name if self._whole else f"{self.name}[{self.start}:{self.start + self.tensor.numel()}]"
+
+    @property
+    def kept_shape(self) -> list[int]:
+        return list(self.shape) if self._whole else [self.tensor.numel()]
+
+    @property
+    def _whole(self) -> bool:
+        return self.tensor.numel() == math.prod(self.shape)
+
+
+def check_type(name: str, tensor: Tensor) -> None:
+    """Raise E611 if a tensor is of a type that the files cannot hold."""
+    if tensor.dtype not in _TYPES:
+        text = f"run: {name} is {_name(tensor.dtype)}, which checkpoints cannot hold"
+        raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The elements of a tensor, on the CPU and in a row."""
+    return tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest(tensor: Tensor) -> str:
+    """What two tensors have in common if their bits are equal, and one in four billion of others."""
+    return f"{zlib.crc32(_bytes(tensor)):08x}"
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def write_parts(
+    folder: Path, rank: int, parts: Sequence[TensorPart], alive: Callable[[], None] = lambda: None
+) -> disk.Contents:
+    """Write one rank's file, if it has any parts; `alive` is called now and then. Raises OSError where that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not parts:
+        return disk.Contents(files={}, tensors={})
+    name = f"rank-{rank:04d}.safetensors"
+    path, unfinished = folder / name, folder / f".{name}.part"
+    file = _write(unfinished, parts, alive)
+    os.replace(unfinished, path)
+    disk.sync_folder(folder)
+    tensors: dict[str, disk.StoredTensor] = {}
+    for part in parts:
+        stored = disk.StoredPart(start=part.start, count=part.tensor.numel(), file=name, key=part.key)
+        before = tensors[part.name].parts if part.name in tensors else []
+        about = {"dtype": _name(part.tensor.dtype), "shape": list(part.shape), "parts": [*before, stored]}
+        tensors[part.name] = disk.StoredTensor.model_validate(about)
+    return disk.Contents(files={name: file}, tensors=tensors)
+
+
+def _write(path: Path, parts: Sequence[TensorPart], alive: Callable[[], None]) -> disk.File:
+    """Write a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
+
+    Not by that library, which holds Python's lock for the whole file; its checksum is made on the way.
+    """
+    size, unsynced, checksum = 0, 0, 0
+    try:
+        with path.open("wb", buffering=2**20) as file:
+            for data in _blocks(parts):
+                checksum = zlib.crc32(data, checksum)
+                file.write(data)
+                size, unsynced = size + len(data), unsynced + len(data)
+                if unsynced >= _SYNCED:
+                    _sync(file)
+                    unsynced = 0
+                alive()
+            _sync(file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return disk.File(bytes=size, crc32=checksum)
+
+
+def _blocks(parts: Sequence[TensorPart]) -> Iterator[memoryview]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        start, end = end, end + part.tensor.nbytes
+        kind = _TYPES[part.tensor.dtype]
+        header[part.key] = {"dtype": kind, "shape": part.kept_shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for part in parts:
+        data = _bytes(part.tensor)
+        for start in range(0, len(data), disk.BLOCK):
+            yield data[start : start + disk.BLOCK]
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def put_together(written: Iterable[disk.Contents]) -> disk.Contents:
+    """The contents of a checkpoint, from those of its files. Raises E703 if parts overlap or leave something out."""
+    files, tensors = dict[str, disk.File](), dict[str, disk.StoredTensor]()
+    for one in written:
+        files |= one.files
+        for name, tensor in one.tensors.items():
+            before = tensors[name].parts if name in tensors else []
+            parts = sorted([*before, *tensor.parts], key=lambda part: part.start)
+            tensors[name] = tensor.model_copy(update={"parts": parts})
+    for name, tensor in tensors.items():
+        if (wrong := tensor.gap()) is not None:
+            raise ZbcError("E703", f"run: the parts of a checkpoint do not make whole tensors: {name} {wrong}")
+    return disk.Contents(files=files, tensors=tensors)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A complete checkpoint; `alive` is called now and then while it is read. Raises E612 where it is damaged."""
+
+    def __init__(self, folder: Path, alive: Callable[[], None] = lambda: None) -> None:
+        self.folder, self._alive = folder, alive
+        self.index = disk.read_index(folder)
+        self._open: dict[str, Any] = {}  # what is open is mapped into memory and has no descriptor
+
+    @property
+    def tensors(self) -> Mapping[str, disk.StoredTensor]:
+        return self.index.tensors
+
+    def check_files(self, first: int = 0, every: int = 1) -> None:
+        """Compare files with what was written: of the sorted list, each `every`th from `first` on."""
+        for name in sorted(self.index.files)[first::every]:
+            disk.check_file(self.folder, name, self.index.files[name], self._alive)
+
+    def fill(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Overwrite a tensor, wherever it is, with the elements of another from `start` on."""
+        about, count = self.tensors[name], target.numel()
+        if start + count > math.prod(about.shape):
+            text = f"run: the checkpoint lacks elements {start} to {start + count} of {name}"
+            raise ZbcError("E612", text, hint="resume from another checkpoint")
+        flat = torch.empty(count, dtype=TYPES[about.dtype])
+        for part in about.parts:
+            first, last = max(start, part.start), min(start + count, part.start + part.count)
+            if first < last:
+                stored = self._stored(part, flat.dtype)
+                flat[first - start : last - start] = stored[first - part.start : last - part.start]
+                self._alive()
+        with torch.no_grad():
+            target.copy_(flat.view(target.shape))
+
+    def _stored(self, part: disk.StoredPart, dtype: torch.dtype) -> Tensor:
+        path = self.folder / part.file
+        try:
+            if part.file not in self._open:
+                self._open[part.file] = safe_open(str(path), framework="pt")
+            found: Tensor = self._open[part.file].get_tensor(part.key).reshape(-1)
+        except (OSError, SafetensorError) as error:
+            raise disk.damaged(path, str(error)) from None
+        if found.dtype != dtype or len(found) != part.count:
+            raise disk.damaged(path, f"{part.key} is not what {disk.INDEX} says")
+        return found
