@@ -37,7 +37,10 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file that is there in full, or as it was before. Raises OSError, with the name of the file."""
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
-        part.write_text(text, encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -189,10 +190,8 @@ def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdo
     if start.checkpoint is None:
         return 0
     # As long as something is read this is no stand-still, however long it takes.
-    loaded = load(worker, board, start.checkpoint, lambda: watchdog.phase("loading the checkpoint"))
-    for note in loaded.notes if seat.rank == 0 else ():
-        seat.emit(note)
-    return loaded.steps
+    alive = functools.partial(watchdog.phase, "loading the checkpoint")
+    return load(worker, board, start.checkpoint, alive=alive, tell=seat.emit)
 
 
 def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, limit: timedelta) -> Checkpoints | None:

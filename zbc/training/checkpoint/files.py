@@ -163,10 +163,10 @@ def put_together(written: Iterable[disk.Contents]) -> disk.Contents:
             before = tensors[name].parts if name in tensors else []
             parts = sorted([*before, *tensor.parts], key=lambda part: part.start)
             tensors[name] = tensor.model_copy(update={"parts": parts})
-    for name, tensor in tensors.items():
-        if (wrong := tensor.gap()) is not None:
-            raise ZbcError("E703", f"run: the parts of a checkpoint do not make whole tensors: {name} {wrong}")
-    return disk.Contents(files=files, tensors=tensors)
+    whole = disk.Contents(files=files, tensors=tensors)
+    if (wrong := whole.wrong()) is not None:
+        raise ZbcError("E703", f"run: this is no whole checkpoint: {wrong}")
+    return whole
 
 
 # ---- reading -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ A folder without `.complete` is what a run left that ended while it was writing,
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -20,11 +21,12 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zbc.errors import ZbcError
+from zbc.host.linefile import replace_text
 
 COMPLETE, INDEX = ".complete", "index.json"
 FORMAT, VERSION = "zbc-checkpoint", 3
@@ -63,15 +65,10 @@ class StoredTensor(_Strict):
     shape: list[_Index]
     parts: list[StoredPart]
 
-    def gap(self) -> str | None:
-        """What is wrong with its parts; None if they make all of it, one after the other."""
-        end = 0
-        for part in self.parts:
-            if part.start != end:
-                return f"has no part, or two, with element {min(part.start, end)}"
-            end += part.count
-        total = math.prod(self.shape)
-        return None if end == total else f"has {end} elements, its shape {self.shape} {total}"
+    def is_whole(self) -> bool:
+        """Whether its parts, one after the other, make all of it."""
+        ends = [0, *itertools.accumulate(part.count for part in self.parts)]
+        return [part.start for part in self.parts] == ends[:-1] and ends[-1] == math.prod(self.shape)
 
 
 class Contents(_Strict):
@@ -79,6 +76,16 @@ class Contents(_Strict):
 
     files: dict[_File, File]
     tensors: dict[str, StoredTensor]
+
+    def wrong(self) -> str | None:
+        """Why this is not all of a checkpoint; None if it is."""
+        for name, tensor in self.tensors.items():
+            if not tensor.is_whole():
+                return f"the parts of {name} overlap or leave something out"
+            for part in tensor.parts:
+                if part.file not in self.files or part.count > self.files[part.file].bytes:
+                    return f"{part.key} is not in {part.file}"
+        return None
 
 
 class Index(Contents):
@@ -143,19 +150,10 @@ def write_index(folder: Path, index: Index) -> None:
     for entry in folder.iterdir():
         if entry.name not in index.files:
             entry.unlink()
-    _replace(folder / INDEX, text)
-    _replace(folder / COMPLETE, json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Put a small file in place in one rename that survives the machine."""
-    part = path.with_name(f".{path.name.lstrip('.')}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    sync_folder(path.parent)
+    marker = json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}) + "\n"
+    for name, content in ((INDEX, text), (COMPLETE, marker)):
+        replace_text(folder / name, content)
+        sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:
@@ -194,24 +192,10 @@ def read_index(folder: Path) -> Index:
         text = f"run: {folder} is not a complete checkpoint"
         hint = "name one with the file .complete in it, or the run directory to have the newest of those"
         raise ZbcError("E612", text, hint=hint)
-    try:
-        marker = json.loads((folder / COMPLETE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder / COMPLETE, getattr(error, "strerror", None) or str(error)) from None
-    try:
-        raw = (folder / INDEX).read_bytes()
-    except OSError as error:
-        raise damaged(folder / INDEX, error.strerror or str(error)) from None
+    marker, _ = _json(folder / COMPLETE)
+    data, raw = _json(folder / INDEX)
     if not isinstance(marker, dict) or hashlib.sha256(raw).hexdigest() != marker.get("index"):
         raise damaged(folder / INDEX, "it is not what was written (sha256 differs)")
-    return _parse(folder, raw)
-
-
-def _parse(folder: Path, raw: bytes) -> Index:
-    try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise damaged(folder / INDEX, str(error)) from None
     version = data.get("version") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if version != VERSION:
         text = f"run: {folder} has checkpoint version {version!r}, this zbc reads {VERSION}"
@@ -222,16 +206,18 @@ def _parse(folder: Path, raw: bytes) -> Index:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise damaged(folder / INDEX, f"{place}: {first['msg'].lower()}") from None
-    for name, tensor in index.tensors.items():
-        for part in tensor.parts:
-            if part.file not in index.files:
-                raise damaged(folder / INDEX, f"{name} is in {part.file}, which it does not list")
-            if part.count > index.files[part.file].bytes:
-                raise damaged(folder / INDEX, f"{part.key} has more elements than {part.file} bytes")
-        wrong = tensor.gap()
-        if wrong is not None:
-            raise damaged(folder / INDEX, f"{name} {wrong}")
+    if (wrong := index.wrong()) is not None:
+        raise damaged(folder / INDEX, wrong)
     return index
+
+
+def _json(path: Path) -> tuple[Any, bytes]:
+    """What a file says, and its bytes. Raises E612."""
+    try:
+        raw = path.read_bytes()
+        return json.loads(raw), raw
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, getattr(error, "strerror", None) or str(error)) from None
 
 
 def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = lambda: None) -> None:
@@ -256,9 +242,7 @@ def damaged(path: Path, why: str) -> ZbcError:
     """E612, with the checkpoint before this one as the way out."""
     folder, step = path.parent, step_of(path.parent)
     before = [one for number, one in complete(folder.parent).items() if step is not None and number < step]
-    hint = (
-        f"go on from the one before: --resume {shlex.quote(str(before[-1]))}"
-        if before
-        else "there is no complete one before it"
-    )
+    hint = "there is no complete one before it"
+    if before:
+        hint = f"go on from the one before: --resume {shlex.quote(str(before[-1]))}"
     return ZbcError("E612", f"run: the checkpoint file {path} is damaged: {why}", hint=hint)

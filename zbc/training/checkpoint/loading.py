@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,18 @@ from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """`steps` are trained; `notes` are for the console."""
+def load(
+    worker: Worker,
+    board: Board,
+    folder: Path,
+    *,
+    alive: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Overwrite the state of all ranks, which call this together, before the first step; how many steps it has.
 
-    steps: int
-    notes: tuple[str, ...] = ()
-
-
-def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] = lambda: None) -> Loaded:
-    """Overwrite the state of all ranks, which call this together, before the first step; it calls `alive` meanwhile.
-
-    Raises E612 (damaged; the ranks share out the files and look at every byte), E613 (of another model, optimizer or
-    seed).
+    `alive` is called now and then; `tell` takes what rank 0 has to say. Raises E612 (damaged; the ranks share out the
+    files and look at every byte), E613 (of another model, optimizer or seed).
     """
     manifest = worker.plan.manifest
     found: list[Reader] = []
@@ -54,8 +52,11 @@ def load(worker: Worker, board: Board, folder: Path, alive: Callable[[], None] =
     together(board, "checkpoint loaded", fill)
     steps = reader.index.step
     worker.resume(steps, reader.index.samples)
-    counts = {one["data_samples"] for one in told if "data_samples" in one}
-    return Loaded(steps, _notes(reader, counts))
+    before, counts = reader.index.data_samples, {one["data_samples"] for one in told if "data_samples" in one}
+    if worker.rank == 0 and before is not None and counts and before not in counts:
+        now = counts.pop()
+        tell(f"the data has {now} samples, {before} when the checkpoint was written: their order is another now")
+    return steps
 
 
 def _check_training(reader: Reader, training: dict[str, Any]) -> None:
@@ -66,14 +67,6 @@ def _check_training(reader: Reader, training: dict[str, Any]) -> None:
         if theirs[key] != value:
             text = f"run: {reader.folder} was trained with {key} = {theirs[key]}, this job has {value}"
             raise ZbcError("E613", text, hint=f"plan with --set {key}={theirs[key]}")
-
-
-def _notes(reader: Reader, counts: set[int]) -> tuple[str, ...]:
-    before = reader.index.data_samples
-    if before is None or not counts or before in counts:
-        return ()
-    now = counts.pop()
-    return (f"the data has {now} samples, {before} when the checkpoint was written: their order is another now",)
 
 
 def _restore(worker: Worker, reader: Reader) -> None:

@@ -5,12 +5,11 @@ Rank 0 chooses and tells the others; no torch is needed for it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import Manifest
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.together import owned, together
+from zbc.training.launch import rundir
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.rounds import same_launch
-
-RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -42,29 +40,21 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who
     """
 
     def place(start: Start) -> Path | None:
-        return known_folder(manifest, start.run or options.out)
-
-    start = agree(board, options, manifest, plan, "where to begin")
-    with owned(board, place(start), who, options.launch):
-        again = agree(board, options, manifest, plan, "where to begin, once nobody else writes")
-        yield again if place(again) == place(start) else start
-
-
-def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path, name: str) -> Start:
-    """What rank 0 chooses, on every rank, which meet under a name. Raises as `choose`."""
+        """Where its checkpoints go; None if there are none, or they go into a directory yet to be made."""
+        return _place(manifest, start.run or options.out) if _options(manifest).get("every") else None
 
     def choice() -> dict[str, Any]:
-        if board.rank != 0:
-            return {}
-        start = choose(options, manifest, plan)
-        return {"checkpoint": _text(start.checkpoint), "run": _text(start.run)}
+        found = choose(options, manifest, plan) if board.rank == 0 else Start()
+        return {name: None if path is None else str(path) for name, path in asdict(found).items()}
 
-    told = together(board, name, choice)[0]
-    return Start(*(None if told[key] is None else Path(told[key]) for key in ("checkpoint", "run")))
+    def agree(name: str) -> Start:
+        told = together(board, name, choice)[0]
+        return Start(**{name: None if path is None else Path(path) for name, path in told.items()})
 
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    start = agree("where to begin")
+    with owned(board, place(start), who, options.launch):
+        again = agree("where to begin, once nobody else writes")
+        yield again if place(again) == place(start) else start
 
 
 def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
@@ -96,25 +86,20 @@ def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
 
 def save_folder(manifest: Manifest, run: Path) -> Path:
     """Where the checkpoints of a run go."""
-    return _chosen(manifest) or run / disk.FOLDER
-
-
-def known_folder(manifest: Manifest, run: Path | None) -> Path | None:
-    """The same before that directory is there; None if there are none, or they go into one yet to be made."""
-    return _place(manifest, run) if manifest.training.get("checkpoint", {}).get("every") else None
-
-
-def _chosen(manifest: Manifest) -> Path | None:
-    chosen = manifest.training.get("checkpoint", {}).get("dir")
-    return None if chosen is None else Path(chosen)
+    return Path(_options(manifest).get("dir") or run / disk.FOLDER)
 
 
 def _place(manifest: Manifest, run: Path | None) -> Path | None:
     """The same; None if that is in a run directory that is not there yet."""
-    return _chosen(manifest) if run is None else save_folder(manifest, run)
+    return None if run is None and not _options(manifest).get("dir") else save_folder(manifest, run or Path())
 
 
-def runs(manifest: Manifest, plan: Path) -> list[Path]:
+def _options(manifest: Manifest) -> Mapping[str, Any]:
+    options: Mapping[str, Any] = manifest.training.get("checkpoint", {})
+    return options
+
+
+def _runs(manifest: Manifest, plan: Path) -> list[Path]:
     """The run directories of a plan, the newest first."""
     parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
     name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
@@ -128,7 +113,7 @@ def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     if folder is not None:
         found = disk.newest(folder)
         return Start(found, options.out or _run_of(found))
-    for run in runs(manifest, plan):
+    for run in _runs(manifest, plan):
         found = disk.newest(run / disk.FOLDER)
         if found is not None:
             return Start(found, run)
@@ -137,8 +122,8 @@ def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
 
 def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     """The run that this launch began with, which may have written nothing yet."""
-    found = [options.out] if options.out is not None else runs(manifest, plan)
-    run = next((one for one in found if same_launch(_about(one).get("launch"), options.launch)), None)
+    found = [options.out] if options.out is not None else _runs(manifest, plan)
+    run = next((one for one in found if same_launch(rundir.told(one).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
 
 
@@ -173,12 +158,4 @@ def _refuse(folder: Path | None, step: int) -> None:
 def _run_of(checkpoint: Path | None) -> Path | None:
     """The run directory that a checkpoint was written from, if it is still there."""
     named = None if checkpoint is None else disk.read_index(checkpoint).run
-    return Path(named) if named and os.path.isfile(Path(named) / RUN) else None
-
-
-def _about(run: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((run / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return Path(named) if named and os.path.isfile(Path(named) / rundir.RUN) else None

@@ -60,7 +60,7 @@ class Checkpoints:
             entries(self.worker)  # what the files cannot hold is known before the first step
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
-        """Whether the state behind step `step` (from 0) is to be written down.
+        """Whether the state after step `step` (from 0) is to be written down.
 
         `last`: the run ends with it. `stopping`: it ends with it because it was asked to.
         """
@@ -70,7 +70,7 @@ class Checkpoints:
         return stopping or (step + 1) % every == 0 or (last and self.options.at_end)
 
     def save(self, step: int) -> None:
-        """Write down the state behind step `step`, which is final on all ranks; all of them call this.
+        """Write down the state after step `step`, which is final on all ranks; all of them call this.
 
         Raises E611 (the disk refuses; from the save before, if that went on in the background) or E705 (copies differ).
         """
@@ -83,7 +83,7 @@ class Checkpoints:
             staged = self._stage(found)
             self._running = _beside(lambda: self._save(staged, step + 1))
         else:
-            self._said(self._save(found, step + 1))
+            self._tell(self._save(found, step + 1))
 
     def wait(self) -> None:
         """Wait until what is being written is complete. Raises what went wrong with it."""
@@ -98,15 +98,15 @@ class Checkpoints:
                     beats, progress.since = self._beats, time.monotonic()
         finally:
             progress.waiting, self._running = False, None
-        self._said(running.result())
+        self._tell(running.result())
 
     def check(self) -> None:
         """Raise what has gone wrong in the background; does not wait."""
         if self._running is not None and self._running.done():
             self.wait()
 
-    def _said(self, line: str) -> None:
-        if line:
+    def _tell(self, line: str) -> None:
+        if self.worker.rank == 0:
             self.tell(line)
 
     # ---- what happens beside the steps ---------------------------------------------------------------------------
@@ -127,13 +127,11 @@ class Checkpoints:
         return staged
 
     def _save(self, found: Sequence[HeldPart], step: int) -> str:
-        """Write, meet, complete; what rank 0 says when it is done."""
+        """Write, meet, complete; what is said when it is done."""
         began = time.monotonic()
         folder = disk.folder_of(self.folder, step)
         together(self.board, f"checkpoint {step} written", lambda: self._write(folder, found), folder)
         done = together(self.board, f"checkpoint {step} complete", lambda: self._complete(folder, step), folder)[0]
-        if self.worker.rank != 0:
-            return ""
         return f"wrote {_shown(folder)}: {done['bytes'] / 1e6:.1f} MB in {time.monotonic() - began:.2f} s"
 
     def _write(self, folder: Path, found: Sequence[HeldPart]) -> dict[str, Any]:
