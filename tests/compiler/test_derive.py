@@ -18,7 +18,7 @@ from zbc.compiler.recorded.replan import refuse_misfit, replan, with_profile
 from zbc.compiler.recorded.times import Times
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.job.profile import Host, Link
+from zbc.job.profile import Host, LinkProfile
 
 MS = st.floats(0.1, 10.0)
 MINE = {"model": {"family": "mine:layers", "loss": "mse"}, "data": {"kind": "mine:Data"}}
@@ -179,7 +179,7 @@ def test_a_base_of_something_else_is_refused():
 
 def test_a_link_keeps_its_bandwidth_and_takes_its_latency_from_the_run():
     described = job(kind="zb-h1")
-    profile = profile_of(described, link=Link(latency_us=5.0, gbps=2.0))
+    profile = profile_of(described, link=LinkProfile(latency_us=5.0, gbps=2.0))
     compiled = compile_job(replace(described, profile=profile))
     times = recorded(compiled)
     times.lags = {key: [ns + 100_000 for ns in found] for key, found in times.lags.items()}

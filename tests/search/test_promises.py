@@ -35,7 +35,7 @@ from zbc.compiler.search.candidates import Bench, Candidate
 from zbc.compiler.search.feasible import least
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.ladder import ENOUGH, LARGE
-from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
+from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, SearchResult
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid, whole
 from zbc.compiler.sim.bounds import bounds
@@ -98,7 +98,7 @@ def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed,
 
     def search(problem, objective, effort, engine, orders, target):
         cost = quality(problem.limit, effort.visits)
-        return Found(Candidate(cost, cost, (), "stand-in"), [])
+        return SearchResult(Candidate(cost, cost, (), "stand-in"), [])
 
     rng = Random(seed)
     where = placement(rng, rng.randint(1, 8), rng.randint(1, 2))
