@@ -13,6 +13,7 @@ from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op, Placement
+from zbc.plan import dealing
 from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
 from zbc.training.launch.threads import run_threads
@@ -66,7 +67,7 @@ TENTATIVE = {
 @pytest.mark.parametrize(("case", "batch"), few(dealt(TENTATIVE, [2**22, 20000]), ("adamw", "tied")))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
     """Copies of masters and state, as many at a time as a batch has room for."""
-    monkeypatch.setattr("zbc.plan.dealing.BATCH", batch)
+    monkeypatch.setattr(dealing, "BATCH", batch)
     changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
