@@ -41,7 +41,7 @@ def fidelity() -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), "", f"From bench/results/{newest.name}."])
 
 
-ONE_PIPE = "1f1b,interleaved-1f1b,zb-h1,zb-v,dualpipe-v"
+ONE_PIPE = "1f1b,interleaved-1f1b,zb-v,dualpipe-v"
 TWO_PIPES = "chimera,bitpipe,dualpipe,chimera-zb,bitpipe-zb"
 COLUMNS = ("schedule", "makespan", "of makespan", "units", "params", "reduced")
 

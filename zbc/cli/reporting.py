@@ -26,7 +26,7 @@ _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
 _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
-_HEADS = {"sums": "reduce"}
+_HEADS = {"sums": "sync"}
 
 
 def report(

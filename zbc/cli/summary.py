@@ -168,7 +168,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
         [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
         *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
     ]
-    heads = ["warm-up", "message", "drain", "reduce"] if verbose else ["idle ms"]
+    heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
     made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
     return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
 
