@@ -1,7 +1,7 @@
 """Fill the marked blocks of README.md and docs/bidirectional.md with what zbc prints: `python bench/readme.py`.
 
-A block stands between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed each time, which a
-test compares with the README; the fidelity table comes from the newest file of bench/results.
+A block stands between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed each time, and a
+test compares them with the README; the fidelity table comes from the newest file of bench/results.
 """
 
 from __future__ import annotations
