@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
 	@echo "make test    run the tests, on two workers (WORKERS=n for more)"
-	@echo "make test-all  with those that only repeat others under more names, sizes and seeds"
+	@echo "make test-all  with those that only add names, sizes, seeds and whole runs to others"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"

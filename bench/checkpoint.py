@@ -74,10 +74,10 @@ def run_rank(rank: int, folder: Path, rounds: int, sender: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from zbc.plan import Plan
-    from zbc.runtime.board import Board
-    from zbc.runtime.checkpoint.saving import Checkpoints
-    from zbc.spec import Checkpoint
+    from zbc.job.spec import Checkpoint
+    from zbc.plan.directory import Plan
+    from zbc.training.checkpoint.saving import Checkpoints
+    from zbc.training.launch.board import Board
 
     torch.set_num_threads(1)
     meet, limit = f"file://{folder}/meet", timedelta(seconds=120)

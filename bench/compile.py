@@ -43,7 +43,7 @@ CASES = [(8, 64, "zb-v", 5), (32, 128, "interleaved-1f1b", 3), (64, 512, "interl
 LOWERING = """
 import sys, time
 from torch.distributed.pipelining.schedules import _Action, _ComputationType as T, _add_send_recv
-from zbc.compiler.context import Context
+from zbc.compiler.sim.context import Context
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.schedules import SCHEDULES, Request
 p, m, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

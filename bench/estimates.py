@@ -23,10 +23,10 @@ import torch
 from record import Record
 from torch import Tensor
 
-from zbc.compiler import estimate, work
 from zbc.compiler.compile import load_job
-from zbc.runtime import model
-from zbc.spec import Job
+from zbc.compiler.cost import estimate, work
+from zbc.job.spec import Job
+from zbc.training.models import model
 
 JOB = """\
 zbc = 1

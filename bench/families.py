@@ -24,8 +24,7 @@ from record import Record, commit
 from search import CASES, FRONTIER, PROFILES, M, P
 
 from tests.search.instances import costs, limits, placement
-from zbc.compiler.bounds import bounds
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search import patterns, portfolio
 from zbc.compiler.search.candidates import Bench
 from zbc.compiler.search.engine import Engine
@@ -33,6 +32,7 @@ from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.portfolio import Effort, search
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling
+from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement
 
 RANDOM = 40

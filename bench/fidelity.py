@@ -103,7 +103,7 @@ def runtimes(kind: str, rank: int, folder: Path, limit: timedelta) -> dict[str, 
     import ours
     import peer
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     plan = Plan.read(folder)
     result: dict[str, Runtime] = {OURS: ours.build(plan, rank, limit)}

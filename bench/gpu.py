@@ -26,12 +26,12 @@ from record import Record
 from torch import Tensor
 
 from zbc.ir import Kind, Program
-from zbc.plan import Plan
-from zbc.runtime.checkup import plain_gradients
+from zbc.plan.directory import Plan
 from zbc.runtime.hub import Hub
-from zbc.runtime.measure import CATEGORIES, Scale
 from zbc.runtime.state import Worker
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
+from zbc.training.probing.checkup import plain_gradients
+from zbc.training.recording.measure import CATEGORIES, Scale
 
 JOB = """\
 zbc = 1

@@ -33,7 +33,7 @@ from typing import Protocol
 from record import Record
 
 from zbc.compiler.compile import compile_job, load_job
-from zbc.runtime import launch
+from zbc.training.launch import launch
 
 RANKS = 4
 JOB = """\

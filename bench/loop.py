@@ -100,7 +100,7 @@ def once(folder: Path, number: int, steps: int) -> Loop:
 
 def orders(plan: Path) -> tuple[Any, ...]:
     """The layers of every stage, and the ops of every rank."""
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     read = Plan.read(plan)
     return read.manifest.layers, read.program.ranks
@@ -127,7 +127,7 @@ def run_rank(rank: int, folder: Path, plans: list[str], steps: int, sender: Conn
     import torch.distributed as dist
     from fidelity import timed
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     torch.set_num_threads(1)
     sleeping.calibrate()

@@ -2,12 +2,12 @@
 
     python bench/memory.py [--model NAME ...]
 
-Measured with zbc/runtime/measure.py in two steps of which each op takes so many times as long as in the step before
-them (pace.py): to look at tensors slows small ops down more than large ones, and ranks would meet at other moments. A
-category counts as wrong by the share of its own measured bytes. How long a tensor is on its way depends on when the
-neighbour takes it: `buffers` is predicted with op times as that step before had them, as a plan with a profile of its
-ranks would be, and `planned` is the same with the times of the plan, which are estimated here. Both differ a little
-from run to run, the more the busier the machine is. `all` is the most of everything at any moment.
+Measured with training/recording/measure.py in two steps of which each op takes so many times as long as in the step
+before them (pace.py): to look at tensors slows small ops down more than large ones, and ranks would meet at other
+moments. A category counts as wrong by the share of its own measured bytes. How long a tensor is on its way depends on
+when the neighbour takes it: `buffers` is predicted with op times as that step before had them, as a plan with a profile
+of its ranks would be, and `planned` is the same with the times of the plan, which are estimated here. Both differ a
+little from run to run, the more the busier the machine is. `all` is the most of everything at any moment.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from record import Record
 
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory, peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.ir import Kind
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import Step, StepResult, run_step
 from zbc.runtime.hub import Hub
-from zbc.runtime.measure import CATEGORIES, Held, Scale
-from zbc.runtime.pace import Pace, pace_of, usual
 from zbc.runtime.state import Worker
-from zbc.runtime.threads import run_threads
-from zbc.runtime.tracing import Recorder
+from zbc.training.launch.threads import run_threads
+from zbc.training.recording.measure import CATEGORIES, Held, Scale
+from zbc.training.recording.pace import Pace, pace_of, usual
+from zbc.training.recording.tracing import Recorder
 
 JOB = """\
 zbc = 1

@@ -61,9 +61,9 @@ class Run:
     def __init__(self, folder: Path, rank: int, ms: float, limit: timedelta) -> None:
         import torch
 
-        from zbc.plan import Plan, RankPlan
+        from zbc.plan.directory import Plan, RankPlan
         from zbc.runtime.network import Network
-        from zbc.runtime.worker import build_worker
+        from zbc.training.worker import build_worker
 
         plan, cpu = Plan.read(folder), torch.device("cpu")
         network = Network(plan.manifest, cpu, limit)
@@ -105,7 +105,7 @@ def write_plan(kind: str, way: str, folder: Path, ms: float) -> tuple[float, str
     """The predicted ms of a step and the job; the plan goes into a folder of that name."""
     from zbc.compiler.check import check_all
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.compiler.simulate import simulate
+    from zbc.compiler.sim.simulate import simulate
 
     count = KINDS[kind]
     text = JOB.replace("20.0", f"{ms:g}").format(kind=kind, layers=count, each=ms * RANKS / count)

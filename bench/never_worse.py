@@ -24,17 +24,17 @@ from typing import Any
 
 from record import Record, commit
 
-from zbc.compiler import estimate
 from zbc.compiler.compile import load_job
-from zbc.compiler.limits import smallest
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost import estimate
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
+from zbc.compiler.partition.limits import smallest
+from zbc.compiler.partition.single import cut
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search import ladder, portfolio
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
 from zbc.compiler.search.problem import Problem
-from zbc.compiler.single import cut
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.runtime.small_plans import make_plan, make_program, reference
 from zbc.compiler.schedules import SCHEDULES
-from zbc.plan import Plan
-from zbc.runtime.threads import run_threads
+from zbc.plan.directory import Plan
+from zbc.training.launch.threads import run_threads
 
 MODEL = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
 TEXT = {"kind": "text"}

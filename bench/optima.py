@@ -25,13 +25,13 @@ from random import Random
 
 from record import Record, commit
 
-from zbc.compiler.bounds import bounds
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import PLAIN_RATE, Effort, search
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement
 
 FILE = Path(__file__).parent.parent / "tests" / "search" / "optima.json"

@@ -6,12 +6,12 @@ from datetime import timedelta
 
 import torch
 
-from zbc.plan import Plan, RankPlan
+from zbc.plan.directory import Plan, RankPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
-from zbc.runtime.worker import build_worker
+from zbc.training.worker import build_worker
 
 
 class Ours:

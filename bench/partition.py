@@ -20,14 +20,14 @@ from random import Random
 
 from record import Record
 
-from zbc.compiler import estimate
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import load_job
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost import estimate
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.spec import Job
+from zbc.job.spec import Job
 
 SAME = 1e-9
 EVERY = 20  # cases between lines of the record

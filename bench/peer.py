@@ -19,10 +19,10 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 from zbc.ir import Program
-from zbc.plan import Plan
-from zbc.runtime import model
+from zbc.plan.directory import Plan
 from zbc.runtime.slot import Slot, using
-from zbc.runtime.worker import Settings
+from zbc.training.models import model
+from zbc.training.worker import Settings
 
 LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}  # ours -> torch's
 

@@ -97,7 +97,7 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
     import ours
     import torch_runtime
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     plan = Plan.read(folder)
     ops = plan.program.ranks[rank]
@@ -149,9 +149,9 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
     """Seconds that the ops of microbatches take in a step if nothing is waited for; torch's transfers are not in it."""
     import torch
 
-    from zbc.plan import RankPlan
+    from zbc.plan.directory import RankPlan
     from zbc.runtime.execute import run_ops
-    from zbc.runtime.worker import build_worker
+    from zbc.training.worker import build_worker
 
     own = RankPlan(rank, plan.program.ranks[rank], plan.manifest)
     worker = build_worker(own, cast("Transport", Present(rank)), torch.device("cpu"))

@@ -139,14 +139,14 @@ BUGS = (
     ),
     Bug(
         "a checkpoint forgets the optimizer's count of steps",
-        "zbc/runtime/checkpoint/state.py",
+        "zbc/training/checkpoint/state.py",
         "        if name.startswith(OPTIM):\n",
         '        if name.startswith(OPTIM) and not name.endswith(".step"):\n',
         (RUNTIME + "test_checkpoints.py",),
     ),
     Bug(
         "the warm-up of the learning rate ends one step early",
-        "zbc/learning_rate.py",
+        "zbc/job/learning_rate.py",
         "return lr * done / schedule.warmup_steps",
         "return lr * (done + 1) / schedule.warmup_steps",
         ("tests/test_learning_rate.py",),
@@ -154,21 +154,21 @@ BUGS = (
     # ---- processes
     Bug(
         "a Ctrl-C that the launcher forwards counts as a second one",
-        "zbc/runtime/signals.py",
+        "zbc/training/launch/signals.py",
         "elif now - first <= self._apart or expected:",
         "elif now - first <= self._apart:",
         ("tests/processes/test_signals.py",),
     ),
     Bug(
         "a run that was asked to stop is started again",
-        "zbc/runtime/local.py",
+        "zbc/training/launch/local.py",
         "if parent.asked is not None or not worth_a_restart(failure):",
         "if not worth_a_restart(failure):",
         ("tests/processes/test_restarts.py",),
     ),
     Bug(
         "a run that was interrupted ends like one that was not",
-        "zbc/runtime/local.py",
+        "zbc/training/launch/local.py",
         "child.done, parent.stopped = True, content is not None",
         "child.done, parent.stopped = True, False",
         ("tests/processes/test_local.py",),
@@ -226,14 +226,14 @@ BUGS = (
     # ---- cost, simulation, search
     Bug(
         "a transfer is charged twice",
-        "zbc/compiler/simulate.py",
+        "zbc/compiler/sim/simulate.py",
         "found += [ms] * (stop - base)",
         "found += [2 * ms] * (stop - base)",
         ("tests/compiler/test_simulate.py",),
     ),
     Bug(
         "the lower bound counts the first warm-up twice",
-        "zbc/compiler/bounds.py",
+        "zbc/compiler/sim/bounds.py",
         "warm + tail if forced else max(warm, tail)",
         "warm + tail",
         ("tests/search/test_bounds.py",),
@@ -305,14 +305,14 @@ BUGS = (
     ),
     Bug(
         "the last number of a range on the command line is left out",
-        "zbc/cli/numbers.py",
+        "zbc/commands/numbers.py",
         "range(first, last + 1)",
         "range(first, last)",
         ("tests/cli", "tests/viz"),
     ),
     Bug(
         "help that nobody reads ends as an error of usage",
-        "zbc/cli/__init__.py",
+        "zbc/cli.py",
         "if isinstance(left.__context__, BrokenPipeError):",
         "if False:",
         ("tests/cli/test_closed_pipe.py",),

@@ -128,7 +128,7 @@ def contestants(kind: str, rank: int, folder: Path) -> dict[str, Callable[[int],
     import ours
     import peer
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     limit = timedelta(seconds=60)
     plans = {name: Plan.read(folder / f"{kind}-{sync}") for name, sync in SYNCS.items()}

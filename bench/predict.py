@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from record import Record
 
-from zbc import trace
 from zbc.compiler.recorded.report import build
+from zbc.trace import recording as trace
 
 SLEEPING = """\
 zbc = 1

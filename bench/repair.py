@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.record import Record
 from tests.interop.deadlocked import NAMED, SEARCHED, broken, working
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate
 from zbc.interop.repair import repair
 
 COUNT = 200

@@ -26,13 +26,13 @@ from typing import NamedTuple
 from compile import measured
 from record import Record
 
-from zbc.compiler.bounds import bounds
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.portfolio import COMPILED_RATE, PLAIN_RATE
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 TABLE = Path(__file__).parent.parent / "tests" / "reference" / "zero_bubble_paper.csv"

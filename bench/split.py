@@ -19,11 +19,11 @@ from gpu import JOB, halved, planned
 from record import Record
 
 from zbc.ir import Kind
-from zbc.plan import Plan, RankPlan
+from zbc.plan.directory import Plan, RankPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
-from zbc.runtime.worker import build_worker
+from zbc.training.worker import build_worker
 
 STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "size": 2, "m": 4}
 

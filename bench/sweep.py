@@ -20,15 +20,15 @@ from random import Random
 from never_worse import text
 from record import Record, commit
 
-from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.memory import peaks
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.feasible import least_of
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 

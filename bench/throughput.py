@@ -92,7 +92,7 @@ def runtimes(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Callabl
     import ours
     import torch_runtime
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     plan = Plan.read(folder)
     mine = ours.build(plan, rank, PATIENCE)

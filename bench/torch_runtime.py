@@ -14,11 +14,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils.checkpoint import checkpoint
 
-from zbc.plan import Plan
-from zbc.runtime import model
-from zbc.runtime.data import Batches, build_samples
+from zbc.plan.directory import Plan
 from zbc.runtime.optimizer import torch_optimizer
-from zbc.runtime.worker import Settings
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.models import model
+from zbc.training.worker import Settings
 
 
 class Checkpointed(nn.Module):

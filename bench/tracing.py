@@ -44,10 +44,10 @@ HOW = ("never", "off", "on")
 
 def contestants(worker: Any, folder: Path) -> dict[str, Callable[[int], None]]:
     """The three ways to run a step of one worker."""
-    from zbc import trace
     from zbc.runtime.execute import run_step
-    from zbc.runtime.scribe import Scribe
-    from zbc.runtime.tracing import Recorder
+    from zbc.trace import recording as trace
+    from zbc.training.recording.scribe import Scribe
+    from zbc.training.recording.tracing import Recorder
 
     head = trace.Head(worker.plan.manifest.id, worker.rank, "cpu", "here:1", len(worker.script))
     writer, recorder, scribe = trace.Writer(folder / "run", head), Recorder(worker), Scribe()
@@ -85,9 +85,9 @@ def alone(folder: Path, steps: int) -> tuple[int, dict[str, float]]:
     """Ops of a step of one rank whose layers compute nothing, and us of its thread per op."""
     import torch
 
-    from zbc.plan import Plan, RankPlan
+    from zbc.plan.directory import Plan, RankPlan
     from zbc.runtime.hub import Hub
-    from zbc.runtime.worker import build_worker
+    from zbc.training.worker import build_worker
 
     torch.set_num_threads(1)
     write_plan(NOTHING.format(kind="1f1b", m=32).replace("pp = 2", "pp = 1"), folder / "alone")
@@ -112,7 +112,7 @@ def run_rank(rank: int, folder: Path, cases: list[str], steps: int, sender: Conn
     import torch
     import torch.distributed as dist
 
-    from zbc.plan import Plan
+    from zbc.plan.directory import Plan
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
@@ -145,7 +145,7 @@ def main() -> None:
         record(f"{'case':16} {'ops':>5} {'never ms':>9} {'off':>7} {'on':>7} {'off cpu':>8} {'on cpu':>8}")
         for number, text in enumerate(CASES.values()):
             write_plan(text, folder / str(number))
-        preload = ("ours", "idle", "sleeping", "throughput", "zbc.runtime.tracing")
+        preload = ("ours", "idle", "sleeping", "throughput", "zbc.training.recording.tracing")
         found = results(run_rank, (folder, cases, steps), ranks=RANKS, count=len(cases), preload=preload, limit=LIMIT)
         for case, (count, times) in zip(cases, found, strict=True):
             report(record, case, count, times)

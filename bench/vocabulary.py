@@ -25,13 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from zbc.compiler import cost, estimate
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.machine import Kernel, Machine
+from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
-from zbc.compiler.simulate import simulate
-from zbc.spec import Job
+from zbc.compiler.sim.simulate import simulate
+from zbc.job.spec import Job
 
 REFERENCE = Path(__file__).parent.parent / "tests" / "reference" / "vocabulary_parallelism.csv"
 P, MICROBATCHES, EXTRA_INTERVALS = 8, 128, 2

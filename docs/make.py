@@ -24,11 +24,11 @@ import zbc  # noqa: E402
 from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc.api import Plan  # noqa: E402
-from zbc.cli.drawing import card_text  # noqa: E402
+from zbc.commands.drawing import card_text  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
-from zbc.compiler.context import Context  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, Schedule  # noqa: E402
+from zbc.compiler.sim.context import Context  # noqa: E402
 from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
 from zbc.viz import svg  # noqa: E402

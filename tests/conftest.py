@@ -1,7 +1,8 @@
 """Golden files, and which tests run.
 
 Golden files are texts a person has looked at. `pytest --update-golden` writes them anew; read the diff.
-Tests marked `repeats` run with `--all`, or where the command line names a test (`pytest tests/x.py::test_y`).
+Tests marked `repeats` add names, sizes, seeds and whole runs to what others show (tests/tiers.py). They run with
+`--all`, or where the command line names a test (`pytest tests/x.py::test_y`).
 """
 
 from __future__ import annotations

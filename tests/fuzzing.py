@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from tests.jobs import toml_text
-from zbc import hfconfig
-from zbc.cli.checking import check_plan
+from zbc.commands.checking import check_plan
 from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import ZbcError
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.planning import Part, complete, make_whole, read_parts, write_parts
-from zbc.runtime.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from zbc.runtime.pretrained import INDEX, tensor_files
-from zbc.runtime.tokens import TokenWindows
-from zbc.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.job import hfconfig
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.planning import Part, complete, make_whole, read_parts, write_parts
+from zbc.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
+from zbc.training.data.tokens import TokenWindows
+from zbc.training.models.pretrained import INDEX, tensor_files
 
 VALUES: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, -0.5, 1e308, float("nan"), "", "x", "a:b", "1.0x"]
 VALUES += [

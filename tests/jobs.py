@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from zbc.compiler.compile import load_job
-from zbc.spec import Job
+from zbc.job.spec import Job
 
 BASE = {
     "model": {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 16},

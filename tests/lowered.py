@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering, Pass
+from zbc.compiler.sim.context import Context
 from zbc.ir import Program
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbc.profile import Host, LayerBytes, LayerProfile, Link, Measured, Origin, Profile, model_of
-from zbc.spec import Job
+from zbc.job.profile import Host, LayerBytes, LayerProfile, Link, Measured, Origin, Profile, model_of
+from zbc.job.spec import Job
 
 
 def layer(f: float, b: float, w: float, *, sized: bool = True, **more: Any) -> LayerProfile:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zbc import trace
 from zbc.compiler.compile import Compiled
 from zbc.ir import Kind, Op
-from zbc.plan import Plan
-from zbc.trace import Cause, Clock, Head, Memory, Timing, Writer
+from zbc.plan.directory import Plan
+from zbc.trace import recording as trace
+from zbc.trace.recording import Cause, Clock, Head, Memory, Timing, Writer
 
 MS = 1_000_000
 

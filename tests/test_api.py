@@ -11,10 +11,10 @@ import pytest
 import zbc
 from tests.jobs import job, toml_text
 from zbc.api import open_plan
-from zbc.compiler.context import Context
 from zbc.compiler.lowering import Lowering
+from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Placement, Program
-from zbc.spec import Job
+from zbc.job.spec import Job
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

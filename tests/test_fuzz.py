@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzzing import Inputs, survives
-from zbc import spec
 from zbc.errors import ZbcError
+from zbc.job import spec
 
 COUNTS = {"toml": 80, "plan": 60, "tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
 

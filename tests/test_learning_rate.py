@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.jobs import toml_text
-from zbc import spec
 from zbc.errors import ZbcError
-from zbc.learning_rate import Schedule, rate
+from zbc.job import spec
+from zbc.job.learning_rate import Schedule, rate
 
 
 def rates(steps, lr=1.0, **schedule):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from zbc.linefile import LineFile, replace_text
+from zbc.host.linefile import LineFile, replace_text
 
 
 @contextmanager

@@ -138,10 +138,10 @@ CHECKS = """
 import json
 import zbc
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
-from zbc.compiler.ledger import ledger
-from zbc.compiler.memory import curve, over_time, peaks
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.ledger import ledger
+from zbc.compiler.memory.per_rank import curve, over_time, peaks
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 
@@ -227,6 +227,7 @@ def test_proof_clock_and_memory_know_the_kinds_by_their_rows(copy):
     assert all(found["empty"])
 
 
+@pytest.mark.repeats
 def test_a_plan_with_the_kinds_is_written_drawn_run_and_reported(copy):
     run(copy, "-m", "zbc", "plan", "job.toml", "-o", "plan")
     assert "OFFLOAD s0 m0" in (copy / "plan/rank-0000.json").read_text()

@@ -8,14 +8,14 @@ import os
 
 import pytest
 
-import zbc.plan as plans
 from tests.compiler.grid import make
 from tests.lowered import lower
-from zbc.cli.checking import check_plan
+from zbc.commands.checking import check_plan
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
-from zbc.manifest import sha
-from zbc.plan import Boundary, Plan
+from zbc.plan import directory as plans
+from zbc.plan.directory import Boundary, Plan
+from zbc.plan.manifest import sha
 
 
 def assembled(program, **changes):

@@ -12,7 +12,7 @@ from tests.profiles import layer, profile_of
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recorded.replan import with_profile
 from zbc.errors import ZbcError
-from zbc.profile import Measured, Profile, misfits, read
+from zbc.job.profile import Measured, Profile, misfits, read
 
 
 def test_what_is_written_is_read_again_byte_for_byte(tmp_path):

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zbc.plan as plans
 from tests.compiler.grid import FIXED, chunk_counts, make
 from tests.lowered import lower
-from zbc.cli.jobs import listing
+from zbc.commands.jobs import listing
 from zbc.compiler.compile import load_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate
 from zbc.interop import as_json
 from zbc.ir import Op, Placement
-from zbc.spec import SECTIONS
+from zbc.job.spec import SECTIONS
+from zbc.plan import directory as plans
 
 few = settings(max_examples=15, deadline=None, derandomize=True)
 names = st.sampled_from(FIXED)

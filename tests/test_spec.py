@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.jobs import job, toml_text
-from zbc import spec
 from zbc.compiler.compile import compile_job
 from zbc.errors import Problems, ZbcError
+from zbc.job import spec
 
 
 def problems(tmp_path, text, overrides=()):

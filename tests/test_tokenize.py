@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbc import tokenize
 from zbc.cli import main
 from zbc.errors import ZbcError
-from zbc.tokenfile import describe, sidecar
-from zbc.tokenize import Bytes, Json
+from zbc.training.data import tokenize
+from zbc.training.data.tokenfile import describe, sidecar
+from zbc.training.data.tokenize import Bytes, Json
 
 
 def numbers(path):

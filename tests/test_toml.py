@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zbc import toml
 from zbc.errors import ZbcError
+from zbc.job import toml
 
 TEXT = """zbc = 1
 [model]  # comment

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from tests.jobs import job
-from zbc import trace
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
-from zbc.trace import Cause, Clock, Head, Memory, Timing, Wait, Writer
+from zbc.trace import recording as trace
+from zbc.trace.recording import Cause, Clock, Head, Memory, Timing, Wait, Writer
 
 
 @pytest.fixture

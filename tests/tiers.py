@@ -1,4 +1,7 @@
-"""Which tests always run, and which only add names, sizes and seeds to what others show: those are marked `repeats`.
+"""Which tests always run, and which only add to what others show: those are marked `repeats`.
+
+They add names, sizes and seeds, or are whole runs whose parts other tests show: of processes from their start to their
+end, of the commands of a page, of searches that take seconds. Continuous integration runs them all.
 
 The orders of `SIX` cover every pattern a rank can meet: one stage and a backward in one piece, backwards in halves,
 stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet.
@@ -12,16 +15,26 @@ from typing import Any
 
 import pytest
 
+PARAM = type(pytest.param())
 SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
 
 
-def few(cases: Iterable[Any], always: Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
+def few(cases: Iterable[Any], always: int | Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
     """Values for `parametrize`, of which those that `always` does not choose are marked `repeats`.
 
-    `always` holds values, the first ones of those that are tuples, or says of each whether it is chosen.
+    `always` holds values (of those that are tuples, all or the first ones), says of each whether it is chosen, or is
+    the number of those that are, from the first one on. What `dealt` has marked stays so.
     """
-    chosen = always if callable(always) else lambda case: _values(case)[0] in always
-    return [case if chosen(case) else _repeat(case) for case in cases]
+    found: list[Any] = []
+    for case in cases:
+        if isinstance(always, int):
+            chosen = len(found) < always
+        elif callable(always):
+            chosen = always(_whole(case))
+        else:
+            chosen = _values(case)[0] in always or _whole(case) in always
+        found.append(case if chosen else _repeat(case))
+    return found
 
 
 def dealt(rows: Iterable[Any], columns: Sequence[Any], always: Container[Any] = ()) -> list[Any]:
@@ -42,4 +55,11 @@ def _repeat(case: Any) -> Any:
 
 
 def _values(case: Any) -> tuple[Any, ...]:
+    """The arguments of a case, whether or not it is marked."""
+    if isinstance(case, PARAM):
+        return tuple(case.values)
     return case if isinstance(case, tuple) else (case,)
+
+
+def _whole(case: Any) -> Any:
+    return tuple(case.values) if isinstance(case, PARAM) else case

@@ -20,21 +20,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Plan", "Run", "ZbcError", "__version__", "graph", "load", "plan"]
 
-_HOMES = {
-    "Plan": "zbc.api",
-    "Run": "zbc.api",
-    "ZbcError": "zbc.errors",
-    "graph": "zbc.api",
-    "load": "zbc.api",
-    "plan": "zbc.plan",
-}
+# Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.
+importlib.import_module("zbc.plan")
+globals().pop("plan")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'zbc' has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
-    return home if name == "plan" else getattr(home, name)
+    return getattr(importlib.import_module("zbc.errors" if name == "ZbcError" else "zbc.api"), name)
 
 
 def __dir__() -> list[str]:

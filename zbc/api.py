@@ -22,27 +22,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import zbc.plan as plans
 from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
 from zbc.compiler.compile import Compiled, compile_job, load_job
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs, refuse_slices
-from zbc.compiler.difference import RankDifference, difference
+from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.noise import Noise, Spread, spread
 from zbc.compiler.recorded.log import is_run
 from zbc.compiler.recorded.log import read as read_log
 from zbc.compiler.recorded.report import RunReport
 from zbc.compiler.recorded.report import build as build_report
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.report.difference import RankDifference, difference
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.compiler.whatif.noise import Noise, Spread, spread
 from zbc.errors import ZbcError
 from zbc.interop import as_json, megatron, torch_csv, torch_lowered, torchtitan
 from zbc.interop.sheet_check import check_sheet
 from zbc.ir import Program
-from zbc.spec import Job
-from zbc.trace import Trace, has_trace
-from zbc.trace import read as read_trace
+from zbc.job.spec import Job
+from zbc.plan import directory as plans
+from zbc.trace.recording import Trace, has_trace
+from zbc.trace.recording import read as read_trace
 from zbc.viz import html, perfetto, recorded, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zbc.ir import Kind, Op
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.profiles import layer, nbytes, profile_of
-from zbc.cli.console import show
-from zbc.cli.profiling import summary
+from zbc.commands.console import show
+from zbc.commands.profiling import summary
 from zbc.compiler.compile import load_job
-from zbc.profile import Measured
+from zbc.job.profile import Measured
 
 
 @pytest.fixture

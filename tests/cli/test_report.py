@@ -10,7 +10,8 @@ import pytest
 
 from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
 from tests.recorded_runs import record
-from zbc.plan import Plan
+from tests.tiers import few
+from zbc.plan.directory import Plan
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_recorded_run_is_drawn_in_every_form(run, zbc, folder):
 # ---- planning anew -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"kind": "zb-v"}, {"costs": GIVEN}, {"parallel": {"dp": 2}}, {"m": 5}])
+@pytest.mark.parametrize("changes", few([{}, {"costs": GIVEN}, {"kind": "zb-v"}, {"parallel": {"dp": 2}}, {"m": 5}], 2))
 def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
     job(**changes)
     assert zbc("plan", "zbc.toml", "-o", "one", "-q").code == 0
@@ -208,7 +209,7 @@ def test_the_job_of_a_plan_makes_the_same_plan_again(job, zbc, folder, changes):
 def test_the_command_for_a_new_plan_survives_a_shell():
     from pathlib import Path
 
-    from zbc.cli.reporting import replan_command
+    from zbc.commands.reporting import replan_command
 
     words = shlex.split(replan_command(Path("runs/my run")))
     assert words[:4] == ["zbc", "profile", "--from-trace", "runs/my run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zbc as package
-from zbc.compiler.noise import Noise
+from zbc.compiler.whatif.noise import Noise
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1}}
 

@@ -68,7 +68,14 @@ def test_only_run_and_doctor_load_torch_and_nothing_heavy_is_loaded_in_vain(work
 def test_help_loads_nothing_that_plans_or_draws(workplace):
     light = ["--help", "plan --help", "--version"]
     for modules in loaded(workplace, *light).values():
-        assert not modules & {"zbc.spec", "zbc.compiler", "zbc.plan", "rich.console", "tree_sitter", *HEAVY}
+        assert not modules & {
+            "zbc.job.spec",
+            "zbc.compiler",
+            "zbc.plan.directory",
+            "rich.console",
+            "tree_sitter",
+            *HEAVY,
+        }
 
 
 def on_a_terminal(workplace, *arguments, **environment):

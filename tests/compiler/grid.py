@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Program
 
 WAVES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb"]  # see test_waves.py

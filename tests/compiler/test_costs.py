@@ -7,14 +7,15 @@ from operator import add
 import pytest
 
 from tests.jobs import job
-from zbc.compiler import cost, estimate, recall
+from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.partition import partition
-from zbc.compiler.work import keys_seen
-from zbc.dealing import most
+from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.work import keys_seen
+from zbc.compiler.partition.partition import partition
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
+from zbc.plan.dealing import most
 
 LINEAR, V = Placement.linear(4), Placement.vshape(4)
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.jobs import toml_text
-from zbc.compiler.compare import Asked, Row, combinations, compare
-from zbc.compiler.crossings import changed, crossings
+from zbc.compiler.whatif.compare import Asked, Row, combinations, compare
+from zbc.compiler.whatif.crossings import changed, crossings
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 
@@ -115,6 +115,7 @@ def ms(path, schedule, key, value):
     return Asked(path, budget=0.0)(schedule, ((key, repr(value)),)).sequence_ms
 
 
+@pytest.mark.repeats
 def test_crossings_lie_where_a_scan_finds_them(path):
     """Every change of order among five schedules, at 50 values of the transfer time."""
     job = path(**UNIT, m=8)

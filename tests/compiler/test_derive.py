@@ -18,7 +18,7 @@ from zbc.compiler.recorded.replan import refuse_misfit, replan, with_profile
 from zbc.compiler.recorded.times import Times
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.profile import Host, Link
+from zbc.job.profile import Host, Link
 
 MS = st.floats(0.1, 10.0)
 MINE = {"model": {"family": "mine:layers", "loss": "mse"}, "data": {"kind": "mine:Data"}}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.compiler.grid import make
 from tests.lowered import lower
-from zbc.compiler.difference import difference, kept
+from zbc.compiler.report.difference import difference, kept
 from zbc.ir import Kind, Op
 
 OPS = [Op(Kind.F, 0, mb) for mb in range(8)]

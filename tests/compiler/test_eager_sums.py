@@ -8,9 +8,9 @@ import pytest
 
 from tests.lowered import lower
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind
 
 PAPERS = [("chimera", 1), ("bitpipe", 2)]

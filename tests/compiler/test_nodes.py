@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
-from zbc.compiler.nodes import between, choose
+from zbc.compiler.cost.nodes import between, choose
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.topology import Topology

@@ -7,9 +7,9 @@ from statistics import fmean, stdev
 import pytest
 
 from tests.compiler.grid import make
-from zbc.compiler.cost import Costs
-from zbc.compiler.noise import Noise, spread
-from zbc.compiler.simulate import simulate, steady_state
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate, steady_state
+from zbc.compiler.whatif.noise import Noise, spread
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 

@@ -13,15 +13,15 @@ from tests.compiler.test_passes import listing as lines
 from tests.jobs import job
 from tests.listing import listing
 from tests.lowered import lower, ran
-from zbc.compiler.bounds import bounds
 from zbc.compiler.check import check_all, check_complete, check_deadlock
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job
-from zbc.compiler import balance as balancing
-from zbc.compiler import estimate
-from zbc.compiler.balance import FEW, balance, even, largest
-from zbc.compiler.partition import partition
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition import balance as balancing
+from zbc.compiler.partition.balance import FEW, balance, even, largest
+from zbc.compiler.partition.partition import partition
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 

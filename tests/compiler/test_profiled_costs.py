@@ -9,18 +9,19 @@ import pytest
 
 from tests.jobs import job
 from tests.profiles import layer, nbytes, profile_of
-from zbc.compiler import cost, estimate, recall
-from zbc.compiler.bounds import bounds
+from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.footprint import Footprint, more
-from zbc.compiler.judging import Case
-from zbc.compiler.partition import partition
+from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost.footprint import Footprint, more
+from zbc.compiler.partition.judging import Case
+from zbc.compiler.partition.partition import partition
+from zbc.compiler.partition.tailor import Tailor
 from zbc.compiler.schedules import Request, find
-from zbc.compiler.simulate import simulate
-from zbc.compiler.tailor import Tailor
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op, Placement
-from zbc.plan import Plan
-from zbc.profile import Host
+from zbc.job.profile import Host
+from zbc.plan.directory import Plan
 
 LINEAR = Placement.linear(4)
 EVEN = {"partition": {"layers_per_stage": [2, 2, 2, 2]}}

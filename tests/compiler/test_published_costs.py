@@ -18,6 +18,7 @@ def test_throughput_of_naive_over_balanced_vocabulary_is_within_six_percent_for_
     assert all(abs(one.error) <= 0.06 for one in found if not one.odd), [one.error for one in found]
 
 
+@pytest.mark.repeats
 def test_the_ratios_do_not_hang_on_the_rate_of_the_device():
     for tflops in (156.0, 200.0, 250.0):
         others = list(cases(tflops, SUSTAINED[1]))

@@ -14,7 +14,7 @@ from zbc.compiler.recorded.derive import derive
 from zbc.compiler.recorded.replan import replan
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import step_of, typical
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op
 
 GIVEN = {"per": "stage", "f": 4.0, "b": 5.0, "w": 3.0, "comm": 0.5, "optimizer": 2.0, "reduce": 0.0}

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.jobs import job
 from tests.lowered import lower
-from zbc.compiler import cost, estimate
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import curve, over_time, peaks
-from zbc.compiler.partition import partition
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import curve, over_time, peaks
+from zbc.compiler.partition.partition import partition
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 

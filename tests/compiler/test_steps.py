@@ -9,8 +9,8 @@ import pytest
 
 from tests.compiler.grid import FIXED, make
 from tests.lowered import lower
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate, steady_state
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete
 from zbc.ir import Kind, Placement

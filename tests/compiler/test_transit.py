@@ -6,9 +6,9 @@ import pytest
 
 from tests.compiler.grid import make
 from tests.lowered import lower
-from zbc.compiler.cost import Costs
-from zbc.compiler.ledger import in_transit
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.ledger import in_transit
+from zbc.compiler.sim.simulate import simulate
 
 
 def moving(microbatches, f):

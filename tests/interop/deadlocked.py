@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Program
 

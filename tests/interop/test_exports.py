@@ -11,8 +11,9 @@ import tomli
 import zbc
 from tests.jobs import job
 from zbc.api import EXPORTS
+from zbc.compiler.partition import megatron_layout
 from zbc.errors import ZbcError
-from zbc.interop import megatron_layout, torch_csv
+from zbc.interop import torch_csv
 from zbc.ir import Op
 
 
@@ -116,7 +117,7 @@ def test_an_order_alone_is_no_model(tmp_path, target):
 
 
 def test_every_target_of_the_command_line_has_a_writer():
-    from zbc.cli.exchanging import Target
+    from zbc.commands.exchanging import Target
 
     assert [target.value for target in Target] == list(EXPORTS)
 

@@ -9,7 +9,7 @@ import pytest
 
 import zbc
 from tests.jobs import job
-from zbc.compiler.simulate import run, simulate
+from zbc.compiler.sim.simulate import run, simulate
 from zbc.interop.digraph import digraph
 from zbc.ir import Op
 

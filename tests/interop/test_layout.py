@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.jobs import job
 from zbc.compiler.compile import compile_job
+from zbc.compiler.partition import megatron_layout
 from zbc.errors import ZbcError
-from zbc.interop import megatron_layout
 
 GOOD = {
     "Et*3|t*4|t*4|t*3L": (3, 4, 4, 3),

@@ -9,10 +9,10 @@ import pytest
 
 from tests.interop.deadlocked import NAMED, SEARCHED, broken, working
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.interop.repair import _improved, repair
 from zbc.interop.torch_csv import loads

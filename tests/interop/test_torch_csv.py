@@ -12,9 +12,9 @@ from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 from tests.compiler.grid import FIXED, chunk_counts, make
 from tests.lowered import lower
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
 from zbc.interop.sheet_check import check_sheet

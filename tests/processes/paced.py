@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from tests.processes.plans import run_here
-from zbc.runtime import local
-from zbc.runtime.checkpoint import folder as disk
+from zbc.training.checkpoint import folder as disk
+from zbc.training.launch import local
 
 _TICK_S = 0.002
 _usual = local._rank

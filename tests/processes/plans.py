@@ -16,7 +16,7 @@ import torch
 from tests.jobs import toml_value
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.ir import Op
-from zbc.runtime import launch
+from zbc.training.launch import launch
 
 GPT = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 TABLES: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,12 @@ from safetensors.torch import load_file
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
-from zbc.plan import read_manifest
-from zbc.runtime.board import Board
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint import owner
-from zbc.runtime.checkpoint.resume import Start, begun, choose
-from zbc.runtime.options import RunOptions
+from zbc.plan.directory import read_manifest
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint import owner
+from zbc.training.checkpoint.resume import Start, begun, choose
+from zbc.training.launch.board import Board
+from zbc.training.launch.options import RunOptions
 
 
 def plan_of(tmp_path, name="plan", **changes):
@@ -70,6 +71,7 @@ def test_auto_without_a_checkpoint_begins_anew_and_is_done_when_nothing_is_left(
     assert [step for step, _ in losses(out)] == [1, 2, 3]
 
 
+@pytest.mark.repeats
 def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
     run_here(plan_of(tmp_path), 2, tmp_path / "first")
     other = plan_of(tmp_path, "other", parallel={"pp": 4}, schedule={"kind": "zb-h1"}, train={"steps": 5})
@@ -227,29 +229,42 @@ sys.stdin.read()
 """
 
 
+@contextmanager
+def held(folder):
+    """Another process writes its checkpoints into this folder."""
+    command = [sys.executable, "-c", HOLDER, str(folder / owner.NAME)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        yield
+        holder.kill()
+        holder.wait()
+
+
 def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
     """What a run holds ends with its process, so nothing is left behind that keeps the next one out."""
     monkeypatch.setattr(owner, "_PATIENCE_S", 0.3)
     board, folder = Board(dist.HashStore(), 0, 1), tmp_path / "a folder"
     with owner.owned(board, folder, "this run"):
         assert (folder / owner.NAME).read_text().split() == ["this", "run"]
-    command = [sys.executable, "-c", HOLDER, str(folder / owner.NAME)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with (
-            pytest.raises(ZbcError, match="another run writes its checkpoints into") as caught,
-            owner.owned(Board(dist.HashStore(), 0, 1), folder, "this run"),
-        ):
-            pytest.fail("two runs")
-        assert caught.value.code == "E614" and list(caught.value.details) == ["somebody else"]
-        plan = plan_of(tmp_path, checkpoint={"dir": str(folder)})
-        with pytest.raises(ZbcError, match="another run writes its checkpoints into"):
-            run_here(plan, 2, tmp_path / "second")
-        assert not (tmp_path / "second" / "metrics.jsonl").exists()
-        holder.kill()
-        holder.wait()
-        with owner.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
-            assert (folder / owner.NAME).read_text().split() == ["the", "next"]
+    with (
+        held(folder),
+        pytest.raises(ZbcError, match="another run writes its checkpoints into") as caught,
+        owner.owned(Board(dist.HashStore(), 0, 1), folder, "this run"),
+    ):
+        pytest.fail("two runs")
+    assert caught.value.code == "E614" and list(caught.value.details) == ["somebody else"]
+    with owner.owned(Board(dist.HashStore(), 0, 1), folder, "the next"):
+        assert (folder / owner.NAME).read_text().split() == ["the", "next"]
+
+
+@pytest.mark.repeats
+def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
+    """Ranks are as patient as they are."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    with held(folder), pytest.raises(ZbcError, match="another run writes its checkpoints into"):
+        run_here(plan_of(tmp_path, checkpoint={"dir": str(folder)}), 2, tmp_path / "second")
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
 def test_a_refoundwaits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):

@@ -28,10 +28,11 @@ import torch.distributed as dist
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
+from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.runtime.board import Board
-from zbc.runtime.checkpoint import folder as disk
-from zbc.runtime.checkpoint.tryout import try_out
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.tryout import try_out
+from zbc.training.launch.board import Board
 
 
 def fails(*args, run=run_here, **options):
@@ -110,6 +111,7 @@ def test_the_check_for_leftovers_sees_a_run_while_it_lasts(tmp_path, out):
     assert seen == [(2, 1)]
 
 
+@pytest.mark.repeats
 def test_a_stopped_rank_is_replaced_when_the_run_may_restart(tmp_path, out):
     plan = saving(tmp_path, train={"watchdog_s": 2.0})
     stop = at_step(5, lambda: os.kill(processes(out)[1], signal.SIGSTOP))
@@ -118,6 +120,7 @@ def test_a_stopped_rank_is_replaced_when_the_run_may_restart(tmp_path, out):
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.repeats
 def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_path, out, small_disk):
     folder, fill, release = small_disk
     plan = saving(tmp_path, checkpoint={"dir": str(folder), "asynchronous": False})
@@ -137,7 +140,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
     assert sorted(disk.complete(folder)) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("traced", [frozenset(), frozenset(range(1, 10**5))])
+@pytest.mark.parametrize("traced", few([frozenset(), frozenset(range(1, 10**5))], bool))
 def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_path, out, small_disk, traced):
     folder, fill, release = small_disk
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
@@ -161,6 +164,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path
     assert metrics(out) == []
 
 
+@pytest.mark.repeats
 def test_a_run_goes_on_and_saves_where_the_folder_it_was_started_in_is_removed(tmp_path, out):
     here, plan = tmp_path / "here", saving(tmp_path, train={"steps": 10**6}, checkpoint={"every": 20})
     here.mkdir()
@@ -220,7 +224,7 @@ def test_a_plan_edited_between_planning_and_running_is_refused(tmp_path, out):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("policy", [{"nonfinite": "stop"}, {"skip_limit": 2}])
+@pytest.mark.parametrize("policy", few([{"nonfinite": "stop"}, {"skip_limit": 2}], [{"skip_limit": 2}]))
 def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out, policy):
     changes = troubled("nan", good=8)  # in its third step and ever after
     tables = {"train": {"steps": 9, **policy}, "checkpoint": {"every": 1}, "log": {"every": 100}}
@@ -245,6 +249,7 @@ def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_pat
     assert [row["skipped"] for row in metrics(out)] == [False, False, True]
 
 
+@pytest.mark.repeats
 def test_so_it_is_where_the_checkpoint_beside_it_fails(tmp_path, out):
     changes = troubled("nan", good=8)
     changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}

@@ -15,7 +15,7 @@ from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
-from zbc.plan import assemble
+from zbc.plan.directory import assemble
 from zbc.runtime.network import directions, gatherings
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -31,7 +31,7 @@ def same(found, expected, tolerance=0.0):
             assert tensor is None or torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "chimera-zb")))
 def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 8), keep=without_step)
     expected, found = reference(plan), pool.run(train, plan, 1)
@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, slack(schedule))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])
+@pytest.mark.parametrize("schedule", few(["gpipe", "zb-v"], ("zb-v",)))
 def test_recompute_changes_no_bit(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), keep=without_step, activations="recompute")
     expected, found = reference(plan), pool.run(train, plan, 1)
@@ -55,7 +55,7 @@ def test_views_that_are_conjugated_or_negated_in_name_only_arrive_as_what_they_s
     same(unpack([grads for _, _, grads, _ in found]), expected.grads)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
 def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     expected, found = reference(plan, 3), pool.run(train, plan, 3)

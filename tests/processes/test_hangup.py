@@ -13,7 +13,7 @@ import pytest
 
 from tests.limits import until
 from tests.processes.plans import metrics, write_plan
-from zbc.runtime.checkpoint import folder as disk
+from zbc.training.checkpoint import folder as disk
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def saved(out):
     return disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", len(metrics(out)))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_run_ends_it_in_order(command, out, number):
     with begin(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -53,6 +54,7 @@ def test_a_signal_to_all_processes_of_a_run_ends_it_in_order(command, out, numbe
     assert saved(out)
 
 
+@pytest.mark.repeats
 def test_a_terminal_that_is_closed_ends_a_run_in_order(command, out):
     terminal, side = pty.openpty()
     with begin([sys.executable, "-c", TAKE_TERMINAL, *command], stdin=side, stdout=side, stderr=side) as run:

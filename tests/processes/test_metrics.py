@@ -14,13 +14,13 @@ import pytest
 
 from tests.processes.plans import compiled, metrics, run_here, write_plan
 from tests.test_linefile import no_file_beyond
-from zbc.course import Course
 from zbc.errors import ZbcError
-from zbc.plan import read_manifest
-from zbc.runtime import launch, torchrun
-from zbc.runtime.live import LiveLine
-from zbc.runtime.metrics import RunLog, RunSettings
+from zbc.plan.course import Course
+from zbc.plan.directory import read_manifest
 from zbc.runtime.progress import EvaluationResult, StepResult
+from zbc.training.launch import launch, torchrun
+from zbc.training.metrics.live import LiveLine
+from zbc.training.metrics.metrics import RunLog, RunSettings
 
 MIB = 2**20
 
@@ -121,7 +121,7 @@ def test_of_two_runs_that_are_given_one_directory_at_once_the_second_changes_not
         refused.append((raised.value.code, about.read_text() == before))
         return []
 
-    monkeypatch.setattr("zbc.runtime.sinks.open_sinks", meanwhile)
+    monkeypatch.setattr("zbc.training.metrics.sinks.open_sinks", meanwhile)
     with open_log() as log:
         log.record(result())
     assert refused == [("E607", True)]
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_nothing_of_a_run_that_cannot_begin(open_log, tmp_pat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zbc.runtime.rundir.replace_text", full)
+    monkeypatch.setattr("zbc.training.launch.rundir.replace_text", full)
     with pytest.raises(ZbcError) as raised:
         open_log(out=tmp_path / "a" / "run" if out else None)
     assert (raised.value.code, raised.value.exit_code) == ("E606", 6)
@@ -308,7 +308,7 @@ def test_a_live_line_on_a_terminal_that_is_gone_goes_nowhere():
 
 
 def test_lines_that_stay_clear_the_one_that_does_not(monkeypatch):
-    monkeypatch.setattr("zbc.runtime.live.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("zbc.training.metrics.live.time.monotonic", lambda: 100.0)
     stream, kept = io.StringIO(), []
     live = LiveLine(stream)
     line = live.around(kept.append)

@@ -9,7 +9,7 @@ import pytest
 from tests.jobs import toml_text
 from tests.processes.plans import run_here
 from zbc.cli import main
-from zbc.profile import read
+from zbc.job.profile import read
 
 
 @pytest.fixture

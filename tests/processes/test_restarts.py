@@ -11,9 +11,9 @@ import pytest
 from tests.processes.paced import run_on_a_slow_disk, run_paced
 from tests.processes.plans import metrics, processes, run_here, write_plan, write_troubled_plan
 from zbc.errors import ZbcError
-from zbc.runtime import launch, local
-from zbc.runtime.options import RunOptions
-from zbc.runtime.train import RankFailed
+from zbc.training.launch import launch, local
+from zbc.training.launch.options import RunOptions
+from zbc.training.train import RankFailed
 
 STEPS = 12
 
@@ -63,6 +63,7 @@ def test_ranks_killed_while_they_train_leave_no_trace_in_the_result(tmp_path, ou
     assert len([line for line in lines if "going on from" in line]) == 2
 
 
+@pytest.mark.repeats
 def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_path, out, expected):
     folder, over = out / "checkpoints", threading.Event()
     killed = []
@@ -86,6 +87,7 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
     assert result(out) == expected
 
 
+@pytest.mark.repeats
 def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
     def kill(line):
         if line.startswith("step  3/") and not os.path.exists(tmp_path / "once"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.limits import until
 from zbc.errors import ZbcError
-from zbc.runtime.rounds import joined, launch_of, same_launch
+from zbc.training.launch.rounds import joined, launch_of, same_launch
 
 
 def start(store, ranks, order=None):

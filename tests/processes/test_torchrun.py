@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from tests.processes.leftovers import alive
 from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
-from zbc import trace
 from zbc.errors import ZbcError
-from zbc.runtime import launch, torchrun, train
-from zbc.runtime.board import Board, connector
+from zbc.trace import recording as trace
+from zbc.training import train
+from zbc.training.launch import launch, torchrun
+from zbc.training.launch.board import Board, connector
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -81,6 +82,7 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.repeats
 @pytest.mark.limit(240)
 def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_are_asked_to_end(tmp_path):
     """torchrun counts restarts per machine: one counts the rank that was killed, the other may count none."""
@@ -127,16 +129,25 @@ def test_torchruns_own_summary_has_the_message(tmp_path):
     torchrun._tell_torchrun(ZbcError("E702", "run: rank 0 lost rank 1"), str(tmp_path / "not" / "there"))
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+
+
+@needs_full
+@pytest.mark.repeats
 def test_a_rank_ends_as_it_is_to_where_nobody_can_be_told_why(tmp_path):
     plan = write_plan(tmp_path, **troubled("raise", good=2), parallel={"pp": 1})
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=full, env={**os.environ, **place}, timeout=60)
-        assert ended.returncode == 7
-        code = "from zbc.runtime.train import end; print('said by a layer'); end(7)"
-        late = {**os.environ, "PYTHONUNBUFFERED": ""}  # written when it is flushed
+    assert ended.returncode == 7
+
+
+@needs_full
+def test_a_process_ends_as_it_is_to_where_what_it_said_cannot_be_written():
+    code = "from zbc.training.train import end; print('said by a layer'); end(7)"
+    late = {**os.environ, "PYTHONUNBUFFERED": ""}  # written when it is flushed
+    with open("/dev/full", "w") as full:
         assert subprocess.run([sys.executable, "-c", code], stdout=full, env=late, timeout=60).returncode == 7
 
 
@@ -263,7 +274,7 @@ def test_a_store_that_cannot_be_hosted_is_an_error_in_words(tmp_path, as_rank):
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
-    monkeypatch.setattr("zbc.runtime.board._CONNECT_S", 0.5)
+    monkeypatch.setattr("zbc.training.launch.board._CONNECT_S", 0.5)
     with pytest.raises(ZbcError) as raised:
         connector("127.0.0.1", free_port(), "zbc")()
     assert raised.value.code == "E609" and "cannot reach the store" in raised.value.message

@@ -10,10 +10,10 @@ import pytest
 
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
-from zbc import trace
 from zbc.errors import ZbcError
-from zbc.plan import Plan
-from zbc.runtime.measure import CATEGORIES
+from zbc.plan.directory import Plan
+from zbc.trace import recording as trace
+from zbc.training.recording.measure import CATEGORIES
 
 SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
     "model": {
@@ -70,6 +70,7 @@ def test_what_a_killed_run_recorded_can_be_read(tmp_path):
     assert found.steps[:2] == (2, 3) and found.steps == tuple(range(2, 2 + len(found.steps)))
 
 
+@pytest.mark.repeats
 def test_a_rank_that_fails_has_written_down_all_it_recorded(tmp_path):
     """Its disk takes a tenth of a second for a line, so that most are still to be written when a layer raises."""
     changes = troubled("raise", good=4 * 20)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.limits import until
 from zbc.errors import ZbcError
-from zbc.runtime.board import Beat, Board
 from zbc.runtime.progress import Progress
-from zbc.runtime.watchdog import Heard, Watchdog, in_time
+from zbc.training.launch.board import Beat, Board
+from zbc.training.watchdog import Heard, Watchdog, in_time
 
 
 class Ends:
@@ -248,7 +248,7 @@ class Deaf:
 def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting(monkeypatch):
     store = Deaf()
     dog, ends = make(0, 2, limit=0.3, store=store)
-    monkeypatch.setattr("zbc.runtime.watchdog._CLAIM_S", 0.1)
+    monkeypatch.setattr("zbc.training.watchdog._CLAIM_S", 0.1)
     dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
     dog._report(time.monotonic() + 1.0)
     store.freed.set()
@@ -272,7 +272,7 @@ class Mortal:
 
 
 def test_ranks_whose_store_is_gone_end_and_the_first_says_why(monkeypatch):
-    monkeypatch.setattr("zbc.runtime.watchdog._ALONE_S", 0.1)
+    monkeypatch.setattr("zbc.training.watchdog._ALONE_S", 0.1)
     store = Mortal()
     dogs = [make(rank, 3, limit=60.0, store=store) for rank in range(3)]
     for rank, (dog, _) in enumerate(dogs):

@@ -8,10 +8,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from tests.processes.gloo_ranks import pack
-from zbc.plan import Plan
-from zbc.runtime import model
-from zbc.runtime.data import Batches, build_samples
-from zbc.runtime.worker import Settings
+from zbc.plan.directory import Plan
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.models import model
+from zbc.training.worker import Settings
 
 
 def train(rank: int, plan: Plan, path: str, form: str = "compute_only") -> tuple[list[float], bytes]:

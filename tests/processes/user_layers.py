@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.checkpoint.storage import SafetensorsWriter
-from zbc.runtime.metrics import RunLog
 from zbc.runtime.progress import StepResult
-from zbc.trace import Timing, Writer
+from zbc.trace.recording import Timing, Writer
+from zbc.training.checkpoint.storage import SafetensorsWriter
+from zbc.training.metrics.metrics import RunLog
 
 
 class Trouble(nn.Module):

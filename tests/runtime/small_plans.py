@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from tests.lowered import lower
-from zbc import spec
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import Request, find
-from zbc.course import Course
 from zbc.ir import Op, Placement, Program
-from zbc.plan import Boundary, Part, Plan, RankPlan, assemble
-from zbc.runtime import model
-from zbc.runtime.data import Batches, build_samples
+from zbc.job import spec
+from zbc.plan.course import Course
+from zbc.plan.directory import Boundary, Part, Plan, RankPlan, assemble
 from zbc.runtime.hub import Hub
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
-from zbc.runtime.worker import Settings, build_worker
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.models import model
+from zbc.training.worker import Settings, build_worker
 
 CPU = torch.device("cpu")
 GPT = {"family": "gpt", "layers": 6, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16}

@@ -16,15 +16,15 @@ from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.pending import Buffers
 from zbc.runtime.state import Worker
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -140,7 +140,7 @@ def same(run: Watched, wanted: Watched) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "low", "p"),
-    few(product(["1f1b", "zb-h1", "zb-v"], [False, True], [2, 4]), lambda case: case[1] is (case[2] == 4)),
+    few(product(["1f1b", "zb-h1", "zb-v"], [False, True], [2, 4]), [("1f1b", False, 2), ("zb-v", True, 4)]),
 )
 def test_steps_with_clips_and_nans_have_the_bits_of_the_synchronous_run(schedule, low, p):
     long_run(schedule, p, low, 16)
@@ -174,14 +174,18 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "p", "optimizer", "low", "m", "first"), dealt(OTHERS, ["clip", "nan"]))
+@pytest.mark.parametrize(
+    ("schedule", "p", "optimizer", "low", "m", "first"),
+    few(dealt(OTHERS, ["clip", "nan"]), lambda case: case[:3] in [("interleaved-1f1b", 2, "sgd"), ("zb-h2", 4, "sgd")]),
+)
 def test_so_have_other_schedules_optimizers_and_sizes(schedule, p, optimizer, low, m, first):
     run = Watched(plan_for(schedule, p, "post-validate", optimizer, m, **(LOW if low else {})), verdicts(12, first))
     same(run, synchronous(optimizer, low, 12, first, m))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "m"), [("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)]
+    ("schedule", "p", "m"),
+    few([("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)], ("dualpipe",)),
 )
 def test_so_have_copies_of_stages_and_groups_that_overlap(schedule, p, m):
     """Beside a barrier of their own: sums over copies add in another order than one process."""
@@ -287,7 +291,10 @@ def norm(schedule: str, p: int, copies: int, sync: str) -> float:
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 @pytest.mark.parametrize(
     ("schedule", "p", "copies"),
-    [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4), ("chimera", 4, 1)],
+    few(
+        [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4), ("chimera", 4, 1)],
+        [("zb-v", 2, 2), ("chimera", 4, 1)],
+    ),
 )
 def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
     assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0

@@ -12,7 +12,7 @@ from tests.jobs import toml_value
 from tests.runtime.test_tracing import traced
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recorded import report
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 
 MS = 4.0
 JOB = """

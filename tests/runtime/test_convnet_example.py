@@ -8,8 +8,8 @@ import torch
 
 from plans.convnet import Quadrants, layers
 from zbc.compiler.compile import compile_job, load_job
-from zbc.plan import Plan
-from zbc.runtime.threads import run_threads
+from zbc.plan.directory import Plan
+from zbc.training.launch.threads import run_threads
 
 JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"
 

@@ -20,7 +20,7 @@ from zbc.runtime.bucket import Bucket
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}
 REAL = {"model": {**GPT, "layers": 4, "vocab": 256}, "data": TEXT}
@@ -65,7 +65,7 @@ def results(workers):
     return every[0]
 
 
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "dualpipe")))
 def test_two_copies_train_like_one_process_with_all_microbatches(schedule):
     workers, expected = trained(schedule, 2, 4, 2), whole(2, 4)
     for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
@@ -78,7 +78,7 @@ def test_with_copies_too_every_schedule_has_the_same_bits():
     assert len({tuple(results(trained(name, 2, 4, 2))) for name in names}) == 1
 
 
-@pytest.mark.parametrize(("p", "copies"), [(1, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("p", "copies"), few([(1, 3), (3, 2), (2, 4)], [(3, 2)]))
 def test_other_numbers_of_ranks_and_copies(p, copies):
     expected = whole(copies, 3)
     found = results(trained("zb-h1", p, 3, copies))
@@ -86,7 +86,7 @@ def test_other_numbers_of_ranks_and_copies(p, copies):
     assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "breadth-first"])
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "breadth-first"], ("zb-v",)))
 def test_sharing_out_the_optimizer_changes_no_bit(schedule):
     """Loss, norm, clipping and weights."""
     plain, shared = trained(schedule, 2, 4, 2), trained(schedule, 2, 4, 2, zero1=True)
@@ -95,7 +95,9 @@ def test_sharing_out_the_optimizer_changes_no_bit(schedule):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("schedule", "copies", "tied"), [("chimera", 1, False), ("dualpipe", 2, True)])
+@pytest.mark.parametrize(
+    ("schedule", "copies", "tied"), few([("chimera", 1, False), ("dualpipe", 2, True)], ("dualpipe",))
+)
 def test_the_pipes_of_a_bidirectional_schedule_share_out_the_optimizer_too(schedule, copies, tied):
     plain, shared = (trained(schedule, 2, 4, copies, zero1, tied) for zero1 in (False, True))
     assert results(plain) == results(shared)
@@ -104,7 +106,7 @@ def test_the_pipes_of_a_bidirectional_schedule_share_out_the_optimizer_too(sched
     assert all(isinstance(o, Sharded) for w in shared for o in w.optimizers.values())
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", few([False, True], (True,)))
 def test_bfloat16_weights_keep_their_bits_and_have_masters_of_their_pieces_only(tied):
     low = {**REAL["model"], "dtype": "bfloat16", "parameters": "bfloat16"}
     plain, shared = (
@@ -134,7 +136,9 @@ def test_optimizer_state_is_shared_out():
     assert max(parts) < 0.8 * max(all_of_it)  # whole matrices are dealt, and here there are few
 
 
-@pytest.mark.parametrize(("zero1", "sync"), [(False, "before-step"), (True, "before-step"), (True, "post-validate")])
+@pytest.mark.parametrize(
+    ("zero1", "sync"), few([(False, "before-step"), (True, "before-step"), (True, "post-validate")], (True,))
+)
 def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1, sync):
     plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1, "sync": sync})
 
@@ -254,12 +258,15 @@ def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
 
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "tied"),
-    [
-        ("zb-h1", {}, False),
-        ("zb-v", {"zero1": True}, True),
-        ("1f1b", {"sync": "post-validate"}, True),
-        ("chimera", {"zero1": True}, False),
-    ],
+    few(
+        [
+            ("zb-h1", {}, False),
+            ("zb-v", {"zero1": True}, True),
+            ("1f1b", {"sync": "post-validate"}, True),
+            ("chimera", {"zero1": True}, False),
+        ],
+        ("zb-v", "chimera"),
+    ),
 )
 def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
@@ -322,7 +329,7 @@ def _last(worker):
 
 
 @pytest.mark.parametrize("zero1", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v"], ("zb-v",)))
 def test_tied_weights_and_copies_together(schedule, zero1):
     workers, expected = trained(schedule, 2, 4, 2, zero1, tied=True), whole(2, 4, tied=True)
     alike(workers)
@@ -333,19 +340,24 @@ def test_tied_weights_and_copies_together(schedule, zero1):
 
 @pytest.mark.parametrize(
     ("schedule", "p", "copies", "tied", "zero1", "largest"),
-    dealt(
-        [
-            ("1f1b", 2, 2, False, False),
-            ("zb-h1", 2, 1, True, False),
-            ("zb-v", 2, 2, True, False),
-            ("interleaved-1f1b", 2, 2, True, False),
-            ("1f1b", 2, 2, False, True),
-            ("zb-v", 2, 2, True, True),
-            ("zb-h2", 2, 3, False, True),
-            ("chimera", 2, 1, False, True),
-            ("dualpipe", 2, 2, True, True),
-        ],
-        [0.5, 1e6],
+    few(
+        dealt(
+            [
+                ("1f1b", 2, 2, False, False),
+                ("zb-h1", 2, 1, True, False),
+                ("zb-v", 2, 2, True, False),
+                ("interleaved-1f1b", 2, 2, True, False),
+                ("1f1b", 2, 2, False, True),
+                ("zb-v", 2, 2, True, True),
+                ("zb-h2", 2, 3, False, True),
+                ("chimera", 2, 1, False, True),
+                ("dualpipe", 2, 2, True, True),
+            ],
+            [0.5, 1e6],
+        ),
+        lambda case: (
+            case[:5] in [("1f1b", 2, 2, False, False), ("zb-v", 2, 2, True, True), ("chimera", 2, 1, False, True)]
+        ),
     ),
 )
 def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, p, copies, tied, zero1, largest):

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from zbc import spec
 from zbc.errors import ZbcError
-from zbc.runtime import corpus
-from zbc.runtime.data import Batches, Noise, Windows, build_samples, input_spec, place
+from zbc.job import spec
+from zbc.training.data import corpus
+from zbc.training.data.data import Batches, Noise, Windows, build_samples, input_spec, place
 
 HERE = "tests.runtime.user_models"
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)

@@ -16,7 +16,7 @@ from zbc.runtime import handlers
 from zbc.runtime.execute import run_step
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.hub import Hub
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}

@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import job
 from tests.runtime.small_plans import LLAMA
-from zbc.compiler import estimate
 from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate
 from zbc.errors import ZbcError
-from zbc.flops import training_flops
-from zbc.model_section import RopeScaling
-from zbc.runtime import launch, model
-from zbc.runtime.rotary import rotation_rates
+from zbc.job.flops import training_flops
+from zbc.job.model_section import RopeScaling
+from zbc.training.launch import launch
+from zbc.training.models import model
+from zbc.training.models.rotary import rotation_rates
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 300, "seq_len": 32}
 FAMILIES = [

@@ -10,7 +10,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, 
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import AUTO, SCHEDULES
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5}
 SMALL = {**GPT, "hidden": 16, "heads": 2}
@@ -24,7 +24,7 @@ def options(schedule):
 
 
 @pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("schedule", few(SCHEDULES))
+@pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "interleaved-1f1b", "dualpipe")))
 def test_four_ranks_train_with_fewer_microbatches_as_one_process_does(schedule, m):
     plan = make_plan(make_program(schedule, 4, m), optimizer=FAST, **options(schedule))
     workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)
@@ -36,7 +36,7 @@ def test_four_ranks_train_with_fewer_microbatches_as_one_process_does(schedule, 
         torch.testing.assert_close(weight.data, expected.weights[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", few(["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"], ("zb-h1",)))
 def test_without_a_barrier_one_microbatch_is_enough(schedule):
     plain, ahead = (
         run_threads(
@@ -47,7 +47,7 @@ def test_without_a_barrier_one_microbatch_is_enough(schedule):
     assert [(r.loss, r.grad_norm) for r in plain[0].results] == [(r.loss, r.grad_norm) for r in ahead[0].results]
 
 
-@pytest.mark.parametrize("schedule", [AUTO, *SCHEDULES])
+@pytest.mark.parametrize("schedule", few([AUTO, *SCHEDULES], lambda name: name != AUTO))
 def test_a_job_with_one_microbatch_is_planned_proven_and_predicted(schedule):
     """A single one goes down and up: no schedule can hide anything, none needs longer than that."""
     for m in (1, 2, 3):

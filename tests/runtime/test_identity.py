@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.errors import ZbcError
-from zbc.runtime.identity import _digest, identity
+from zbc.training.launch.identity import _digest, identity
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.errors import ZbcError
-from zbc.runtime.threads import run_threads
-from zbc.runtime.train import explain
+from zbc.training.launch.threads import run_threads
+from zbc.training.train import explain
 
 HERE = "tests.runtime.leaving"
 PLACES = {

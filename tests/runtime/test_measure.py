@@ -9,14 +9,14 @@ from torch import nn
 from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
-from tests.tiers import dealt
+from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
-from zbc.compiler.memory import peaks
+from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op, Placement
-from zbc.plan import Plan
+from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
-from zbc.runtime.measure import CATEGORIES, Ledger, Scale
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
+from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 
 def both(tmp_path, **changes):
@@ -40,7 +40,9 @@ SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute"])
 SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1f1b", "recompute")])
 
 
-@pytest.mark.parametrize(("case", "kind", "activations"), SOME)
+@pytest.mark.parametrize(
+    ("case", "kind", "activations"), few(SOME, lambda case: case[:2] in [("fp32", "zb-h1"), ("llama", "1f1b")])
+)
 def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case, kind, activations):
     found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
     for predicted, measured in found:
@@ -61,10 +63,10 @@ TENTATIVE = {
 }
 
 
-@pytest.mark.parametrize(("case", "batch"), dealt(TENTATIVE, [2**22, 20000]))
+@pytest.mark.parametrize(("case", "batch"), few(dealt(TENTATIVE, [2**22, 20000]), ("adamw", "tied")))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
     """Copies of masters and state, as many at a time as a batch has room for."""
-    monkeypatch.setattr("zbc.dealing.BATCH", batch)
+    monkeypatch.setattr("zbc.plan.dealing.BATCH", batch)
     changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
@@ -95,7 +97,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", few(SHARED, ("tied", "two pipes")))
 def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
     """Whole matrices are dealt: where there are few, copies do not keep equally much."""
     changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
@@ -112,7 +114,7 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
 
 
 @pytest.mark.parametrize(("zero1", "sync"), [(False, "before-step"), (True, "before-step"), (True, "post-validate")])
-@pytest.mark.parametrize("case", ["a large embedding", "masters"])
+@pytest.mark.parametrize("case", few(["a large embedding", "masters"], ("a large embedding",)))
 def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
     """Messages of ZeRO-1 have as much for each copy as for the one that is dealt most."""
     changes = {"m": 2, "layers": 2, **SHARED[case], "pp": 1, "parallel": {"dp": 3}}
@@ -135,8 +137,8 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
             assert stage.gathered == pytest.approx(most(Kind.GATHER))
 
 
-@pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m", few([1, 2], (1,)))
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ("bfloat16",)))
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dtype, m):
     """With one microbatch every weight gradient is the first of its step, and is added to nothing."""
@@ -146,7 +148,7 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
         assert predicted.buffers == pytest.approx(measured.buffers, rel=0.03)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     """The first backward of a step makes gradients, which are a category of their own and nothing it needs more."""
     compiled = compile_job(
@@ -161,8 +163,8 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
         assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("case", few(CASES, ("fp32", "masters")))
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
     """They are added to nothing, and come one after the other while activations go."""
     compiled = compile_job(job(data={"kind": "synthetic"}, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2}))
@@ -191,7 +193,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", few(WHOLE, ("weights are most", "W is apart", "tied in one stage")))
 def test_what_a_rank_holds_in_all_is_predicted_when_gradients_are_not_there_yet(tmp_path, case):
     for predicted, measured in both(tmp_path, **{"m": 4, "layers": 4, **WHOLE[case]}):
         assert measured.peak <= predicted.bytes * 1.04
@@ -222,7 +224,7 @@ def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(mo
     worker = make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
     handler, *rest = worker.script[0]
     sent, now = [torch.ones(1000)], [0]
-    monkeypatch.setattr("zbc.runtime.measure.time.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("zbc.training.recording.measure.time.perf_counter_ns", lambda: now[0])
 
     def forward(worker, op):
         handler(worker, op)

@@ -10,17 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiers import few
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from zbc import hfconfig
 from zbc.errors import ZbcError
-from zbc.plan import Plan
-from zbc.runtime import hfexport
-from zbc.runtime.pretrained import INDEX, SINGLE, Weights
-from zbc.runtime.threads import run_threads
+from zbc.job import hfconfig
+from zbc.plan.directory import Plan
+from zbc.training.launch.threads import run_threads
+from zbc.training.models import hfexport
+from zbc.training.models.pretrained import INDEX, SINGLE, Weights
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -114,7 +116,7 @@ def logits_of(plan, steps=1):
     return found, workers
 
 
-@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("p", few([1, 2, 4], (2,)))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(folders, name, p):
     folder, peer = folders(name)
@@ -165,7 +167,12 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 # ---- out -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "p"), [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("name", "p"),
+    few(
+        [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)], [("gpt2", 4), ("llama-grouped", 4), ("llama", 1)]
+    ),
+)
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)
     plan = plan_of(source, p, "zb-v" if p == 4 else "1f1b")

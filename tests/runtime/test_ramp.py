@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
-from zbc.course import Course, Leg
-from zbc.learning_rate import Schedule
-from zbc.runtime.checkpoint.folder import folder_of
-from zbc.runtime.data import Batches, Noise
-from zbc.runtime.threads import run_threads
+from tests.tiers import few
+from zbc.job.learning_rate import Schedule
+from zbc.plan.course import Course, Leg
+from zbc.training.checkpoint.folder import folder_of
+from zbc.training.data.data import Batches, Noise
+from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
 PHASES = ((1, 2), (3, 1))  # microbatches, steps; then FULL
@@ -39,7 +40,11 @@ def numbers(workers):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "dualpipe-v"]
+    "schedule",
+    few(
+        ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "dualpipe-v"],
+        ("1f1b", "zb-v", "dualpipe"),
+    ),
 )
 def test_a_growing_batch_trains_as_one_process_does(schedule):
     plan = growing(schedule)
@@ -52,7 +57,9 @@ def test_a_growing_batch_trains_as_one_process_does(schedule):
         torch.testing.assert_close(weight.data, expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("copies", "zero1", "tied"), [(2, False, False), (2, True, True), (1, False, True)])
+@pytest.mark.parametrize(
+    ("copies", "zero1", "tied"), few([(2, False, False), (2, True, True), (1, False, True)], [(2, True, True)])
+)
 def test_copies_shards_and_tied_weights_go_through_a_ramp(copies, zero1, tied):
     plan = growing("zb-h1", optimizer={**FAST, "zero1": zero1}, copies=copies, tied=tied)
     workers, expected = run_threads(plan, STEPS), reference(plan, STEPS)
@@ -61,8 +68,8 @@ def test_copies_shards_and_tied_weights_go_through_a_ramp(copies, zero1, tied):
     assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("largest", [0.5, 1e6])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("largest", few([0.5, 1e6], (0.5,)))
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
 def test_without_a_barrier_a_ramp_has_the_same_bits(schedule, largest):
     """Clipped in every step and never; the step before a larger batch is final before that begins."""
     plain, ahead = (
@@ -135,7 +142,11 @@ def test_a_rate_by_samples_counts_what_was_read():
 
 
 @pytest.mark.parametrize(
-    ("after", "sync"), [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")]
+    ("after", "sync"),
+    few(
+        [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")],
+        [(1, "before-step"), (2, "post-validate")],
+    ),
 )
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
     """On another schedule and other ranks: step, position in the data and rate are those of the run without a break."""

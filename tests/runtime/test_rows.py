@@ -16,8 +16,8 @@ from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import VALUES, At, Kind, Ref, Scope
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.state import STORES
-from zbc.runtime.threads import run_threads
 from zbc.runtime.transport import Signal
+from zbc.training.launch.threads import run_threads
 
 HERE = "tests.runtime.user_models"
 RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from zbc.runtime.scribe import Scribe
+from zbc.training.recording.scribe import Scribe
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_closing_does_what_is_left_and_ends_the_thread():
 
 def test_a_process_that_ends_by_an_error_has_written_down_all_it_recorded():
     code = (
-        "import time; from zbc.runtime.scribe import Scribe; one = Scribe()\n"
+        "import time; from zbc.training.recording.scribe import Scribe; one = Scribe()\n"
         "for i in range(3): one.add(lambda i=i: (time.sleep(0.05), print(i, flush=True)))\n"
         "raise SystemExit(7)"
     )

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, make_worker
-from zbc import spec
 from zbc.errors import ZbcError
-from zbc.plan import Boundary
-from zbc.runtime import model
-from zbc.runtime.shapes import TensorSpec, derive
+from zbc.job import spec
+from zbc.plan.directory import Boundary
+from zbc.runtime.tensors import TensorSpec
+from zbc.training.models import model
+from zbc.training.probing.shapes import derive
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zbc import spec
-from zbc.compiler import ledger
+from zbc.compiler.memory import ledger
 from zbc.errors import ZbcError
+from zbc.job import spec
 from zbc.runtime.hub import Hub
 from zbc.runtime.optimizer import InPlace
 from zbc.runtime.sharded import Piece, Sharded, cut, deal

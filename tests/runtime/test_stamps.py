@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zbc.runtime import stamps
+from zbc.training.recording import stamps
 
 
 class Device:

@@ -10,7 +10,7 @@ from tests.tiers import SIX
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ops import ROWS
 from zbc.runtime import handlers
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 

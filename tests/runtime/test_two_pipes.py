@@ -15,14 +15,16 @@ from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind, Placement
-from zbc.runtime.threads import run_threads
+from zbc.training.launch.threads import run_threads
 
 TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}
 SMALL = {**GPT, "layers": 6, "hidden": 16}
 
 
-@pytest.mark.parametrize(("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)]))
+@pytest.mark.parametrize(
+    ("name", "p"), few([("chimera", 2), ("bitpipe", 4), ("dualpipe", 4), ("bitpipe-zb", 2)], ("chimera",))
+)
 def test_copies_of_a_stage_have_the_same_bits_after_each_of_fifty_clipped_steps(name, p):
     plan = make_plan(make_program(name, p, 4), model=SMALL, optimizer=CLIPPED, size=1)
     seen = []
@@ -57,7 +59,7 @@ def _then(handler, seen):
     return run
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", few([2, 4], (2,)))
 @pytest.mark.parametrize("name", few(TWO))
 def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
     """A parameter that two ranks hold counts once in the norm."""
@@ -70,13 +72,13 @@ def test_loss_and_norm_are_those_of_one_process_over_clipped_steps(name, p):
 
 
 @pytest.mark.parametrize("name", few(TWO))
-@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("m", few([1, 3], (1,)))
 def test_a_pipe_with_fewer_microbatches_or_none_does_not_matter(name, m):
     check_gradients(make_plan(make_program(name, 4, m), keep=without_step), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("pipes", [FORK, FOLD, THREE])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", few([False, True], (True,)))
 def test_ranks_may_hold_different_numbers_of_stages_and_pipes_leave_some_out(pipes, split):
     program = lower(eager(Placement(pipes), 5, split=split))
     check_all(program)

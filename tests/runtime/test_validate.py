@@ -9,8 +9,8 @@ import torch
 
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.runtime import validate
-from zbc.runtime.threads import run_threads
 from zbc.runtime.validate import CHUNK, Layout, Verdict, squares_of
+from zbc.training.launch.threads import run_threads
 
 LAYOUT, CPU = Layout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
 

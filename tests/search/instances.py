@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
-from zbc.compiler.bounds import Bounds, bounds
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search.candidates import Bench
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import COMPILED_RATE
 from zbc.compiler.search.problem import Problem
+from zbc.compiler.sim.bounds import Bounds, bounds
 from zbc.ir import Placement, Program
 
 PROFILES = ((1.0, 1.0, 1.0, 0.0), (18.522, 18.086, 9.337, 0.601), (29.718, 29.444, 19.927, 0.527), (1.0, 2.0, 0.5, 0.2))

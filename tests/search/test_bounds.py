@@ -10,25 +10,27 @@ import pytest
 
 from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
+from tests.tiers import few
 from tests.uneven import FORK, eager
-from zbc.compiler.bounds import bounds, with_sums
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
-from zbc.compiler.schedules import SCHEDULES, Request, slots
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.search import slots
 from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.bounds import bounds, with_sums
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 
 SIZES = [(2, 6), (3, 20), (4, 8), (8, 24), (8, 64)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", few(SCHEDULES, lambda name: name not in ("hanayo", "bitpipe")))
 def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
     schedule, rng = SCHEDULES[name], Random(name)
     for _ in range(4 if schedule.searched else 40):
@@ -50,7 +52,7 @@ def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
             assert timeline.makespan >= least.makespan * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", few(range(20), 8))
 def test_no_random_order_beats_the_bounds(block, compiled):
     met = 0
     for seed in range(1000 + 20 * block, 1020 + 20 * block):
@@ -69,7 +71,7 @@ def test_no_random_order_beats_the_bounds(block, compiled):
     assert met >= 2  # bounds that nothing comes near would prove nothing
 
 
-@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize("objective", few(["span", "makespan"], ("makespan",)))
 def test_no_bound_is_above_a_proven_optimum(objective):
     met = 0
     for seed in range(60):
@@ -121,7 +123,7 @@ def test_memory_buys_no_makespan_beyond_the_way_down(p, m, profile):
     assert bounds(v, Costs.uniform(v, *profile), m).makespan == pytest.approx(work + (p - 1) * (f / 2 + comm))
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", few(range(5), 2))
 def test_no_order_of_two_pipes_beats_the_bounds(block):
     """Random starts, random costs, any split of the microbatches, and a list scheduler that fills the gaps."""
     met = 0
@@ -202,7 +204,13 @@ def test_several_bs_may_make_room_for_a_forward(share):
     assert simulate(found, one).span >= bounds(Placement.linear(2), one, 6, limits).span - 1e-9
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "zb-auto"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "zb-auto"],
+        lambda name: name not in ("zb-v", "chimera"),
+    ),
+)
 def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
     """Which count sums at all, and are met where nothing hides them."""
     schedule, rng, nearest = SCHEDULES[name], Random(name), float("inf")

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.search.instances import Recorder, instance, odd
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import engine as engines
 from zbc.compiler.search import moves

@@ -11,15 +11,16 @@ import pytest
 
 from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
+from tests.tiers import few
 from zbc.compiler.check import check_all, check_complete
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import moves, patterns, portfolio, retiming, timing
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.learned import learned
 from zbc.compiler.search.policies import policies
 from zbc.compiler.search.rounds import Filling, filled
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Placement
 
 FILLINGS = (Filling(True), Filling(False))
@@ -67,7 +68,7 @@ def examine(given, bench):
             check_all(lower(program))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", few(range(100), 50))
 def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     given = instance(seed)
     bench = Recorder(given.problem, compiled, "span")
@@ -97,7 +98,7 @@ def test_blocks_fit_in_the_memory_of_v_min(p, compiled):
         assert list(faults(given, given.problem.program(order, origin))) == []
 
 
-@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize("objective", few(["span", "makespan"], ("makespan",)))
 def test_every_order_a_whole_search_looks_at_is_legal_and_fits(objective, compiled, monkeypatch):
     benches = []
 
@@ -266,7 +267,7 @@ def random_moves(by_makespan):
                 yield problem, state, rng, i, j
 
 
-@pytest.mark.parametrize("by_makespan", [False, True])
+@pytest.mark.parametrize("by_makespan", few([False, True], (True,)))
 def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_makespan):
     """Annealing computes anew only what a move changes, and forgets a move that blocks or makes a step too long."""
     moved = blocked = 0

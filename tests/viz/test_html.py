@@ -10,9 +10,9 @@ import pytest
 from tests.compiler.grid import make
 from tests.listing import listing
 from tests.viz import browser
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate
-from zbc.compiler.why import chain
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate
+from zbc.compiler.whatif.why import chain
 from zbc.ir import Placement
 from zbc.viz import html
 from zbc.viz.strip import Drawn, once, repeated
@@ -209,7 +209,7 @@ def test_blocks_have_the_colours_of_their_kinds(opened):
 
 @needs_browser
 def test_the_memory_below_ends_at_nothing_and_peaks_where_the_plan_does(opened):
-    from zbc.compiler.memory import peaks
+    from zbc.compiler.memory.per_rank import peaks
 
     one = drawn("zb-v")
     found = opened.run("zbc.rows.map((row) => [curveOf(row).peak, curveOf(row).held[row.n - 1]])")

@@ -9,8 +9,8 @@ import pytest
 from tests.compiler.grid import FIXED, make
 from tests.listing import listing
 from tests.lowered import lower
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate, steady_state
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.ir import Kind, Op, Placement
 from zbc.viz.look import LOOKS, RESERVED, label, letter
 from zbc.viz.strip import Drawn, once, repeated

@@ -8,9 +8,9 @@ import pytest
 
 from tests.compiler.grid import FIXED, make
 from tests.viz.trace_reader import read
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.sim.simulate import simulate
 from zbc.viz.perfetto import draw
 from zbc.viz.strip import Drawn, repeated
 

@@ -11,10 +11,10 @@ from tests.recorded_runs import MS, record
 from tests.viz import browser
 from tests.viz.test_html import data_of, spans
 from tests.viz.trace_reader import read
-from zbc import trace
 from zbc.api import Run
 from zbc.compiler.recorded.view import step_of
 from zbc.errors import ZbcError
+from zbc.trace import recording as trace
 from zbc.viz import recorded
 from zbc.viz.terminal import View, draw_all
 

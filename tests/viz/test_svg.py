@@ -10,8 +10,8 @@ import pytest
 
 from tests.compiler.grid import FIXED, make
 from tests.listing import listing
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import simulate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
 from zbc.viz.strip import Drawn, once, repeated

@@ -8,26 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import zbc.plan as plans
-from zbc import spec
-from zbc.compiler import estimate, recall, report
+from zbc.compiler import recall
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import check_memory
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
+from zbc.compiler.partition.single import Ordered, settled
+from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
-from zbc.compiler.simulate import Timeline
-from zbc.compiler.single import Ordered, settled
+from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
-from zbc.forward import forward_only
 from zbc.ir import Program
-from zbc.spec import Draft, Job
+from zbc.job import spec
+from zbc.job.spec import Draft, Job
+from zbc.plan import directory as plans
+from zbc.plan.forward import forward_only
 from zbc.text import short, size, wrap
 
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from zbc.compiler.context import Context
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
+from zbc.compiler.sim.context import Context
 from zbc.ir import Program
-from zbc.spec import Job
+from zbc.job.spec import Job
 
 
 class Pass(Protocol):

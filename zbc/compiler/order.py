@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zbc import userobject
-from zbc.compiler import estimate
-from zbc.compiler.auto import best_of_all
-from zbc.compiler.cost import refuse_slices
-from zbc.compiler.judging import Case
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.lowering import Lowering
+from zbc.compiler.partition.auto import best_of_all
+from zbc.compiler.partition.judging import Case
+from zbc.compiler.partition.single import Ordered, bounds_of, cut, finished
+from zbc.compiler.partition.tailor import best_cut
 from zbc.compiler.schedules import AUTO, Request, find
-from zbc.compiler.single import Ordered, bounds_of, cut, finished
-from zbc.compiler.tailor import best_cut
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
 from zbc.ir import Kind, Op, Placement, Program, chain
-from zbc.spec import Job
+from zbc.job import userobject
+from zbc.job.spec import Job
 
 
 def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:

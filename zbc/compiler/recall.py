@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from zbc import profile as profiles
-from zbc import toml
-from zbc.compiler import cost, estimate
-from zbc.compiler.cost import Costs
-from zbc.compiler.estimate import Layer
-from zbc.compiler.machine import Machine
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.errors import ZbcError
-from zbc.plan import MANIFEST, Manifest, Plan, read_manifest
-from zbc.spec import SECTIONS, Job
+from zbc.job import profile as profiles
+from zbc.job import toml
+from zbc.job.spec import SECTIONS, Job
+from zbc.plan.directory import MANIFEST, Manifest, Plan, read_manifest
 
 
 def job_of(manifest: Manifest) -> Job:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.passes.post_validate import PostValidate
-from zbc.compiler.simulate import SAME, Timeline, lengths, replay
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay
 from zbc.ir import Kind, Program
 
 SETTLES = 8  # steps after which their length no longer changes

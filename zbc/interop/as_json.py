@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Program
 
 FORMAT = "zbc-timeline"

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from zbc.compiler.graph import Graph, reads
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Kind, Op
 from zbc.ops import At, Lane
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zbc.compiler.partition import megatron_layout
 from zbc.compiler.schedules import Request, find
-from zbc.interop import megatron_layout
 from zbc.interop.refused import Refused
 from zbc.ir import Kind, Op, Placement, Program
-from zbc.plan import Manifest
+from zbc.plan.directory import Manifest
 
 
 def dumps(program: Program, manifest: Manifest) -> str:

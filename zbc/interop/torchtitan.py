@@ -12,7 +12,7 @@ import json
 from zbc.interop import torch_csv
 from zbc.interop.refused import Refused
 from zbc.ir import Placement, Program
-from zbc.plan import Manifest
+from zbc.plan.directory import Manifest
 
 _NAMES = {"embed": ["tok_embeddings"], "head": ["norm", "output"]}
 

@@ -1,0 +1,1 @@
+"""Runs the ops of a plan, exactly as they are written."""

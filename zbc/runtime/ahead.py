@@ -18,7 +18,7 @@ import torch
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.plan import judges
+from zbc.plan.directory import judges
 from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.pending import Ahead, Pending
 from zbc.runtime.progress import StepResult

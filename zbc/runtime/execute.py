@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from zbc.errors import ZbcError
+from zbc.job.userobject import FAILURES
 from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
 from zbc.runtime.validate import Verdict, reset_peak
-from zbc.userobject import FAILURES
 
 __all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
 

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
+from zbc.job.userobject import FAILURES
 from zbc.runtime import ahead
-from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import set_rate
-from zbc.runtime.shapes import TensorSpec
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
 from zbc.runtime.state import Worker, name_of, take
 from zbc.runtime.tape import Tape
+from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.validate import peak_bytes
-from zbc.userobject import FAILURES
 
 __all__ = ["HANDLERS", "Worker"]
 

@@ -28,7 +28,7 @@ from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
-from zbc.plan import Manifest, judges, meeting
+from zbc.plan.directory import Manifest, judges, meeting
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transport import Again, Letter, Pending, Signal
 

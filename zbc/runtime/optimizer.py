@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zbc import dealing, spec
+from zbc.job import spec
+from zbc.plan import dealing
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.validate import squares_of

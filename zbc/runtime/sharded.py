@@ -1,7 +1,7 @@
 """ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
 
 Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
-are dealt to the ranks as evenly as they go (zbc/dealing.py). A rank keeps state for its own pieces only:
+are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps state for its own pieces only:
 
     REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
     STEP     and updates them, in place: a piece is a view of the working weights
@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbc import dealing, spec
 from zbc.errors import ZbcError
+from zbc.job import spec
+from zbc.plan import dealing
 from zbc.runtime.bucket import gradient_type
 from zbc.runtime.optimizer import Held, Masters, build_optimizer
 from zbc.runtime.precision import lower_precision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -11,16 +11,39 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.job.userobject import FAILURES
 from zbc.runtime.alone import Alone
-from zbc.runtime.model import LayerPlan
-from zbc.runtime.probe import Traits
-from zbc.runtime.remembered import Kept, Place, as_before, places, renew
-from zbc.runtime.seeding import drawing, draws, seed_of
-from zbc.runtime.shapes import Laid, TensorSpec
+from zbc.runtime.remembered import Kept, Place, as_before, renew
+from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
+from zbc.runtime.split import SplitLinear
 from zbc.runtime.tape import Graph, Inputs, Tape, input_of
-from zbc.userobject import FAILURES
+from zbc.runtime.tensors import Laid, TensorSpec
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What tries with made-up numbers found out of a layer's forward (training/probing)."""
+
+    random: bool = False
+    overwrites: bool = False
+    remembers: tuple[str, ...] = ()  # names of buffers inside the layer
+    whole: bool = False
+    carries: tuple[str, ...] = ()  # attributes inside the layer
+    mixes: tuple[str, ...] = ()  # attributes, too
+    grows: tuple[str, ...] = ()  # buffers that its first forward makes
+
+    def __or__(self, other: Traits) -> Traits:
+        remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
+        return Traits(
+            self.random or other.random,
+            self.overwrites or other.overwrites,
+            remembers,
+            self.whole or other.whole,
+            tuple(dict.fromkeys((*self.carries, *other.carries))),
+            tuple(dict.fromkeys((*self.mixes, *other.mixes))),
+            tuple(dict.fromkeys((*self.grows, *other.grows))),
+        )
 
 
 @dataclass(frozen=True)
@@ -219,81 +242,7 @@ def _name(error: BaseException, layer: Layer, x: Tensor) -> None:
         error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")
 
 
-def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:
-    """Let layers that are tied to a parameter of another one use it, under its name.
-
-    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get a
-    copy with the same initial values. To be called with all stages of a rank, before anything holds their parameters.
-    """
-    found = list(stages)
-    owned = {name: p for stage in found for name, p in stage.parameters.items()}
-    ties = {plan.name: plan.ties for plan in plans}
-    for stage in found:
-        for layer in stage.layers:
-            for local, target in ties[layer.name].items():
-                del stage.parameters[f"{layer.name}.{local}"]
-                shared = owned.get(target)
-                if shared is None:
-                    stage.parameters[target] = shared = _initial(target, plans, seed, device)
-                path, _, leaf = local.rpartition(".")
-                setattr(layer.module.get_submodule(path), leaf, shared)
-
-
-def _initial(name: str, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> nn.Parameter:
-    """A parameter of a layer that another rank holds, with its initial values."""
-    plan = next(plan for plan in plans if name.startswith(f"{plan.name}."))
-    found = plan.build(seed).get_parameter(name.removeprefix(f"{plan.name}."))
-    return nn.Parameter(found.detach().to(device), found.requires_grad)
-
-
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:
     """E505 for a tensor that is not what the plan says; `what` names it."""
     text = f"run: {what} is {TensorSpec.of(found)}, it must be {wanted}"
     return ZbcError("E505", text, hint="every microbatch has the same shapes; layers must not depend on the data")
-
-
-def build_stage(
-    index: int,
-    plans: list[LayerPlan],
-    takes: TensorSpec,
-    gives: TensorSpec | None,
-    *,
-    traits: Mapping[str, Traits],
-    seed: int,
-    device: torch.device,
-    dtype: str,
-    splits: bool,
-    recompute: bool,
-    flows: bool,
-    needed: bool,
-    compiles: bool = False,
-    laid: Laid | None = None,
-) -> Stage:
-    """Build a stage's layers with their initial weights and move them to `device`.
-
-    `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
-    `compiles`: layers that can be are compiled, when they first run.
-    """
-    layers, patches, low = list[Layer](), list[Patch](), dtype == "bfloat16"
-    for plan in plans:
-        module = plan.build(seed).to(device)
-        seen = traits[plan.name] | Traits(random=draws(module))
-        chosen = compiles and plan.compiles
-        # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
-        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
-        found = split_backward(module, kinds)
-        compiled = _compiled(module, found) if chosen else None
-        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers), compiled))
-        patches += found
-    autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
-    casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid)
-
-
-def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
-    """None where there is nothing to compile: a layer that its user compiled, or that is one of those left outside."""
-    from zbc.runtime.compiled import compile_layer, is_compiled  # takes a second or two to import
-
-    if is_compiled(module) or any(patch.module is module for patch in patches):
-        return None
-    return compile_layer(module, patches)

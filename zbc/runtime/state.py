@@ -15,28 +15,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zbc.course import Course
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES, Scope
-from zbc.plan import RankPlan
+from zbc.plan.course import Course
+from zbc.plan.directory import RankPlan
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
-from zbc.runtime.data import Batches
-from zbc.runtime.model import Loss
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.pending import Ahead
-from zbc.runtime.prefetch import Prefetched
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Tape
+from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Transport
 from zbc.runtime.validate import Layout, Verdict
 
@@ -69,13 +67,24 @@ STORES = (
 REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
 
 
+class BatchSource(Protocol):
+    """Where the microbatches of every step come from, as tensors on the CPU."""
+
+    @property
+    def count(self) -> int: ...  # samples
+    def follow(self, course: Course) -> None: ...
+    def inputs(self, step: int, mb: int) -> Tensor: ...
+    def targets(self, step: int, mb: int) -> Tensor: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Evaluation:
     """What a rank needs to evaluate: the forward-only program, and the data where they are read."""
 
     every: int
     microbatches: int  # of a batch, per copy of the pipeline
-    batches: Batches | None  # None on ranks with neither the first nor the last stage
+    batches: BatchSource | None  # None on ranks with neither the first nor the last stage
     count: int  # microbatches per evaluation, in all copies; 0 where the rank does not know
     script: Script
     results: list[EvaluationResult] = field(default_factory=list)
@@ -130,7 +139,7 @@ class Worker:
     transport: Transport
     device: torch.device
     stages: dict[int, Stage]
-    batches: Batches | Prefetched | None  # None on ranks with neither the first nor the last stage
+    batches: BatchSource | None  # None on ranks with neither the first nor the last stage
     loss: Loss
     optimizers: dict[int, StageOptimizer]
     clip: float | None
@@ -278,7 +287,7 @@ class Worker:
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
-        if isinstance(self.batches, Prefetched):
+        if self.batches is not None:
             self.batches.close()
 
     def leftovers(self) -> list[str]:

@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zbc.dealing import CHUNK
+from zbc.plan.dealing import CHUNK
 from zbc.runtime.progress import StepResult
 
 

@@ -12,8 +12,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from zbc.compiler.ledger import activations
-from zbc.compiler.why import chain
+from zbc.compiler.memory.ledger import activations
+from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
 from zbc.viz.look import chunks, entries, look, odd_stages

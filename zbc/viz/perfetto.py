@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from zbc.compiler.memory import over_time
+from zbc.compiler.memory.per_rank import over_time
 from zbc.ir import Op
 from zbc.ops import At, Lane
 from zbc.text import MIB

@@ -7,9 +7,9 @@ from zbc.compiler.recorded.report import median_step
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.recorded.times import measured, times_of
 from zbc.compiler.recorded.view import Step, step_of
-from zbc.compiler.simulate import simulate
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
-from zbc.trace import Trace
+from zbc.trace.recording import Trace
 from zbc.viz.strip import Drawn, Strip, repeated
 
 

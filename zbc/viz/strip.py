@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import curve
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import curve
 from zbc.compiler.recorded.timeline import Recording
-from zbc.compiler.simulate import Timeline, run
+from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive
 from zbc.ir import Kind, Op, Program
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from zbc.compiler.memory import peaks
+from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time

@@ -18,8 +18,8 @@ from typing import Literal
 
 from rich.text import Text
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op, Program
 from zbc.text import short, wrap
 from zbc.viz.cells import Block, Grid, Window, by_slot, by_time

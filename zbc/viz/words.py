@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Program
 from zbc.text import percent, short
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import RankMemory
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import RankMemory
 from zbc.errors import ZbcError, raise_all
-from zbc.spec import Job, parse_limit
+from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zbc.compiler.context import Context
+from zbc.compiler.sim.context import Context
 from zbc.ir import Edge, Message, Op, Placement, Program, groups
 from zbc.ops import VALUES, At, Kind, Lane, Ref
 

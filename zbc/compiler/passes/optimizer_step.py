@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zbc.compiler.context import Context
+from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
-from zbc.compiler.simulate import SAME, lengths, replay
-from zbc.compiler.warmup import closed, forwards, leading
+from zbc.compiler.passes.warmup import closed, forwards, leading
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import SAME, lengths, replay
 from zbc.ir import Kind, Message, Op, Placement, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zbc.compiler.context import Context
+from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
 
 

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Message, Step
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import Op, Program
-from zbc.trace import Cause, Recorded
+from zbc.trace.recording import Cause, Recorded
 
 
 @dataclass

@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zbc.compiler import estimate, profiled, recall
-from zbc.compiler.estimate import Layer
+from zbc.compiler import recall
+from zbc.compiler.cost import estimate, profiled
+from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import step_of, typical
 from zbc.ir import Kind
-from zbc.plan import Manifest
-from zbc.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of, spread
-from zbc.spec import Job
-from zbc.trace import Trace
+from zbc.job.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of, spread
+from zbc.job.spec import Job
+from zbc.plan.directory import Manifest
+from zbc.trace.recording import Trace
 
 MOST_STEPS = 32  # recorded steps that are looked at, the last ones
 _ROUNDS = 3000

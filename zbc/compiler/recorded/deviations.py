@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.times import Times, median_ms
 from zbc.compiler.recorded.view import Message, Step
 from zbc.ir import Kind, Op, Program

@@ -12,9 +12,9 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.ir import Program
-from zbc.plan import Manifest
-from zbc.profile import Profile, misfits
-from zbc.spec import GivenCosts, Job
+from zbc.job.profile import Profile, misfits
+from zbc.job.spec import GivenCosts, Job
+from zbc.plan.directory import Manifest
 
 
 @dataclass(frozen=True, slots=True)

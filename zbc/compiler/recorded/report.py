@@ -9,16 +9,16 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from zbc.compiler import recall
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded import blame, deviations
 from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
 from zbc.compiler.recorded.times import Times, times_of
 from zbc.compiler.recorded.view import Step, step_of, typical
-from zbc.compiler.simulate import Timeline, simulate
+from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
-from zbc.trace import Head, Trace
+from zbc.trace.recording import Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
 MOST_STEPS = 32  # recorded steps that are looked at, the last ones

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from zbc.compiler.graph import Graph, build
 from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
-from zbc.compiler.simulate import Timeline
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.trace import Cause, Memory
+from zbc.trace.recording import Cause, Memory
 
 _MS = 1e6
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from zbc.compiler.cost import Costs, PerStage
+from zbc.compiler.cost.cost import Costs, PerStage
 from zbc.compiler.recorded.view import Step
 from zbc.ir import Kind
 from zbc.ops import Lane
-from zbc.trace import Cause
+from zbc.trace.recording import Cause
 
 _MS = 1e6
 _What = TypeVar("_What", Kind, str)

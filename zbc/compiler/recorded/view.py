@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zbc import ir
 from zbc.ir import Op, Program
-from zbc.trace import Cause, Recorded, Trace
+from zbc.trace.recording import Cause, Recorded, Trace
 
 LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
 

@@ -10,13 +10,13 @@ found by search for the job's costs and limit; m >= p, and for some p and m it s
 
 from __future__ import annotations
 
-from zbc.compiler.bounds import bounds
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.dualpipe import dualpipe, dualpipe_v
 from zbc.compiler.schedules.request import Request, Schedule
 from zbc.compiler.schedules.waves import bitpipe, chimera, hanayo, two_pipes
 from zbc.compiler.search.feasible import check_feasible
 from zbc.compiler.search.pipes import packed
+from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement, Program
 
 BUDGET = 2.0  # seconds of annealing where no order reaches the bound

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from zbc.compiler.schedules.request import Schedule
 from zbc.errors import ZbcError
-from zbc.spec import Draft
+from zbc.job.spec import Draft
 
 OPTIONS = ("group", "early", "overlap")
 

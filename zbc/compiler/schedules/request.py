@@ -10,7 +10,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
 if TYPE_CHECKING:
-    from zbc.compiler.cost import Costs
+    from zbc.compiler.cost.cost import Costs
 
 
 @dataclass(frozen=True, slots=True)

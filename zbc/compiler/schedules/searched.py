@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbc.compiler.bounds import bounds
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.lagged import between_h1_and_h2
 from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
@@ -29,6 +28,7 @@ from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
 from zbc.compiler.search.portfolio import FEW_OPS, Effort
 from zbc.compiler.search.problem import KINDS, Problem
+from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 from zbc.text import at_least

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbc.compiler.cost import Costs
-from zbc.compiler.memory import peaks
-from zbc.compiler.schedules import slots
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules.request import Request
+from zbc.compiler.search import slots
 from zbc.compiler.search.pipes import packed
 from zbc.ir import Op, Placement, Program
 

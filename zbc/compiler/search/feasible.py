@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.errors import ZbcError
 from zbc.ir import Placement

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.table import Row, Rows
 from zbc.ir import Kind, Op, Program
 

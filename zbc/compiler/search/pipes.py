@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.compiler.context import Context
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.reduce_grads import ReduceGrads
-from zbc.compiler.schedules import slots
+from zbc.compiler.search import slots
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.search.shifting import annealed
+from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
 from zbc.compiler.search.table import Row, Rows
 from zbc.ir import Kind, Op, Placement, Program

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zbc.compiler.cost import Costs
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.portfolio import Effort

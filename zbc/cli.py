@@ -1,0 +1,116 @@
+"""The command line: the list of commands, and how each ends.
+
+Each module of commands imports what it needs inside its commands, so that `zbc --help` stays fast. Everything that
+commands call raises `ZbcError` or returns.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from zbc import __version__
+from zbc.commands import (
+    data,
+    differing,
+    drawing,
+    exchanging,
+    jobs,
+    planning,
+    profiling,
+    reporting,
+    running,
+    simulating,
+)
+from zbc.commands.console import show_error, tell
+from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
+from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_stdout, unwritten_stdout
+
+app = typer.Typer(
+    name="zbc",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        to_stdout(f"zbc {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def zbc(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile pipeline-parallel training schedules into proven, runnable per-rank plans."""
+
+
+app.command()(jobs.init)
+app.command()(drawing.schedules)
+app.command()(planning.plan)
+app.command()(planning.check)
+app.command()(planning.compare)
+app.command()(simulating.simulate)
+app.command()(drawing.visualize)
+app.command()(differing.diff)
+app.command()(exchanging.export)
+app.command("import")(exchanging.import_order)
+app.command()(profiling.profile)
+app.command()(running.run)
+app.command()(reporting.report)
+app.add_typer(jobs.config, name="config")
+app.add_typer(data.data, name="data")
+app.command()(jobs.explain)
+app.command()(running.doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed.
+
+    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe. Where
+    nothing can be said on stderr the exit code still tells.
+    """
+    open_missing()
+    code = _code(argv)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = EXIT_PIPE
+    except OSError as error:
+        told = unwritten_stdout(error)
+        show_error(told)
+        code = code or told.exit_code
+    if code == EXIT_PIPE:
+        silence_stdout()
+    sys.exit(code)
+
+
+def _code(argv: Sequence[str] | None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        app(arguments, prog_name="zbc")
+    except ZbcError as error:
+        show_error(error, as_json="--json" in arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_PIPE
+    except SystemExit as left:  # typer's own way out; of a closed pipe it makes a 1
+        if isinstance(left.__context__, BrokenPipeError):
+            return EXIT_PIPE
+        return left.code if isinstance(left.code, int) else 0
+    except Exception:
+        traceback.print_exc()
+        tell("this is a bug in zbc: please report it with the lines above and the job file that led to it")
+        return EXIT_BUG
+    return 0

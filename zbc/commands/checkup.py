@@ -1,0 +1,92 @@
+"""What `doctor --model` says of a model: does each parameter get the gradient that plain autograd gives it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbc.commands.console import labelled, show, show_json
+from zbc.commands.summary import ranges
+from zbc.errors import ZbcError
+
+if TYPE_CHECKING:
+    from zbc.plan.directory import Plan
+    from zbc.training.probing.checkup import Checkup, Compared
+
+_SHOWN = 8  # parameters of an error
+
+
+def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Plan the job, run one microbatch both ways and print what came out.
+
+    Raises E510 if it is not the same, E704 if it is not finite.
+    """
+    from zbc.compiler.compile import compile_job, load_job
+    from zbc.plan.directory import Plan
+
+    compiled = compile_job(load_job(path, overrides), budget=0.0)
+    manifest, _ = compiled.assemble()
+    plan = Plan(manifest, compiled.program)
+    from zbc.training.probing.checkup import check_up  # torch takes a second; a job that cannot be planned needs none
+
+    found = check_up(plan)
+    if not found.fine:
+        raise _differs(found)
+    if found.overflowing:
+        raise _overflows(found)
+    if as_json:
+        show_json(found.as_json())
+        return
+    _report(compiled.schedule, plan, found)
+
+
+def _report(schedule: str, plan: Plan, found: Checkup) -> None:
+    manifest = plan.manifest
+    layers = sum(map(len, manifest.layers))
+    show(labelled("model", f"{layers} layers, {len(found.parameters)} parameters"))
+    ways: dict[str, list[int]] = {}
+    for stage, way in enumerate(found.stages):
+        ways.setdefault(way, []).append(stage)
+    show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
+    show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
+    rest = len(found.parameters) - found.equal
+    lines = [f"bit by bit the same for {found.equal} of {len(found.parameters)} parameters"]
+    if rest:
+        worst = max(found.parameters, key=lambda one: one.error)
+        lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e} of its largest")
+    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g}: all right"))
+
+
+def _differs(found: Checkup) -> ZbcError:
+    wrong = sorted(found.wrong, key=lambda one: -one.error)
+    count = f"{len(wrong)} of {len(found.parameters)} parameters get"
+    text = f"model: {count} another gradient than from plain autograd"
+    if not wrong:
+        text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
+    details = _first([_line(one) for one in wrong])
+    hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
+    return ZbcError("E510", text, hint=hint, details=details)
+
+
+def _overflows(found: Checkup) -> ZbcError:
+    count = f"{len(found.overflowing)} of {len(found.parameters)} parameters"
+    text = f"model: the gradients of {count} are not finite, by plain autograd as through the stages"
+    hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
+    details = [f"loss {found.loss:.9g}", *_first([one.name for one in found.overflowing])]
+    return ZbcError("E704", text, hint=hint, details=details)
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _line(one: Compared) -> str:
+    how = (
+        "missing on one side, or finite on one side only"
+        if math.isinf(one.error)
+        else f"off by {one.error:.1e} of its largest"
+    )
+    return f"{one.name}: {how}"

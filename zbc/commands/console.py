@@ -1,0 +1,184 @@
+"""How commands speak: the answer on stdout, messages and progress on stderr.
+
+Text goes out as rich `Text`, never as markup: markup swallows `[costs]` and crashes on `[/x]`. Nothing is coloured off
+a terminal; NO_COLOR switches colours off everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from zbc.errors import ZbcError, unwritten
+from zbc.host.closed_pipe import EXIT_PIPE, silence_stderr, silence_stdout, unwritten_stdout
+from zbc.host.folders import folders_for
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_UNBOUND = 10_000  # columns: a line that is too long is for the terminal to wrap, never to be cut
+
+
+def stdout() -> Console:
+    """The console of answers. A reader that goes away (`zbc schedules | head -1`) ends the command quietly."""
+    from rich.console import Console
+
+    class Answers(Console):
+        def on_broken_pipe(self) -> NoReturn:
+            silence_stdout()
+            raise SystemExit(EXIT_PIPE)
+
+    return Answers(
+        file=sys.stdout,
+        color_system=_colours(),
+        width=_UNBOUND,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+
+
+def stderr() -> Console:
+    """The console of remarks. That nobody reads them changes nothing."""
+    from rich.console import Console
+
+    class Remarks(Console):
+        def on_broken_pipe(self) -> None:
+            silence_stderr()
+
+    return Remarks(file=sys.stderr, color_system=_colours(), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _colours() -> Literal["auto"] | None:
+    return None if os.environ.get("NO_COLOR") else "auto"
+
+
+def show(*parts: RenderableType) -> None:
+    """Print on stdout, one part below the other. Raises E608 where that cannot be written."""
+    from rich.text import Text
+
+    console = stdout()
+    try:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str | Text))
+    except OSError as error:
+        raise unwritten_stdout(error) from None
+
+
+def show_json(document: Mapping[str, Any]) -> None:
+    show(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def tell(message: str) -> None:
+    """A remark on stderr, if it can be written."""
+    _remark(message)
+
+
+def _remark(text: str | Text) -> None:
+    try:
+        stderr().print(text)
+    except OSError:
+        silence_stderr()
+
+
+def show_error(error: ZbcError, *, as_json: bool = False) -> None:
+    """The error on stderr, for `--json` also as one document on stdout."""
+    from rich.text import Text
+
+    text = Text(error.render())
+    text.highlight_regex(re.compile(r"^error\[\w+\]", re.MULTILINE), "bold red")
+    text.highlight_regex(re.compile(r"^  --> \S+", re.MULTILINE), "cyan")
+    _remark(text)
+    if as_json:
+        with suppress(ZbcError):  # where stdout takes nothing this was said above
+            show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
+
+
+def table(*columns: str, left: int = 1) -> Table:
+    """A table without lines; the first `left` columns are words, the others numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    return made
+
+
+def labelled(label: str, *lines: str) -> Text:
+    """`label` in bold in front of the first line, the others aligned below it."""
+    from rich.text import Text
+
+    text = Text(f"{label:<{LABEL}}", style="bold")
+    text.append(("\n" + " " * LABEL).join(lines), style="not bold")
+    return text
+
+
+LABEL = 11  # columns of a label
+
+
+def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
+    """A table below a label; a wide one `by` fewer columns."""
+    from rich.padding import Padding
+
+    return Padding(block, (0, 0, 0, by), expand=False)
+
+
+@contextmanager
+def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while a command works, on a terminal only; yields a function that counts more (one) as done.
+
+    Without a total it only says that there is work.
+    """
+    console = stderr()
+    if quiet or not console.is_terminal:
+        yield lambda more=1: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda more=1: bar.advance(task, more)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file the user asked for. Raises E608 where that is not possible, leaving no new file or folder behind."""
+    there = os.path.lexists(path)
+    try:
+        with folders_for(path):
+            try:
+                path.write_text(text, encoding="utf-8")
+            except BaseException:
+                if not there:
+                    path.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves nothing behind."""
+    if os.path.exists(path) and path.is_fifo():  # whose reader would take this for all there is
+        return
+    try:
+        with folders_for(path, keep=False):
+            there = os.path.exists(path)
+            with path.open("ab"):
+                pass
+            if not there:
+                path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ZbcError:
+    text = f"cannot write {path}: {unwritten(path, error)}"
+    return ZbcError("E608", text, hint="choose a place that can be written")

@@ -1,0 +1,44 @@
+"""`zbc data`: training data from text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zbc.commands.console import labelled, progress, show, tell
+from zbc.commands.options import Quiet
+from zbc.text import size
+
+data = typer.Typer(no_args_is_help=True, help="Make token files.")
+
+
+@data.command("tokenize")
+def tokenize(
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text or .jsonl files, or folders of them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.bin", help="The token file.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="tokenizer.json", help="A tokenizer; without one, bytes are tokens.")
+    ] = None,
+    end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token after each document.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Turn text into a token file for data.kind = "tokens".
+
+    A document is a file, or a line of a .jsonl file (its "text"). After an interruption the same command continues.
+    """
+    from zbc.training.data.tokenize import Bytes, Json, total_bytes
+    from zbc.training.data.tokenize import tokenize as make
+
+    if tokenizer is None and end is not None:
+        raise typer.BadParameter("bytes as tokens end documents with NUL; --end goes with --tokenizer")
+    chosen = Bytes() if tokenizer is None else Json(tokenizer, end)
+    with progress("tokenizing", total_bytes(texts, output), quiet=quiet) as done:
+        made = make(texts, output, chosen, done=done)
+    if not quiet:
+        show(labelled("tokens", f"{made.tokens} of {made.documents} documents, {made.dtype}"))
+        show(labelled("file", f"{output}, {size(made.tokens * made.width)}"))
+        show(labelled("next", f'[data] kind = "tokens", path = "{output}"; model.vocab = {made.vocab} or more'))
+        if made.documents == 0:
+            tell("there was no text")

@@ -1,0 +1,124 @@
+"""`export` and `import`: plans in the forms of other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc.commands.console import labelled, refuse_unwritable, show, tell, write_text
+from zbc.commands.options import PlanJobOrCsv, Quiet
+
+if TYPE_CHECKING:
+    from zbc.api import Plan
+
+
+class Target(StrEnum):
+    """The forms a plan can be exported to: the keys of zbc.api.EXPORTS."""
+
+    TORCH_CSV = "torch-csv"
+    TORCHTITAN = "torchtitan"
+    MEGATRON = "megatron"
+    JSON = "json"
+    DOT = "dot"
+    GRAPHML = "graphml"
+    PERFETTO = "perfetto"
+
+
+class Dialect(StrEnum):
+    """The forms of a torch CSV."""
+
+    COMPUTE_ONLY = "compute_only"
+    COMPUTE_COMMS = "compute_comms"
+
+
+def export(
+    target: PlanJobOrCsv,
+    to: Annotated[Target, typer.Option("--to", help="The format to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
+    ] = None,
+    dialect: Annotated[
+        Dialect, typer.Option("--dialect", help="For torch-csv: compute ops only, or with the plan's transfers.")
+    ] = Dialect.COMPUTE_ONLY,
+    quiet: Quiet = False,
+) -> None:
+    """Export a plan to another tool's format.
+
+    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings.
+    """
+    from zbc.api import open_plan
+
+    if output is not None:
+        refuse_unwritable(output)
+    csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
+    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
+    main, *others = files
+    if output is None:
+        show(files[main].rstrip("\n"))
+        if others:
+            tell(f"not printed: {csv_name}, which this names; -o FILE writes both")
+        return
+    for suffix in files:
+        path = output if suffix == main else output.with_suffix(suffix)
+        if suffix != main and path == output:
+            raise typer.BadParameter(f"{output} ends like the file beside it; choose FILE{main}", param_hint="-o")
+        write_text(path, files[suffix])
+        if not quiet:
+            tell(f"wrote {path}")
+
+
+def import_order(
+    source: Annotated[Path, typer.Argument(metavar="FILE.csv", help="A torch pipelining CSV, compute_only.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="JOB.toml", help="The job file to write.")] = Path(
+        "zbc.toml"
+    ),
+    base: Annotated[
+        Path | None,
+        typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Read a torch CSV and write a job that trains with its order.
+
+    The file is read strictly, and its order is proven.
+    """
+    from zbc.api import Plan
+    from zbc.errors import ZbcError
+    from zbc.viz.words import title, verdict
+
+    if source.suffix != ".csv":
+        raise typer.BadParameter(f"{source} does not end in .csv, by which jobs know an order", param_hint="FILE.csv")
+    plan = Plan.read_csv(source)
+    plan.check()
+    if os.path.exists(output):
+        raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
+    write_text(output, _job_text(plan, source, output, base))
+    if not quiet:
+        show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
+        show(labelled("", "at F = B = W = 1 ms per rank and microbatch"))
+        order, job = shlex.quote(str(source)), shlex.quote(str(output))
+        show(f"wrote {output}", "", labelled("next", f"zbc plan {job}", f"zbc visualize {order}"))
+
+
+def _job_text(plan: Plan, source: Path, output: Path, base: Path | None) -> str:
+    """The tiny template, or all values of `base`, with this order in place of the schedule."""
+    from zbc.commands.jobs import Template, listing, template_text
+    from zbc.compiler.compile import load_job
+
+    placement, m = plan.program.placement, plan.program.microbatches
+    csv = os.path.relpath(source, output.parent)
+    if base is not None:
+        settings = [f"parallel.pp={placement.ranks}", f"schedule.microbatches={m}"]
+        return "\n".join(listing(load_job(base, settings, csv))) + "\n"
+    text = template_text(Template.TINY)
+    layers = max(4, placement.stages)
+    for key, value in (("layers", layers), ("pp", placement.ranks), ("microbatches", m)):
+        text = re.sub(rf"(?m)^{key} = \d+", f"{key} = {value}", text)
+    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"file = {json.dumps(csv)}", text)

@@ -1,0 +1,140 @@
+"""`init`, `config` and `explain`: what a user writes, and what zbc writes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from enum import StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc.commands.console import labelled, show, show_json, table, write_text
+from zbc.commands.options import JobFile, Quiet, ScheduleName, Settings
+from zbc.errors import ZbcError
+
+if TYPE_CHECKING:
+    from zbc.job.spec import Job
+
+config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or the schema of job files.")
+
+
+class Template(StrEnum):
+    """The jobs `zbc init` can write, each a file in zbc/job/templates."""
+
+    TINY = "tiny"
+    GPT = "gpt-1.5b"
+    LLAMA = "llama-8b"
+
+
+def template_text(template: Template) -> str:
+    return (resources.files("zbc.job") / "templates" / f"{template.value}.toml").read_text(encoding="utf-8")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")] = Path("."),
+    template: Annotated[Template, typer.Option(help="What to start from.")] = Template.TINY,
+    from_hf: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model (GPT-2, Llama) instead.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a first, commented zbc.toml."""
+    path = folder / "zbc.toml"
+    if os.path.exists(path):
+        raise ZbcError("E111", f"init: {path} exists", hint="name another folder, or move the file away")
+    if from_hf is None:
+        text = template_text(template)
+    else:
+        from zbc.commands.fromhf import job_text
+
+        text = job_text(from_hf)
+    write_text(path, text)
+    if not quiet:
+        named = shlex.quote(str(path))
+        show(f"wrote {path}", "", labelled("next", f"zbc plan {named}", f"zbc compare {named}"))
+
+
+@config.command("show")
+def config_show(job: JobFile, schedule: ScheduleName = None, settings: Settings = None) -> None:
+    """Print every value of a job, and where it comes from, as a job file."""
+    from zbc.compiler.compile import load_job
+
+    show("\n".join(listing(load_job(job, settings or (), schedule))))
+
+
+def listing(job: Job) -> Iterator[str]:
+    """Lines of TOML; what is not set stands in comments, since TOML has no word for nothing."""
+    from zbc.job.spec import SECTIONS, VERSION
+
+    yield f"zbc = {VERSION}"
+    for name, section in SECTIONS.items():
+        yield f"\n[{name}]"
+        values = getattr(job, name).model_dump(mode="json")
+        for key in section.model_fields:
+            written = job.document.has((name, key))
+            origin = job.document.where((name, key)) if written else "default"
+            line = f"# {key} is not set" if values[key] is None else f"{key} = {_toml(values[key])}"
+            if not written and isinstance(values[key], dict):  # a table that must not be there unless it says something
+                line = f"# {line}"
+            yield f"{line:<36}  # {origin}"
+
+
+def _toml(value: Any) -> str:
+    """A plain value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped, JSON does not
+
+
+def _key(text: str) -> str:
+    bare = text and all(c.isascii() and (c.isalnum() or c in "-_") for c in text)
+    return text if bare else json.dumps(text, ensure_ascii=False)
+
+
+@config.command("schema")
+def config_schema(
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Not needed: there is one schema.")] = None,
+) -> None:
+    """Print the JSON Schema of job files, for editors."""
+    from zbc.job.spec import json_schema
+
+    show_json(json_schema())
+
+
+def _complete_code(incomplete: str) -> list[tuple[str, str]]:
+    from zbc.explain import CATALOGUE
+
+    return [(code, entry.title) for code, entry in CATALOGUE.items() if code.startswith(incomplete.upper())]
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(metavar="CODE", help="An error code, such as E201.", autocompletion=_complete_code)
+    ] = None,
+) -> None:
+    """Explain an error code, and what helps.
+
+    Without a code, list them all.
+    """
+    from zbc.explain import CATALOGUE, FAMILIES
+
+    if code is None:
+        made = table("code", "meaning", left=2)
+        for known, entry in CATALOGUE.items():
+            made.add_row(known, entry.title)
+        show(made)
+        return
+    wanted = code.strip().strip("[]").upper()
+    if wanted not in CATALOGUE:
+        family = [known for known in CATALOGUE if known[:2] == wanted[:2]]
+        hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
+        raise ZbcError("E112", f"explain: no error has the code {code!r}", hint=hint)
+    entry = CATALOGUE[wanted]
+    show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)

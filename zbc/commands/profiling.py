@@ -1,0 +1,190 @@
+"""`profile`: measured costs of a job's layers, as a file that `plan --profile` reads."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
+from zbc.commands.options import AsJson, Quiet, Settings
+from zbc.commands.summary import not_to_be_trusted
+from zbc.text import aligned, percent, short, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.job.profile import Profile
+
+
+_ANY = 1e5  # GB/s; no link is as fast
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def profile(
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="The job description.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
+    device: Annotated[Device | None, typer.Option(help="Where to measure; default: hardware.device.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads per rank; default: as in `zbc run --local`.")
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks that compute at once; default: as many as fit on the cores."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
+    from_trace: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Derive the profile from a recorded run instead.")
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --from-trace: the profile for all that a run does not tell; default: the plan's own.",
+        ),
+    ] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --from-trace: the recorded phase of a ramp, such as m4; default: the last."
+        ),
+    ] = None,
+    settings: Settings = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what the layers of a job cost on this machine.
+
+    One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
+    FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
+    """
+    if from_trace is not None:
+        if job is not None or device or threads or together or settings:
+            raise typer.BadParameter(
+                "--from-trace measures nothing, so JOB.toml and how to measure have no place beside it"
+            )
+        _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
+        return
+    if job is None:
+        raise typer.BadParameter("give JOB.toml to measure, or --from-trace RUN to derive")
+    for option, value in (("--base", base), ("--phase", phase)):
+        if value is not None:
+            raise typer.BadParameter(f"{option} goes with --from-trace")
+    from zbc.compiler.compile import load_job
+
+    loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
+    from zbc.training.launch.forking import fork_server
+
+    fork_server()  # loads torch while this process does
+    from zbc.training.profiling.session import effort, measure
+
+    refuse_unwritable(output)
+    how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
+    with progress("profiling", rounds + 1, quiet=quiet) as done:
+        found = measure(loaded, how, done)
+    _write(found, [str(job), *(f"--set={one}" for one in settings or ())], output, as_json=json, quiet=quiet)
+
+
+def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
+    """The profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
+    from zbc.compiler.recorded.derive import derive
+    from zbc.compiler.recorded.replan import refuse_misfit
+    from zbc.job import profile as profiles
+    from zbc.trace import recording as trace
+
+    recorded = trace.read(run, phase)
+    known = None if base is None else profiles.read(base)
+    if known is not None:
+        refuse_misfit(recorded.plan.manifest, known, str(base))
+    found = derive(recorded, known)
+    _write(
+        found.profile, [str(run / trace.FOLDER / trace.PLAN)], output, as_json=as_json, quiet=quiet, notes=found.notes
+    )
+
+
+def _write(
+    found: Profile, job: Sequence[str], output: Path, *, as_json: bool, quiet: bool, notes: Sequence[str] = ()
+) -> None:
+    write_text(output, found.dumps())
+    if as_json:
+        show_json({**found.plain(), "file": str(output), "notes": list(notes)})
+    elif not quiet:
+        show(*summary(found))
+        if notes:
+            show(labelled("not told", *notes))
+        show(
+            labelled("profile", str(output)),
+            labelled("next", shlex.join(["zbc", "plan", *job, "--profile", str(output)])),
+        )
+
+
+def summary(found: Profile) -> Iterator[RenderableType]:
+    """What was measured, for people."""
+    on = found.on
+    how = [f"{on.name or on.device}" + (f", torch {on.torch}" if on.torch else "")]
+    if on.source == "trace":
+        how.append(f"{on.rounds} recorded step{'s' if on.rounds > 1 else ''} of {on.together} ranks")
+    elif on.device == "cpu":
+        ranks = f"{on.together} rank{'s' if on.together > 1 else ''} at once"
+        how.append(f"{on.threads} thread{'s' if on.threads > 1 else ''} per rank, {ranks}")
+    yield labelled("on", *how)
+    yield labelled("layers", "ms per microbatch, medians; spread: the widest distance of quartiles")
+    yield indented(_layers(found))
+    if any(layer.bytes is not None for layer in found.layers.values()):
+        yield labelled("memory", "per layer: what stays, and what is kept for one microbatch")
+        yield indented(_memory(found, "weights", "gradients", "masters", "optimizer"))
+        yield indented(_memory(found, "kept_b", "kept_w", "output"))
+    yield labelled("link", _link(found))
+    if found.copies is not None:
+        speeds = (
+            f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"
+        )
+        yield labelled("device", speeds)
+    host = found.host
+    rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
+    yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")
+    doubts = list(not_to_be_trusted(found))
+    if doubts:
+        yield labelled("note", *doubts)
+
+
+def _layers(found: Profile) -> RenderableType:
+    names = ("f", "b", "w", "bw", "again", "step", "norm")
+    made = table("kind", *("F", "B", "W", "BW", "recompute", "step", "norm"), "spread")
+    columns = []
+    for name in names:
+        times = [getattr(layer, name) for layer in found.layers.values()]
+        texts = iter(aligned([one.ms for one in times if one is not None], 3))
+        columns.append(["" if one is None else next(texts) for one in times])
+    spreads = [
+        max((one.spread for n, one in z.times() if n in ("f", "b", "w")), default=0.0) for z in found.layers.values()
+    ]
+    for row in zip(found.layers, *columns, map(percent, spreads), strict=True):
+        made.add_row(*row)
+    return made
+
+
+_HEADS = {"kept_b": "F to B", "kept_w": "B to W"}
+
+
+def _memory(found: Profile, *names: str) -> RenderableType:
+    made = table("kind", "parameters", *(_HEADS.get(name, name) for name in names))
+    for kind, layer in found.layers.items():
+        held = [] if layer.bytes is None else [size(getattr(layer.bytes, name)) for name in names]
+        made.add_row(kind, str(layer.parameters), *held)
+    return made
+
+
+def _link(found: Profile) -> str:
+    if found.link is None:
+        return "not measured: taken from [hardware]"
+    speed = f"{short(found.link.gbps, 3)} GB/s" if found.link.gbps < _ANY else "as fast for any size"
+    return f"{short(found.link.latency_us, 3)} us and {speed} between two ranks"

@@ -1,0 +1,302 @@
+"""`report`: what a run did beside what was predicted of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc.commands.console import indented, labelled, show, show_json, table
+from zbc.commands.options import AsJson, Verbose
+from zbc.commands.summary import layer_ranges, ranges
+from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.recorded.blame import Shares
+    from zbc.compiler.recorded.deviations import Outlier, Stall
+    from zbc.compiler.recorded.log import RunLog
+    from zbc.compiler.recorded.report import Quantity, RankShares, RunReport
+
+_OPS, _OUTLIERS = 8, 5  # rows without -v
+WORTH = 0.005  # of a step: what a new plan has to save
+_SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
+_CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
+_HEADS = {"sums": "sync"}
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    phase: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
+    ] = None,
+    json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare a run with its prediction, and plan it again.
+
+    Shows step times, bubble rates, idle time by cause, ops and memory, and what a plan from the measured times would
+    gain. Record some steps first: `zbc run PLAN --trace 10-19`.
+    """
+    from zbc.compiler.recorded import log
+    from zbc.compiler.recorded.report import FORMAT, VERSION, build
+    from zbc.trace import recording as trace
+
+    if not trace.has_trace(run):
+        found = log.read(run)
+        if json:
+            show_json({"format": FORMAT, "version": VERSION, **found.as_json()})
+        else:
+            show(*_unrecorded(found))
+        return
+    made = build(trace.read(run, phase))
+    command = replan_command(run, made.phase)
+    if json:
+        show_json({**made.as_json(), "replan_command": command})
+        return
+    show(*_summary(run, made, trace.phases(run)))
+    show("", *_causes(made, verbose=verbose))
+    show("", *_findings(made, verbose=verbose))
+    show(*_memory(made))
+    show("", labelled("new plan", *_again(made, command)))
+
+
+def replan_command(run: Path, phase: str = "") -> str:
+    """The command that plans the job of a recorded run with the measured times of these steps."""
+    folder, plan = shlex.quote(str(run)), shlex.quote(str(run / "trace" / "plan"))
+    which = f" --phase {phase}" if phase else ""
+    return (
+        f"zbc profile --from-trace {folder}{which} -o profile.json && "
+        f"zbc plan {plan} --profile profile.json -o plan-measured"
+    )
+
+
+# ---- a run without a trace -----------------------------------------------------------------------------------
+
+
+def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
+    yield labelled("run", f"{run.folder}: {run.about.get('schedule')}, plan {run.about.get('plan')}, not recorded")
+    yield labelled("steps", f"{len(run.counted)} of {len(run.steps)} count; medians, with quartiles")
+    yield ""
+    made = table("", "predicted", "measured", "", "")
+    made.add_row("step", *_times(run.step()))
+    made.add_row("bubble of it", *_rates(run.bubble()))
+    yield made
+    yield ""
+    made = table("rank", "compute ms predicted", "measured", "peak", left=1)
+    for rank, ((meant, ms), peak) in enumerate(zip(run.busy(), run.peak(), strict=True)):
+        made.add_row(str(rank), "-" if meant is None else fixed(meant), fixed(ms), size(peak))
+    yield made
+    yield ""
+    ranks = int(run.about.get("ranks", 1)) * int(run.about.get("copies", 1))
+    local = f" --local {ranks}" if run.about.get("device") == "cpu" else ""
+    yield labelled(
+        "more",
+        "where the time went, what deviates and memory by category need a trace:",
+        f"zbc run {shlex.quote(run.plan_folder)}{local} --trace {_some(int(run.about.get('steps', 20)))}   "
+        "(under torchrun if the run was)",
+    )
+
+
+def _some(steps: int) -> str:
+    """Steps to record of a run that has so many: not the first, and one behind them to be weighed."""
+    if steps >= 20:
+        return "10-19"
+    return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))
+
+
+def _cores(count: int) -> str:
+    return "one core" if count == 1 else f"{count} cores"
+
+
+# ---- a recorded run ------------------------------------------------------------------------------------------
+
+
+def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[RenderableType]:
+    count = len(made.steps)
+    ranks_ = f"{len(made.ranks)} {made.device} rank{'s' if len(made.ranks) > 1 else ''}"
+    yield labelled("run", f"{run}: {made.schedule} on {ranks_}, plan {made.plan}")
+    yield labelled(
+        "steps",
+        f"{ranges(made.steps)} recorded" + ("; medians, with quartiles" if count > 1 else ""),
+        *(["the first of the run, in which things are set up: record others"] if made.steps == (1,) else []),
+        f"clocks of the ranks agree within {short(made.clock_uncertainty_ms, 2)} ms"
+        if made.clock_uncertainty_ms
+        else "all ranks read the same clock",
+    )
+    if made.crowded:
+        yield labelled(
+            "cores",
+            *(f"{one.ranks} ranks share the {_cores(one.cores)} of {one.host}" for one in made.crowded),
+            "those that compute at once take turns, of which estimates",
+            "know nothing: zbc profile measures with as many at work",
+        )
+    others = [f"--phase {name}" if name else "the steps after the ramp" for name in phases if name != made.phase]
+    if made.phase or others:
+        where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps after a ramp"
+        yield labelled(
+            "phase",
+            f"{where}, {made.microbatches} microbatches each",
+            *([f"also recorded: {', '.join(others)}"] if others else []),
+        )
+    yield ""
+    table_ = table("", "predicted", "measured", "", "")
+    table_.add_row("step, with its optimizer", *_times(made.step))
+    table_.add_row("makespan", *_times(made.makespan))
+    table_.add_row("  bubble of it", *_rates(made.bubble_makespan))
+    table_.add_row("span", *_times(made.span))
+    table_.add_row("  bubble of it", *_rates(made.bubble_span))
+    yield table_
+
+
+def _times(one: Quantity) -> list[str]:
+    middle, low, high = aligned([one.measured, one.low, one.high])
+    predicted = "-" if one.predicted is None else f"{fixed(one.predicted)} ms"
+    change = "" if one.change is None else f"{100 * one.change:+.1f}%"
+    return [predicted, f"{middle} ms", "" if one.low == one.high else f"{low}-{high}", change]
+
+
+def _rates(one: Quantity) -> list[str]:
+    predicted = "-" if one.predicted is None else percent(one.predicted)
+    change = "" if one.predicted is None else f"{100 * (one.measured - one.predicted):+.1f} points"
+    spread = "" if one.low == one.high else f"{100 * one.low:.1f}-{percent(one.high)}"
+    return [predicted, percent(one.measured), spread, change]
+
+
+def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
+    """Two rows per rank: where its time was to go, and where it went."""
+    which = f"step {made.median_step}" + (", the median one" if len(made.steps) > 1 else "")
+    yield labelled("time", f"ms of each rank in {which}, by cause")
+    rows = [(rank.rank, how, shares) for rank in made.ranks for how, shares in _both(rank)]
+    decimals = len(fixed(max(shares.total for *_, shares in rows)).partition(".")[2])
+    columns = [[f"{getattr(shares, name):.{decimals}f}" for *_, shares in rows] for name in ("total", *_CAUSES)]
+    made_table = table("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in _CAUSES), left=2)
+    for index, (number, how, _) in enumerate(rows):
+        made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
+    yield indented(made_table, 1)
+    waits = [
+        f"rank {rank.rank}: "
+        + ", ".join(f"{short(ms, 3)} ms for rank {peer}" for peer, ms in _largest(rank.measured.senders, verbose))
+        for rank in made.ranks
+        if rank.measured.senders
+    ]
+    if waits:
+        yield labelled("waits", "for messages:", *waits)
+
+
+def _both(rank: RankShares) -> list[tuple[str, Shares]]:
+    return [("predicted", rank.predicted), ("measured", rank.measured)]
+
+
+def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]]:
+    return sorted(senders.items(), key=lambda pair: -pair[1])[: None if verbose else 3]
+
+
+def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
+    lines = [
+        f"rank {one.rank}: its ops take {one.ratio:.2f} times what was predicted, the others' {one.others:.2f}"
+        for one in made.slow_ranks
+    ]
+    lines += [
+        f"rank {one.sender} to rank {one.receiver}: {short(one.ms, 3)} ms a transfer, usually {short(one.others, 3)}"
+        for one in made.slow_links
+    ]
+    if lines:
+        yield labelled("slow", *lines)
+    lines = [*map(_stall, made.stalls), *map(_outlier, made.outliers)]
+    if lines:
+        shown = lines if verbose else lines[:_OUTLIERS]
+        more = [f"and {len(lines) - len(shown)} more: -v"] if len(lines) > len(shown) else []
+        yield labelled("outliers", *shown, *more)
+    yield labelled("ops", "that deviate most, ms each, and what that makes in a step")
+    yield indented(_ops(made, verbose=verbose))
+    if verbose and made.links:
+        yield labelled("links", "ms of a transfer, where the receiver waited for it")
+        yield indented(_links(made))
+
+
+def _stall(one: Stall) -> str:
+    return f"step {one.step}: ranks {ranges(one.ranks)} stood still together, {short(one.ms, 3)} ms: a busy machine"
+
+
+def _outlier(one: Outlier) -> str:
+    what = f"{one.op} took" if one.sender is None else f"the message of rank {one.sender} for {one.op} took"
+    return f"step {one.step}, rank {one.rank}: {what} {short(one.measured, 3)} ms, usually {short(one.usual, 3)} ms"
+
+
+def _ops(made: RunReport, *, verbose: bool) -> RenderableType:
+    shown = made.ops if verbose else made.ops[:_OPS]
+    rows = table("op", "rank", "a step", "predicted", "measured", "change", "in a step", left=2)
+    meant, found = aligned([one.predicted for one in shown], 4), aligned([one.measured for one in shown], 4)
+    excess = aligned([one.excess for one in shown], 3)
+    for one, a, b, c in zip(shown, meant, found, excess, strict=True):
+        change = f"{100 * (one.ratio - 1):+.1f}%" if one.predicted > 0 else ""
+        sign = "" if c.startswith("-") else "+"
+        rows.add_row(f"{one.kind} s{one.stage}", str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms")
+    result: RenderableType = rows
+    return result
+
+
+def _links(made: RunReport) -> RenderableType:
+    rows = table("from", "to", "a step", "predicted", "measured", left=2)
+    for one in made.links:
+        rows.add_row(
+            str(one.sender), str(one.receiver), str(one.awaited), short(one.predicted, 3), short(one.measured, 3)
+        )
+    result: RenderableType = rows
+    return result
+
+
+def _memory(made: RunReport) -> Iterator[RenderableType]:
+    if not made.memory:
+        missing = ("not looked at: that takes one step more than those recorded,", "and not the first one")
+        yield labelled("memory", *missing)
+        return
+    unit, scale = _unit(max(one.peak for one in made.memory))
+    known = made.memory[0].predicted is not None
+    notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
+    yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}", *notes)
+    everything = [held for one in made.memory for held in (one.measured, one.predicted or {})]
+    names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
+    rows = table("rank", "", "all", *(_SHORT.get(name, name) for name in names), left=2)
+    for one in made.memory:
+        if one.predicted is not None:
+            whole = sum(one.predicted.values())
+            values = [whole, *(one.predicted[name] for name in names)]
+            rows.add_row(str(one.rank), "predicted", *_bytes(values, scale))
+        measured: Sequence[float] = [one.peak, *(one.measured[name] for name in names)]
+        rows.add_row("" if known else str(one.rank), "measured", *_bytes(measured, scale))
+    yield indented(rows)
+
+
+def _unit(most: float) -> tuple[str, float]:
+    return ("GiB", GIB) if most >= GIB else ("MiB", MIB) if most >= MIB else ("KiB", 1024.0)
+
+
+def _bytes(values: Sequence[float], scale: float) -> list[str]:
+    return [f"{value / scale:.2f}" for value in values]
+
+
+def _again(made: RunReport, command: str) -> Iterator[str]:
+    """What a new plan promises, and how to make it."""
+    again = made.replan
+    if again is None:
+        return
+    yield f"with measured times a step is {short(again.present_ms)} ms in the present order"
+    if again.planned_ms is None or again.gain is None:
+        yield f"there is no plan with them: {again.why_not}"
+        return
+    if not again.changed:
+        yield "planning with them gives the same plan"
+        return
+    change = f"{-100 * again.gain:+.1f}%"
+    yield f"and {short(again.planned_ms)} ms planned with them: {change}"
+    cut = " | ".join(layer_ranges(names) for names in again.cut)
+    yield from wrap([f"{again.schedule},", *cut.split(" ")] if len(cut) < 90 else [again.schedule], 69, between=" ")
+    if again.gain < WORTH:
+        yield "which is not worth it; the command would be"
+    yield command

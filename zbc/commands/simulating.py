@@ -1,0 +1,138 @@
+"""`simulate`: what a step costs, and what it costs when op times are not what they were said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc.commands.console import indented, labelled, progress, show, show_json, table
+from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, share
+from zbc.text import aligned, percent, wrap
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.api import Plan
+    from zbc.compiler.whatif.noise import Noise, Spread
+
+
+def simulate(
+    target: PlanJobOrCsv,
+    jitter: Annotated[
+        float | None,
+        typer.Option(
+            metavar="5%", parser=share, help="Vary the time of each op and transfer by this standard deviation."
+        ),
+    ] = None,
+    straggler: Annotated[
+        float | None,
+        typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 200,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same times.")] = 0,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Predict what a step costs, and how noise spreads it.
+
+    The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
+    as the job says.
+    """
+    from zbc.api import open_plan
+    from zbc.compiler.whatif.noise import Noise
+
+    plan = open_plan(target)
+    noise = Noise(jitter or 0.0, straggler or 0.0, trials, seed)
+    found = None
+    if noise.jitter or noise.straggler:
+        with progress("simulating", None, quiet=quiet):
+            found = plan.noisy(noise)
+    if json:
+        show_json(_as_json(plan, noise, found))
+    elif not quiet:
+        from zbc.viz.words import title, verdict
+
+        show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
+        if found is None:
+            show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
+        else:
+            show(*_spread(plan, noise, found))
+
+
+def _spread(plan: Plan, noise: Noise, found: Spread) -> Iterator[RenderableType]:
+    parts = [f"each op and transfer {percent(noise.jitter)}"] if noise.jitter else []
+    parts += [f"one rank {percent(noise.straggler)} slower"] if noise.straggler else []
+    yield labelled(
+        "noise", f"{', '.join(parts)}; {len(found.steps)} step{'s' if len(found.steps) > 1 else ''}, seed {noise.seed}"
+    )
+    what = "makespan" if plan.barrier else "a step among others, without the barrier"
+    quantiles = [found.quantile(0.05), found.median, found.quantile(0.95), max(found.steps)]
+    names = ["predicted", "5% below", "median", "95% below", "longest"]
+    times = aligned([found.predicted, *quantiles])
+    width = max(map(len, times))
+    lines = [f"{name:<9}  {time:>{width}} ms" for name, time in zip(names, times, strict=True)]
+    changes = ["", *(f"  {_change(found, ms)}" for ms in quantiles)]
+    yield labelled("spread", f"{what}:", *(line + change for line, change in zip(lines, changes, strict=True)))
+    kinds = [f"{kind} {percent(part)}" for kind, part in found.by_kind.items() if part > 0]
+    kinds += [f"transfers {percent(found.transfers)}"] if found.transfers > 0 else []
+    yield labelled("critical", "where the time of each step's longest chain goes:", *wrap(kinds, 65, between=", "))
+    yield indented(_ranks(found))
+
+
+def _change(found: Spread, ms: float) -> str:
+    return f"{100 * found.slower(ms):+.1f}%"
+
+
+def _ranks(found: Spread) -> RenderableType:
+    """The share of each rank in the longest chain and, with a straggler, what it costs when that rank is slow."""
+    heads = ["rank", "of the longest chain", *(["step if slow, ms", "change"] if found.slow else [])]
+    made = table(*heads)
+    slow = [ms for ms in found.slow if ms == ms]
+    times = iter(aligned(slow) if slow else [])
+    for rank, part in enumerate(found.by_rank):
+        cells = [str(rank), percent(part)]
+        if found.slow:
+            ms = found.slow[rank]
+            cells += [next(times), _change(found, ms)] if ms == ms else ["?", "?"]
+        made.add_row(*cells)
+    filled: RenderableType = made
+    return filled
+
+
+def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
+    timeline = plan.timeline
+    document: dict[str, Any] = {
+        "format": "zbc-simulation",
+        "version": 1,
+        "plan": plan.name,
+        "makespan_ms": round(timeline.makespan, 9),
+        "span_ms": round(timeline.span, 9),
+        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
+        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
+    }
+    if found is None:
+        return document
+    slow = [None if ms != ms else round(ms, 9) for ms in found.slow]
+    return {
+        **document,
+        "barrier": plan.barrier,
+        "jitter": noise.jitter,
+        "straggler": noise.straggler,
+        "trials": noise.trials,
+        "seed": noise.seed,
+        "predicted_ms": round(found.predicted, 9),
+        "median_ms": round(found.median, 9),
+        "mean_ms": round(found.mean, 9),
+        "p5_ms": round(found.quantile(0.05), 9),
+        "p95_ms": round(found.quantile(0.95), 9),
+        "slowdown": round(found.slower(found.median), 9),
+        "critical": {
+            "kinds": {kind: round(part, 9) for kind, part in found.by_kind.items()},
+            "ranks": [round(part, 9) for part in found.by_rank],
+            "transfers": round(found.transfers, 9),
+        },
+        "slow_rank_ms": slow,
+        "steps_ms": [round(ms, 9) for ms in found.steps],
+    }

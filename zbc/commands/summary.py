@@ -1,0 +1,289 @@
+"""What `plan` and `check` say of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbc.commands import reasons
+from zbc.commands.console import indented, labelled, table
+from zbc.text import GIB, MIB, aligned, percent, short, wrap
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.compile import Compiled
+    from zbc.compiler.report.report import Report
+    from zbc.job.profile import Profile
+
+_ROWS = 16  # of a table before its middle is left out
+
+PROVEN = (
+    "complete: each stage's F, B and W of each microbatch, once, in order",
+    "paired: every send meets one receive",
+    "FIFO: a pair of ranks receives, either way, in the order it sends",
+    "deadlock-free: no timing makes ranks wait for each other forever",
+)
+
+
+def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
+    """The summary of a fresh plan."""
+    report = compiled.report
+    yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    if compiled.timeline.sums:
+        yield labelled("reduce", *_sums(compiled))
+    yield from reasons.of_step(compiled, verbose=verbose)
+    yield labelled("costs", *_costs(compiled))
+    yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
+    yield labelled("ranks", *_ranks_note(compiled))
+    yield indented(_ranks(report, verbose=verbose))
+    if verbose and report.bytes_known:
+        yield labelled("memory", *_MEMORY)
+        yield indented(_memory(report))
+    yield labelled("stages", *_cut_note(report))
+    yield indented(_stages(compiled, verbose=verbose))
+    if compiled.ramp:
+        yield labelled("ramp", *_ramp(compiled))
+
+
+def _step(report: Report, *, barrier: bool) -> list[str]:
+    rows = [
+        ("makespan", report.bubble_rate_makespan, _gap(report.makespan_ms, report.lower_bound_makespan_ms)),
+        ("span", report.bubble_rate_span, _gap(report.span_ms, report.lower_bound_span_ms)),
+    ]
+    times = aligned([report.makespan_ms, report.span_ms])
+    width = max(map(len, times))
+    lines = [
+        f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
+        for (name, bubble, gap), time in zip(rows, times, strict=True)
+    ]
+    return [*lines, *_steady(report, barrier=barrier)]
+
+
+def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
+    """What a step takes with its optimizer, and what it would take the other way."""
+    ahead = report.ahead_ms
+    here = report.barrier_ms if barrier or ahead is None else ahead
+    how = "with" if barrier or ahead is None else "without"
+    yield f"steady    {short(here)} ms with the optimizer, {how} its barrier"
+    other = ahead if barrier else report.barrier_ms
+    if other is not None and here > 0:
+        change = f"{100 * (other / here - 1):+.1f}%"
+        yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
+
+
+def _sums(compiled: Compiled) -> Iterator[str]:
+    """What collectives take, and what of it the step has to wait for."""
+    timeline, program = compiled.timeline, compiled.program
+    ranks = range(timeline.ranks)
+    longest = max(sum(one.end - one.start for one in timeline.sums if rank in one.ranks) for rank in ranks)
+    exposed = max(map(timeline.closes, ranks)) - max(map(timeline.last_end, ranks))
+    kinds = Counter(one.op.kind.value for one in timeline.sums)
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    over = f" over {program.dp} replicas" if program.dp > 1 else ""
+    yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
+
+
+def _ramp(compiled: Compiled) -> Iterator[str]:
+    """What a training runs before this plan, with what each step takes."""
+    first, per = 1, compiled.job.schedule.microbatch_size * compiled.job.parallel.dp
+    counts = [start.compiled.program.microbatches for start in compiled.ramp]
+    times = aligned([start.compiled.report.makespan_ms for start in compiled.ramp])
+    bubbles = [percent(start.compiled.report.bubble_rate_makespan) for start in compiled.ramp]
+    for start, count, time, bubble in zip(compiled.ramp, counts, times, bubbles, strict=True):
+        steps = f"steps {first} to {first + start.steps - 1}" if start.steps > 1 else f"step {first}"
+        work = f"{count} microbatch{'es' if count > 1 else ''} ({count * per} samples)"
+        yield f"{steps}: {work}, makespan {time} ms, bubble {bubble} of it"
+        first += start.steps
+    count = compiled.program.microbatches
+    yield f"from step {first}: {count} microbatches ({count * per} samples), as above"
+
+
+def _gap(ms: float, bound: float) -> str:
+    if bound <= 0:
+        return "no lower bound"
+    above = ms / bound - 1
+    return "proven optimal for this partition" if above < 5e-7 else f"{percent(above)} above the lower bound"
+
+
+def _costs(compiled: Compiled) -> Iterator[str]:
+    profile = compiled.job.profile
+    if profile is None:
+        yield from _COSTS[compiled.report.costs]
+        return
+    on = profile.on
+    how = "measured" if on.source == "measured" else "read off a recorded run"
+    threads = f", {on.threads} thread{'s' if on.threads > 1 else ''} per rank" if on.device == "cpu" else ""
+    yield f"{how} on {on.name or on.device}{threads}, torch {on.torch}"
+    yield from not_to_be_trusted(profile)
+
+
+def not_to_be_trusted(profile: Profile) -> Iterator[str]:
+    """Which times of a profile are spread too wide, if any are."""
+    wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
+    if wide:
+        shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:3])
+        more = f", and {len(wide) - 3} more" if len(wide) > 3 else ""
+        text = f"spread too wide to trust: {shown}{more}; profile again on a quiet machine, or with more --rounds"
+        yield from wrap(text.split(" "), 65, between=" ")
+
+
+_COSTS = {
+    "given": ("given in [costs]",),
+    "estimated": ("estimated from [model] and [hardware]; `zbc profile` measures them",),
+    "assumed equal": (
+        "assumed equal for all layers: what they cost is not known before",
+        "the model is built; `zbc profile JOB.toml` measures it",
+    ),
+}
+
+
+def _blocking(report: Report) -> str:
+    return f"survives blocking sends: {'yes' if report.survives_blocking_sends else 'no'}"
+
+
+def _ranks_note(compiled: Compiled) -> list[str]:
+    unit = "units: peak activations, in shares of one microbatch per rank"
+    if compiled.report.bytes_known:
+        return [unit]
+    notes = [unit, "bytes are not known before the model is built"]
+    if compiled.job.hardware.memory_gib is not None:
+        notes.append("whether they fit hardware.memory_gib: `zbc profile JOB.toml` measures them")
+    return notes
+
+
+def _ranks(report: Report, *, verbose: bool) -> RenderableType:
+    """One row per rank; with `verbose` idle time by cause, and memory has a table of its own."""
+    known = report.bytes_known and not verbose
+    unit, scale = _unit(report)
+    times = [aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE]
+    idle = aligned([sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank])
+    columns = [
+        [str(rank.rank) for rank in report.per_rank],
+        [ranges(rank.stages) for rank in report.per_rank],
+        aligned([rank.busy_ms for rank in report.per_rank]),
+        *(times if verbose else [idle]),
+        [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
+        *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
+    ]
+    heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
+    made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
+    return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
+
+
+def _memory(report: Report) -> RenderableType:
+    """What fills the memory of every rank, each part at its own peak."""
+    unit, scale = _unit(report)
+    made = table("rank", unit, *_BYTES.values(), left=1)
+    keys = ("peak_bytes", *_BYTES)
+    columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
+    for rank, cells in zip(report.per_rank, zip(*columns, strict=True), strict=True):
+        made.add_row(str(rank.rank), *cells)
+    filled: RenderableType = made
+    return filled
+
+
+def _unit(report: Report) -> tuple[str, float]:
+    return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
+
+
+_IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
+_MEMORY = (
+    "at most on each rank, and what fills it; grads: gradients; state: of",
+    "the optimizer; kept: activations; logits: part of them",
+)
+_BYTES = {
+    "weight_bytes": "weights",
+    "gradient_bytes": "grads",
+    "master_bytes": "masters",
+    "optimizer_bytes": "state",
+    "activation_bytes": "kept",
+    "logit_bytes": "logits",
+    "buffer_bytes": "buffers",
+}
+
+
+def _cut_note(report: Report) -> Iterator[str]:
+    """What the partition loses, and how it was found."""
+    cut = report.cut
+    times = aligned([cut.busiest_ms, cut.balanced_ms])
+    unit, _ = _stage_unit(report)
+    if report.bytes_known:
+        yield f"F, B, W: ms of a microbatch; kept: {unit} of it, from F to B"
+        yield f"stays: {unit} of weights, gradients and optimizer"
+    else:
+        yield "F, B, W: ms of a microbatch"
+    busy = f"rank {cut.busiest_rank} is busy for {times[0]} ms"
+    yield f"{busy}, {percent(cut.loss)} above perfect balance ({times[1]} ms)"
+    if cut.all_tried:
+        yield f"no other partition is better for this schedule ({cut.tried} simulated)"
+    elif cut.tried > 1:
+        yield f"the best of {cut.tried} partitions simulated"
+    again = [stage.stage for stage in cut.stages if stage.recompute]
+    if again:
+        some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
+        yield f"recomputed: {'all stages' if len(again) == len(cut.stages) else some}"
+
+
+def _stage_unit(report: Report) -> tuple[str, float]:
+    """In which memory of stages is shown."""
+    return ("GiB", GIB) if max(s.state_bytes for s in report.cut.stages) >= GIB / 10 else ("MiB", MIB)
+
+
+def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
+    """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
+    stages, known = compiled.report.cut.stages, compiled.report.bytes_known
+    _, scale = _stage_unit(compiled.report)
+    made = table("stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else []), left=3)
+    times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
+    sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
+    columns = [*times, *(sizes if known else [])]
+    rows = [
+        [str(s.stage), ranges(s.ranks), layer_ranges(s.layers), *(column[row] for column in columns)]
+        for row, s in enumerate(stages)
+    ]
+    return _filled(made, rows, verbose=verbose)
+
+
+def _filled(made: Any, rows: Sequence[Sequence[str]], *, verbose: bool) -> RenderableType:
+    """The table with its rows; the middle of a long one only with `verbose`."""
+    cut = None if verbose or len(rows) <= _ROWS else _ROWS - 3
+    for index, row in enumerate(rows):
+        if cut is None or index < cut or index >= len(rows) - 2:
+            made.add_row(*row)
+        elif index == cut:
+            made.add_row("...", f"{len(rows) - cut - 2} more: -v")
+    filled: RenderableType = made
+    return filled
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-2 7`: ascending numbers, runs of three and more joined."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+
+
+def layer_ranges(names: Sequence[str]) -> str:
+    """`embed, layers.0-2, head` for the layers of a stage."""
+    parts: list[tuple[str, list[int]]] = []
+    for name in names:
+        match = re.fullmatch(r"(.*\.)(\d+)", name)
+        stem, number = (match[1], [int(match[2])]) if match else (name, [])
+        if number and parts and parts[-1][0] == stem:
+            parts[-1][1].extend(number)
+        else:
+            parts.append((stem, number))
+    return ", ".join(f"{stem}{_run(numbers)}" for stem, numbers in parts)
+
+
+def _run(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

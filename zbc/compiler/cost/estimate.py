@@ -1,0 +1,192 @@
+"""What each layer costs, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
+
+Times, in ms for one microbatch, are those of the kernels that work.py counts, as fast as machine.py says; bytes kept
+are counted in footprint.py. These are estimates; measured times, given in [costs] or by a profile, replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbc.compiler.cost import footprint, profiled, work
+from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.profiled import Measurement
+from zbc.job.spec import GivenCosts, Job, LayerCost, Model, Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer for one microbatch: times in ms, memory in bytes, parameters as a count."""
+
+    name: str
+    f: float
+    b: float
+    w: float
+    params: int = 0
+    size: Footprint = NOTHING
+    tied: int = 0  # of them, those of the weight that embedding and head share
+    parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
+    measured: Measurement | None = None  # by a profile
+
+    @property
+    def total(self) -> float:
+        return self.f + self.b + self.w
+
+    @property
+    def backward(self) -> float:
+        """ms of B and W in one op."""
+        return self.b + self.w if self.measured is None else self.measured.bw
+
+    @property
+    def again(self) -> float:
+        """ms that recompute adds to its backward."""
+        return self.f if self.measured is None else self.measured.again
+
+
+def layers(job: Job) -> list[Layer]:
+    """Every layer in order, with measured costs or given per-layer costs where the job has them."""
+    table = _counted(job)
+    if job.profile is not None:
+        found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
+        return [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
+    if job.costs.per == "layer" and job.costs.f is not None:
+        return _given(table, job.costs)
+    return table
+
+
+def _counted(job: Job) -> list[Layer]:
+    table = _family(job)
+    if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
+        table = [Layer(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(job.model.layers)]
+    return table
+
+
+def _family(job: Job) -> list[Layer] | None:
+    model, machine = job.model, Machine.of(job)
+    sizes = sizes_of(job)
+    if sizes is None:
+        return None
+    embed, block, head = (
+        Layer(name, machine.ms(done.f), machine.ms(done.b), machine.ms(done.w), params, size, parts=parts)
+        for name, done, params, size, parts in (
+            ("embed", work.embedding(sizes), sum(_tables(sizes)), footprint.embedding(sizes), _tables(sizes)),
+            ("block", work.block(sizes), sizes.matrices + sizes.vectors, footprint.block(sizes), sizes.parameters),
+            ("head", work.head(sizes), sum(_head(sizes)), footprint.head(sizes), _head(sizes)),
+        )
+    )
+    blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
+    tied = sizes.vocab * sizes.hidden if model.tie_embeddings else 0
+    return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
+
+
+def sizes_of(job: Job) -> Sizes | None:
+    """The sizes of a built-in model; None for a factory's layers, which nobody knows before they are built."""
+    model = job.model
+    if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
+        return None
+    return Sizes(
+        hidden=model.hidden,
+        heads=model.heads or 1,
+        queries=(model.heads or 1) * model.head_width,
+        keys=model.kv_width,
+        mlp=model.expert_width if model.experts else model.mlp_width,
+        gated=model.family == "llama",
+        cuda=job.hardware.device == "cuda",
+        vocab=model.vocab,
+        seq_len=model.seq_len,
+        sequences=job.schedule.microbatch_size,
+        width=2 if model.dtype == "bfloat16" else 4,
+        stream=2 if model.parameters == "bfloat16" else 4,
+        rotary=model.rotary,
+        experts=model.experts or 0,
+        top_k=model.met,
+    )
+
+
+def _tables(z: Sizes) -> tuple[int, ...]:
+    """Elements of each parameter of the embedding."""
+    return (z.vocab * z.hidden, *(() if z.rotary else (z.seq_len * z.hidden,)))
+
+
+def _head(z: Sizes) -> tuple[int, ...]:
+    """Elements of each parameter of the head and the norm before it."""
+    return (*((z.hidden,) if z.gated else (z.hidden, z.hidden)), z.hidden * z.vocab)
+
+
+def _measured(layer: Layer, one: Measurement) -> Layer:
+    size = layer.size if one.size is None else one.size
+    parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
+    params = one.params or layer.params
+    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one)
+
+
+def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:
+    """The table with the times of `[costs]` with per = "layer"; bytes and parameters stay."""
+    block = 0
+    result = []
+    for layer in table:
+        if layer.name in ("embed", "head"):
+            extra: LayerCost = getattr(costs, layer.name)
+            f, b, w = extra.f, extra.b, extra.w
+        else:
+            f, b, w = (_pick(value, block) for value in (costs.f, costs.b, costs.w))
+            block += 1
+        result.append(replace(layer, f=f, b=b, w=w))
+    return result
+
+
+def _pick(value: float | list[float] | None, index: int) -> float:
+    return float(value[index] if isinstance(value, list) else value or 0.0)
+
+
+def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]] | None:
+    """`act_b` and `act_w` of each layer where the job gives them per layer, else None."""
+    costs = job.costs
+    if costs.per != "layer" or costs.act_b is None:
+        return None
+    block = 0
+    result = []
+    for layer in table:
+        if layer.name in ("embed", "head"):
+            extra: LayerCost = getattr(costs, layer.name)
+            result.append((extra.act_b, extra.act_w))
+        else:
+            kept = _pick(costs.act_b, block)
+            result.append((kept, kept if costs.act_w is None else _pick(costs.act_w, block)))
+            block += 1
+    return result
+
+
+def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
+    """`costs.optimizer` of each layer; embedding and head are extra and have none."""
+    block = 0
+    result = []
+    for layer in table:
+        outside = layer.name in ("embed", "head")
+        result.append(0.0 if outside else _pick(costs.optimizer, block))
+        block += not outside
+    return result
+
+
+def optimizer_bytes(options: Optimizer, parameters: str) -> tuple[float, float]:
+    """Bytes that STEP and TENTATIVE move per parameter, in float32.
+
+    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state; where
+    forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
+    """
+    state = 4.0 * (bool(options.momentum) if options.kind == "sgd" else 2)
+    step = 4 + 2 * (4 + state)
+    publish = 6.0 if parameters == "bfloat16" else 8.0
+    ahead = options.sync == "post-validate"
+    plain = step + publish if parameters == "bfloat16" and not ahead else step
+    return plain, step + publish + 2 * (4 + state)
+
+
+def boundary_bytes(model: Model, size: int) -> float:
+    """Bytes of the tensor between two stages for one microbatch; 0 where only the runtime can know (factories)."""
+    if not model.builtin or model.hidden is None or model.seq_len is None:
+        return 0.0
+    # The residual stream has the type of the parameters, under autocast too.
+    return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden

@@ -1,0 +1,392 @@
+"""How many bytes a layer of a built-in model keeps for one microbatch, and how many more its ops need while they run.
+
+Counted from what torch allocates (training/recording/measure.py weighs it). Per token of a block of width h, with
+queries of width q (all heads), keys and values of width k each, an MLP of width f, n-byte activations and a residual
+stream of r bytes:
+
+    kept F -> B   2 h r: the residual input of both halves; n bytes each: norm outputs 2h, q k v, attention out q, MLP
+                  in and out: gpt 2f, llama 4f (gate, up, silu of gate, product); with rotary positions 2q + k more:
+                  turned q and k, since v keeps alive what they were turned from, and a copy of the attention's
+                  output, which lies in another order then; 4 per head and the norms' statistics. With experts the
+                  MLP's part is kept top_k times, beside 2 h top_k n for the rows on their way to the experts and back
+                  and 8 E for the router's choice
+    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
+
+    gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) beside 2 h r, and 16 h n
+    llama                          (4h + 2q + 2k + 3f) n from B to W
+
+The head keeps its input, the norm's output and float32 log-probabilities. With recompute F keeps a layer's `entry`
+only.
+An op's `more` is beyond what is held before it and, for F, after it: gradients on their way through GELU or
+softmax, and a weight gradient that is to be added to the sum, unless it is the first of a step and stays as that. It is
+counted as if nothing of the layer had been released yet. In the first backward of a step gradients come one after the
+other while activations go: its `rise` is followed from weight to weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+GRAD_BYTES = 4  # gradients and optimizer state are float32
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one layer for one microbatch, and elements of its largest parameter."""
+
+    act_b: float = 0.0
+    act_w: float = 0.0
+    entry: float = 0.0  # its input
+    result: float = 0.0  # its output
+    more_f: float = 0.0
+    more_alone: float = 0.0  # F that keeps nothing
+    more_b: float = 0.0
+    more_w: float = 0.0
+    more_bw: float = 0.0
+    first_b: float | None = None  # as more_b where the layer has no gradients yet: what is computed stays as those;
+    first_w: float | None = None  # None: the same
+    first_bw: float | None = None
+    came_b: float = 0.0  # gradients that its first B of a step makes, and its first W
+    came_w: float = 0.0
+    rise_b: float | None = None  # the most there is in its first B, W or BW beyond what is held before it, gradients
+    rise_w: float | None = None  # as they come; None: as if they all came first
+    rise_bw: float | None = None
+    casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
+    tables: float = 0.0  # constants beside the parameters
+    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
+    largest: float = 0.0
+    loose: float = 0.0  # of its input, what only the first layer of a stage keeps
+    tail: float = 0.0  # its output, where its backward needs that
+    keeps_given: bool = False  # B leaves the very gradient that it was given for W, which act_w counts
+    pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
+    ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
+
+    @property
+    def first(self) -> Footprint:
+        """The same in its first backward of a step."""
+        b, w, bw = self.first_b, self.first_w, self.first_bw
+        return replace(
+            self,
+            more_b=self.more_b if b is None else b,
+            more_w=self.more_w if w is None else w,
+            more_bw=self.more_bw if bw is None else bw,
+        )
+
+    @property
+    def coming(self) -> Footprint:
+        """The same in its first backward of a step, which needs, beyond what is held, what it makes of gradients."""
+        z, b, w, bw = self.first, self.rise_b, self.rise_w, self.rise_bw
+        return replace(
+            self,
+            more_b=z.more_b + self.came_b if b is None else b,
+            more_w=z.more_w + self.came_w if w is None else w,
+            more_bw=z.more_bw + self.came_b + self.came_w if bw is None else bw,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the footprints of a GPT follow from.
+
+    `width` is the bytes of an activation inside the layers, `stream` of one of the residual stream, which has the type
+    of the parameters.
+    """
+
+    hidden: int
+    heads: int
+    queries: int  # width of all heads
+    keys: int  # of all heads of keys, and of values
+    mlp: int
+    gated: bool  # llama: SwiGLU, RMSNorm
+    cuda: bool
+    vocab: int
+    seq_len: int
+    sequences: int
+    width: int
+    stream: int
+    rotary: bool
+    experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
+    top_k: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+    @property
+    def matrices(self) -> int:
+        """Weights in the linear layers of a block."""
+        attention = self.hidden * (2 * self.queries + 2 * self.keys)
+        each = (3 if self.gated else 2) * self.hidden * self.mlp
+        return attention + (self.experts or 1) * each + self.hidden * self.experts
+
+    @property
+    def vectors(self) -> int:
+        """Parameters of a block outside of its matrices: norms, of gpt also biases."""
+        if self.gated:
+            return 2 * self.hidden
+        biases = self.queries + 2 * self.keys + self.hidden + (self.experts or 1) * (self.mlp + self.hidden)
+        return biases + 4 * self.hidden
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block; () for one with experts, of which nobody knows how they are stored."""
+        if self.experts:
+            return ()
+        h, q, k, f = self.hidden, self.queries, self.keys, self.mlp
+        if self.gated:
+            return h, h * (q + 2 * k), q * h, h, h * 2 * f, f * h
+        return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, h * f, f, f * h, h
+
+    @property
+    def norm(self) -> int:
+        """Bytes per token that a norm keeps beside its input and output: its statistics.
+
+        RMSNorm on a CPU is made of single operations, and keeps the normalized input too.
+        """
+        if not self.gated:
+            return 2 * self.stream
+        return 4 if self.cuda else 4 + self.stream * self.hidden
+
+    @property
+    def cast(self) -> bool:
+        """Whether the layers compute in another type than their weights have."""
+        return self.width < self.stream
+
+
+def _weight_grad(elements: float, width: int, *, first: bool) -> float:
+    """Bytes a weight gradient takes before it is added: as it is computed, and as float32, if that does not stay."""
+    return elements * ((0 if first else GRAD_BYTES) + (width if width < GRAD_BYTES else 0))
+
+
+def embedding(z: Sizes) -> Footprint:
+    """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
+    rows = z.stream * z.hidden * z.tokens
+    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len  # one row per position, for all sequences
+    more = 0 if z.rotary else rows + places
+    table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
+    came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
+    return Footprint(
+        act_b=8 * z.tokens,
+        act_w=8 * z.tokens + rows + places,
+        entry=8 * z.tokens,
+        result=rows,
+        keeps_given=True,
+        more_f=more,
+        more_alone=more,
+        more_b=places,
+        more_w=max(0, table - places),
+        more_bw=max(table, places),
+        first_w=max(0, fresh - places),
+        first_bw=max(fresh, places),
+        came_w=came,
+        rise_w=fresh + came - places,  # the gradient of the positions comes first, and what it is made from goes
+        rise_bw=max(fresh + came, 2 * places),
+        tables=8 * z.seq_len,
+        largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
+    )
+
+
+def block(z: Sizes) -> Footprint:
+    """Of a block: attention and MLP, or the experts that a token meets."""
+    h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
+    met = z.top_k or 1
+    f = met * z.mlp  # of all MLPs that a token meets
+    grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
+    turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
+    routed = 2 * met * h if z.experts else 0
+    inside = 2 * h + 2 * q + 2 * k + turned + routed + (4 if z.gated else 2) * f
+    chosen = h + z.experts if z.experts else 0
+
+    def weights(first: bool) -> tuple[float, float]:
+        down, up = (_weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
+        return max(down, up - (f + h) * n * t), max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0)
+
+    (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
+    rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
+    return Footprint(
+        act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads + 8 * z.experts) * t,
+        act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
+        entry=z.stream * h * t,
+        result=z.stream * h * t,
+        keeps_given=not z.cast,
+        more_f=h * n * t,
+        more_alone=(4 if z.gated else 2) * f * n * t,
+        more_b=(3 if z.gated else 2) * f * n * t + grad,
+        more_w=more_w,
+        more_bw=more_bw,
+        first_w=first_w,
+        first_bw=first_bw,
+        came_b=GRAD_BYTES * (2 if z.gated else 4) * h,
+        came_w=GRAD_BYTES * (z.matrices + z.vectors - (2 if z.gated else 4) * h),
+        rise_w=rise_w,
+        rise_bw=rise_bw,
+        casts=z.matrices * n if z.cast else 0,
+        tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
+        largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
+    )
+
+
+def _rises(z: Sizes, grad: float) -> tuple[float, float]:
+    """`rise_w` and `rise_bw` of a block: at the weight of each of its linear layers, from the last to the first.
+
+    There are then the gradients of what lies behind it, its own as it is computed and as it stays, and, in BW, those of
+    its input and output, where what was kept behind it has gone. A narrow parameter's is cast when that of the output
+    has gone, too.
+    """
+    h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
+    f, up = n * z.mlp * t, n * (2 if z.gated else 1) * z.mlp * t
+    inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * t  # what the MLP kept, and its norm
+    attended = n * ((2 * q + k if z.rotary else 0) + q) * t
+    near, far, heads = n * h * t, n * q * t, n * (q + 2 * k) * t
+    # (inputs, outputs, bytes of its input, of its output, what there is more than before BW)
+    linear = [
+        (z.mlp, h, f, near, f + grad),
+        (h, (2 if z.gated else 1) * z.mlp, near, up, near + up - inside),
+        (q, h, far, near, far + grad - near - inside - norm),
+        (h, q + 2 * k, near, heads, -inside - norm - attended),
+    ]
+    came = gone = rise_w = rise_bw = 0.0
+    for index, (inputs, outputs, takes, gives, more) in enumerate(linear):
+        stays = GRAD_BYTES * (inputs * outputs + (0 if z.gated else outputs))
+        low = n * inputs * outputs if n < GRAD_BYTES else 0
+        rise_w = max(rise_w, came + stays + low - gone)
+        over = gives if index and z.stream < GRAD_BYTES else 0.0  # the stage's own stays
+        rise_bw = max(rise_bw, came + low + more, came + low + stays + more - over)
+        came, gone = came + stays, gone + takes + gives
+        if index == 0:
+            rise_bw = max(rise_bw, came + up)  # the gradients inside the MLP
+        elif index == 1:
+            came += GRAD_BYTES * (1 if z.gated else 2) * h  # of its norm
+    return rise_w, rise_bw
+
+
+def head(z: Sizes) -> Footprint:
+    """Of the last norm, the projection to the vocabulary and the loss."""
+    h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
+    logits = n * vocab * t
+    wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
+    gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
+    weight, fresh = (_weight_grad(h * vocab, n, first=first) for first in (False, True))
+    norm = h if z.gated else 2 * h
+    cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
+    return Footprint(
+        act_b=(z.stream * h + z.norm + h * n + 4 * vocab + 8) * t,
+        act_w=(h + vocab) * n * t,
+        entry=(z.stream * h + 8) * t,
+        more_f=logits + wide,
+        more_alone=logits + wide + 4 * vocab * t,
+        more_b=8 * vocab * t,
+        more_w=weight,
+        more_bw=max(8 * vocab * t, h * n * t + weight + gone),
+        first_w=fresh,
+        first_bw=max(8 * vocab * t, h * n * t + fresh + gone),
+        came_b=GRAD_BYTES * norm,
+        came_w=GRAD_BYTES * h * vocab,
+        rise_bw=max(8 * vocab * t, h * n * t + fresh + gone + max(0.0, GRAD_BYTES * h * vocab - cast)),
+        casts=h * vocab * n if z.cast else 0,
+        logits=4 * vocab * t,
+        largest=h * vocab,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """Bytes that the ops of one stage need beyond the larger of what is held before and after them."""
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    bw: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """The most bytes that there are in a backward of one stage beyond what is held before it, the gradient that it is
+    given included."""
+
+    b: float = 0.0
+    w: float = 0.0
+    bw: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What there is as a layer's turn comes in the backward of a stage, beyond what was held before that."""
+
+    layer: Footprint
+    b: float
+    w: float
+    bw: float
+    again: float  # what its second forward needs beyond what that keeps
+    behind: float  # kept by the layers further on
+
+
+def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
+    """The turns of the layers, the last one's first, and what B leaves for W beyond what F kept."""
+    kept = [z.entry if recompute else z.act_b for z in layers]
+    if not recompute:
+        kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
+    found = list[_Turn]()
+    behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
+    for k in reversed(range(len(layers))):
+        z, inner = layers[k], k < len(layers) - 1
+        # A second forward keeps all that the first one would have, its input and output included.
+        again = z.act_b + z.loose + z.tail - z.entry if recompute else 0.0
+        result = z.result if inner else 0.0  # its gradient, from the layer behind; behind the last it is the stage's
+        # With `keeps_given` the stage's was there before, and `left` counts it.
+        flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
+        shared = z.tail if inner and not recompute else 0.0  # its output, which `behind` has as the next one's input
+        need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
+        found.append(_Turn(z, again + left + flowing, -released, again - behind + shared + result, need, behind))
+        behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
+    return found, left
+
+
+def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
+    """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then.
+
+    The `first` stage has no gradient of its input to hand on, which B otherwise holds at its end. The gradient that a
+    stage is given is there before B and until it ends, used up or not; at its end only what it left for W is.
+    """
+    turns, left = _turns(layers, recompute=recompute)
+    given = layers[-1].result
+    stays = layers[-1].tail > 0 and not recompute  # its result is in what is kept, else it is on its way
+    f = 0.0
+    for k, turn in zip(reversed(range(len(layers))), turns, strict=True):
+        z, inner = turn.layer, k < len(layers) - 1
+        # From the layer before, but for the stage's, which is there before; where a loss follows, that needs the most.
+        entering = z.loose if k and z.result and not recompute else 0.0
+        made = z.result if inner or not stays else 0.0
+        own = (z.more_alone if recompute else z.more_f) + entering + made
+        f = max(f, own - (0.0 if stays else given) - turn.behind)
+    found = _most(turns)
+    after = left - given + (0.0 if first else layers[0].entry)
+    return More(f, max(0.0, found.b - max(0.0, after)), found.w, found.bw)
+
+
+def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
+    """Of a stage of `layers`; in the `first` backward of a step gradients, as they come, are a part of it."""
+    turns, _ = _turns(layers, recompute=recompute)
+    if not first:
+        return _most(turns)
+    b = w = 0.0
+    coming = list[_Turn]()
+    for turn in turns:
+        z = turn.layer
+        coming.append(replace(turn, layer=z.coming, b=turn.b + b, w=turn.w + w, bw=turn.bw + b + w))
+        b, w = b + z.came_b, w + z.came_w
+    return _most(coming)
+
+
+def _most(turns: Sequence[_Turn]) -> Rise:
+    return Rise(
+        b=max(0.0, *(turn.b + max(turn.layer.more_b, turn.again) for turn in turns)),
+        w=max(0.0, *(turn.w + turn.layer.more_w for turn in turns)),
+        bw=max(0.0, *(turn.bw + max(turn.layer.more_bw, turn.again) for turn in turns)),
+    )
+
+
+NO_RISE = Rise()
+NO_MORE = More()
+NOTHING = Footprint()

@@ -1,0 +1,102 @@
+"""`[hardware]` with its defaults filled in: how long arithmetic, memory traffic and messages take.
+
+A kernel takes `kernel_us` to get going, then the larger of its arithmetic at `tflops` and its memory traffic at
+`memory_gbps` (the roofline of Williams et al., 2009). Kernels run one after another, so their times add up: a matrix
+product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link. Of the
+ranks of the run `ranks_per_node` share a node, which nodes.py chooses, and links between nodes have their own speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbc.job.spec import Hardware, Job
+from zbc.topology import Topology
+
+_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
+    "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
+    "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
+}
+
+
+class Kernel(NamedTuple):
+    """One kernel, or `starts` of the same kind in a row: their floating-point operations, bytes read and written."""
+
+    flops: float
+    moved: float
+    starts: int = 1
+
+
+class Link(NamedTuple):
+    """Between two ranks: ms of latency, and bytes per ms."""
+
+    latency: float
+    speed: float
+
+    def ms(self, size: float) -> float:
+        """ms of a message of `size` bytes."""
+        return self.latency + size / self.speed
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast one rank and its links are."""
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    kernel_ms: float
+    near: Link  # within a node
+    far: Link  # between nodes
+    node: int  # ranks of the run on a node
+    topology: Topology
+
+    @classmethod
+    def of(cls, job: Job) -> Machine:
+        """Where `[hardware]` says nothing of links, a profile may have measured them."""
+        given: Hardware = job.hardware
+        tflops, memory, kernel, link, latency = _DEFAULTS[given.device]
+        if job.profile is not None and job.profile.link is not None:
+            link, latency = 8 * job.profile.link.gbps, job.profile.link.latency_us
+        near = Link((latency if given.link_us is None else given.link_us) / 1e3, (given.link_gbps or link) * 1e6 / 8)
+        far = Link(
+            near.latency if given.inter_node_us is None else given.inter_node_us / 1e3,
+            near.speed if given.inter_node_gbps is None else given.inter_node_gbps * 1e6 / 8,
+        )
+        return cls(
+            (given.tflops or tflops) * 1e9,
+            (given.memory_gbps or memory) * 1e6,
+            (kernel if given.kernel_us is None else given.kernel_us) / 1e3,
+            near,
+            far,
+            given.ranks_per_node,
+            Topology(job.parallel.pp, job.parallel.dp, node=job.parallel.node),
+        )
+
+    def ms(self, kernels: Iterable[Kernel]) -> float:
+        """ms of kernels that run one after another."""
+        return sum(
+            one.starts * self.kernel_ms + max(one.flops / self.flops_per_ms, one.moved / self.bytes_per_ms)
+            for one in kernels
+        )
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
+        for dp in range(self.topology.dp):
+            if len({self.topology.rank(dp, rank) // self.node for rank in ranks}) > 1:
+                return self.far
+        return self.near
+
+    def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
+        """ms of a sum of `size` bytes over a ring of these ranks of all replicas; 0 for one rank.
+
+        One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
+        is as fast as its slowest link.
+        """
+        ranks = self.topology.ranks(holders)
+        count = len(ranks)
+        if count == 1:
+            return 0.0
+        latency, speed = self.far if len({rank // self.node for rank in ranks}) > 1 else self.near
+        return latency + halves * (count - 1) / count * size / speed

@@ -1,0 +1,112 @@
+"""What a profile says of each layer of a job, in the terms of the cost model.
+
+A kind that was timed as a stage of its own keeps its input; inside a stage that depends on its neighbours: the tensor
+between two layers stays for backward if the first keeps its output or the second its input, and the first layer of a
+stage keeps its input in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbc.compiler.cost.footprint import Footprint
+from zbc.ir import Placement
+from zbc.job.profile import FAMILY, Host, LayerBytes, LayerProfile, Measured, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One layer for one microbatch: ms and bytes. None where nobody measured."""
+
+    f: float
+    b: float
+    w: float
+    bw: float
+    again: float
+    step: float | None  # the optimizer's step, with the share of the gradient norm
+    tentative: float | None
+    params: int
+    parts: tuple[int, ...]  # them by parameter; () where only their sum is known
+    size: Footprint | None
+    held: LayerBytes | None
+
+
+def measurements(profile: Profile, names: Sequence[str], optimizer: str) -> list[Measurement]:
+    """Of each layer in order. `names` are "embed", "layers.0", ..., "head" of a family, any others of a factory.
+
+    Where the job has another `optimizer` than was measured, its time is not known.
+    """
+    kinds = profile.order
+    if kinds == FAMILY and "embed" in names:
+        kinds = [name if name in ("embed", "head") else "block" for name in names]
+    found = [profile.layers[kind] for kind in kinds]
+    before = [None, *found[:-1]]
+    return [_one(layer, last, profile.optimizer == optimizer) for layer, last in zip(found, before, strict=True)]
+
+
+def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -> Measurement:
+    f, b = layer.f.ms, layer.b.ms
+    step, tentative = (_ms(layer.step), _ms(layer.tentative)) if same_optimizer else (None, None)
+    norm = _ms(layer.norm) or 0.0
+    return Measurement(
+        f=f,
+        b=b,
+        w=layer.w.ms,
+        bw=max(b, b + layer.w.ms if layer.bw is None else layer.bw.ms),
+        again=f if layer.again is None else layer.again.ms,
+        step=None if step is None else step + norm,
+        tentative=None if tentative is None else tentative + norm,
+        params=layer.parameters,
+        parts=tuple(layer.parts),
+        size=None if layer.bytes is None else _footprint(layer.bytes, None if last is None else last.bytes),
+        held=layer.bytes,
+    )
+
+
+def _ms(time: Measured | None) -> float | None:
+    return None if time is None else time.ms
+
+
+def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
+    kept = z.input if z.keeps_input or (last is not None and last.keeps_output) else 0
+    return Footprint(
+        act_b=z.kept_b + kept,
+        act_w=z.kept_w,
+        entry=z.input + z.kept_again,
+        result=z.output,
+        more_f=z.more_f,
+        more_alone=z.more_alone,
+        more_b=z.more_b,
+        more_w=z.more_w,
+        more_bw=z.more_bw,
+        first_b=z.first_b,
+        first_w=z.first_w,
+        first_bw=z.first_bw,
+        came_b=z.gradients if z.gradients_b is None else z.gradients_b,
+        came_w=0 if z.gradients_b is None else z.gradients - z.gradients_b,
+        rise_b=z.rise_b,
+        rise_w=z.rise_w,
+        rise_bw=z.rise_bw,
+        largest=z.largest,
+        loose=z.input - kept,
+        tail=z.output if z.keeps_output else 0,
+        keeps_given=z.keeps_given,
+        pair=z.pair,
+        ends=(z.ends[0], z.ends[-1]) if z.ends else (0, 0),
+    )
+
+
+def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
+    """ms that a rank adds to each F, B (or BW) and W of a stage: to the op, and to transfers it starts around it."""
+    ways = [  # messages in and out, F or B
+        sum(placement.crosses(s, other) for other in (*placement.sources(s), *placement.sinks(s)))
+        for s in range(placement.stages)
+    ]
+    f, b = (tuple((us + count * host.transfer_us) / 1e3 for count in ways) for us in (host.f_us, host.b_us))
+    return {"F": f, "B": b, "W": (host.w_us / 1e3,) * placement.stages}
+
+
+def agree_ms(host: Host, ranks: int) -> float:
+    """ms in which `ranks` ranks end a step: they add up a few numbers, in rounds between two of them each."""
+    return (host.close_us + host.agree_us * (ranks - 1).bit_length()) / 1e3

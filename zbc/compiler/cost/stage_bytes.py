@@ -1,0 +1,177 @@
+"""Memory of stages in bytes, from that of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
+from zbc.ir import Placement
+from zbc.job.spec import Job
+from zbc.plan import dealing
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Memory of one stage in bytes, beside what it keeps of microbatches (`Costs.size`)."""
+
+    weights: float
+    gradients: float
+    masters: float  # float32 weights beside those that forward reads
+    optimizer: float
+    boundary: float  # the tensor it receives from, or sends to, a neighbour
+    more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
+    first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
+    rise: Rise = NO_RISE  # the most there is in a backward beyond what is held before it
+    coming: Rise = NO_RISE  # the same where it has no gradients yet, which come in the course of it
+    early: float = 0.0  # of `gradients`, those that B makes where W is an op of its own
+    lent: float = 0.0  # what it makes of the gradients of another stage of its rank, a weight of which it shares
+    largest: float = 0.0  # elements of its largest parameter
+    step: float = 0.0  # what the optimizer needs while it steps
+    tentative: float = 0.0  # copies that it steps beforehand, a few parameters at a time
+    logits: float = 0.0  # of what F keeps, what there is for every word of the vocabulary
+    behind: float = 0.0  # the tensor between it and the next stage
+    share: float = 0.0  # what F keeps without recompute, which activation units are shares of
+    sent: float = 0.0  # of what F keeps, what is sent as well: a result that its own backward needs
+    given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
+    summed: float = 0.0  # what REDUCE sends, into which the gradients move
+    gathered: float = 0.0  # what there is at a GATHER in place of the gradients
+
+
+def of_stages(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[StageBytes, ...] | None:
+    """What each stage holds; None where a layer's sizes are not known before the model is built."""
+    if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
+        return None
+    behind = [*boundaries(job, stages, table), 0.0]
+    found = [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)]
+    near = [[a for a in placement.sources(s) if _together(placement, a, s)] for s in range(len(stages))]
+    return tuple(replace(one, given=sum((found[a].sent for a in near[s]), 0.0)) for s, one in enumerate(found))
+
+
+def _together(placement: Placement, a: int, b: int) -> bool:
+    """Whether no pipe has the two stages of an edge on different ranks."""
+    return not any(placement.crosses(a, b, pipe) for pipe in range(len(placement.pipes)))
+
+
+def _stage(
+    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
+) -> StageBytes:
+    """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes behind each stage."""
+    sizes = [table[i].size for i in part]
+    largest = max((z.largest for z in sizes), default=0.0)
+    constant = sum(z.casts + z.tables for z in sizes)
+    params, _ = _counted(placement, s, part, table)
+    weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
+    shares = dealt(job, placement, s, part, table)
+    each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
+    kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
+    again = job.memory.of(s) == "recompute"
+    share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
+    return StageBytes(
+        weights=weights + constant,
+        gradients=gradients,
+        masters=shares.most * masters,
+        optimizer=shares.most * state,
+        boundary=max(behind[at] for at in (s, *placement.sources(s))),
+        more=more(sizes, recompute=again, first=not placement.sources(s)),
+        first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
+        rise=rise(sizes, recompute=again, first=False),
+        coming=rise(sizes, recompute=again, first=True),
+        early=min(gradients, sum(z.came_b for z in sizes)),
+        lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
+        largest=largest,
+        step=_temporaries(job, sizes),
+        tentative=4.0 * (1 + _state(job)) * shares.copied if ahead else 0.0,
+        logits=0.0 if again else sum(z.logits for z in sizes),
+        behind=behind[s],
+        share=share,
+        sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
+        summed=each * shares.summed,
+        gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
+    )
+
+
+def _state(job: Job) -> int:
+    """Numbers that the optimizer keeps of each parameter."""
+    return bool(job.optimizer.momentum) if job.optimizer.kind == "sgd" else 2
+
+
+def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
+    """Parameters that a rank holds for stage s, and how many of them all of its holders step."""
+    params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
+    last = part[-1] == len(table) - 1
+    if last and tied and set(placement.holders(s)) <= set(placement.holders(0)):
+        return params - table[-1].tied, 0  # the rank holds the shared weight with its first stage
+    return params, tied if placement.stages > 1 else 0
+
+
+class Dealt(NamedTuple):
+    """How the copies of a stage share out its optimizer."""
+
+    ranks: int  # that hold it
+    most: float  # of its parameters, the share that one of them steps
+    copied: float  # elements of its parameters that one of them steps tentatively at a time, at most
+    summed: float  # elements of what REDUCE sends: with ZeRO-1 a row for each rank
+    row: float  # elements in a row: for each rank as many as for the one that gets most
+
+
+def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
+    """For the holder that is dealt most (dealing.py). A message says behind its elements which have gradients."""
+    ranks = job.parallel.dp * len(set(placement.holders(s)))
+    params, whole = _counted(placement, s, part, table)
+    counts = [count for i in part for count in table[i].parts]
+    while sum(counts) > params - whole and table[-1].tied in counts:
+        counts.remove(table[-1].tied)
+    known = sum(counts) == params - whole
+    if not job.optimizer.zero1 or ranks == 1:
+        copied = dealing.batch([whole, *counts] if known else [params])
+        return Dealt(ranks, 1.0, copied, params - whole + (len(counts) if known else 0), 0.0)
+    alone, pieces = dealing.most(counts, ranks) if known else ((params - whole) / ranks, 0)
+    share = (alone + whole) / params if params else 1 / ranks
+    return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone)
+
+
+def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
+    """Bytes that the optimizer needs for a while as it steps the parameters of some layers.
+
+    On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
+    has two, and lets go of the last one only when it has made those for the next parameter; where it decays weights by
+    their gradients (AdamW does not) one more.
+    """
+    options = job.optimizer
+    if job.hardware.device == "cuda":
+        return 0.0
+    if options.kind == "sgd":
+        return GRAD_BYTES * max((z.largest for z in sizes), default=0.0) if options.weight_decay else 0.0
+    decayed = options.kind == "adam" and options.weight_decay > 0
+    most = max(((z.pair or 2 * z.largest) + decayed * z.largest for z in sizes), default=0.0)
+    across = (before.ends[1] + (2 + decayed) * z.ends[0] for before, z in pairwise(sizes))
+    return GRAD_BYTES * max(most, *across, 0.0)
+
+
+def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
+    """Bytes of the tensor behind each stage but the last: as a profile saw it, or as it is known of a family."""
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    return [known or table[part[-1]].size.result for part in stages[:-1]]
+
+
+def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
+    options, low = job.optimizer, job.model.parameters == "bfloat16"
+    ahead = options.sync == "post-validate"
+    per = 4 * _state(job)
+    held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
+    if len(held) < len(layers):
+        master = 4 if low or ahead else 0
+        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), float(per * params)
+    part = params / (sum(layer.params for layer in layers) or 1)
+    weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
+    same = job.profile is not None and job.profile.optimizer == options.name
+    state = part * sum(z.optimizer for z in held) if same else per / GRAD_BYTES * gradients
+    return weights, gradients, gradients if low or ahead else 0.0, state

@@ -1,0 +1,153 @@
+"""What the layers of a built-in model do for one microbatch: the kernels of F, B and W, as operations and bytes moved.
+
+Per token of a block of width h, with queries of width q (all heads), keys and values of width k each, an MLP of width
+f, and P weights that the token meets in linear layers:
+
+    F   2 P + 4 q c      c: keys that causal attention computes with per query, on average (`keys_seen`)
+    B   2 P + 10 q c     the scores are computed anew: five products where forward has two (arXiv 2205.14135)
+    W   2 P
+
+P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. With experts a token
+meets `top_k` MLPs of its own and the router, h E; all experts have weights to read and gradients to write. The head
+does 2 h V in each of F, B and W, and moves the V logits of a token several times to make a loss of them. What norms,
+residual sums, rotary positions, activations and the loss do counts by its bytes alone. Numbers of kernels are those
+that torch starts for such a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
+from zbc.compiler.cost.machine import Kernel
+
+# Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
+TILE = {"cpu": 512, "cuda": 128}
+# Of the rate of products: FlashAttention 2 reaches 50 to 73% of an A100's peak where products reach 80 to 90% (arXiv
+# 2307.08691); torch's CPU kernel is as fast as its products in float32.
+ATTENTION = {"cpu": 1.0, "cuda": 0.7}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The kernels of one layer for one microbatch."""
+
+    f: tuple[Kernel, ...]
+    b: tuple[Kernel, ...]
+    w: tuple[Kernel, ...]
+
+
+def keys_seen(length: int, tile: int) -> float:
+    """Keys that a query of a causal attention computes with, on average over a sequence of `length`.
+
+    (length + tile) / 2 for whole tiles, all of a sequence that is shorter than one.
+    """
+    rows = [min(tile, length - begin) for begin in range(0, length, tile)]
+    return sum(count * min(length, begin * tile + tile) for begin, count in enumerate(rows)) / length
+
+
+def product(rows: float, k: int, n: int, width: int, matrices: int = 1) -> Kernel:
+    """`rows` times a k x n matrix, of `matrices` that are all needed by some rows; `width` bytes per number."""
+    return Kernel(2 * rows * k * n, width * (rows * (k + n) + matrices * k * n))
+
+
+def embedding(z: Sizes) -> Work:
+    """Of looking up the tokens of a microbatch, and their positions where these are learned."""
+    params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
+    rows = z.stream * z.hidden * z.tokens
+    look_up = Kernel(0, (2 if z.rotary else 5) * rows)
+    dense = Kernel(0, rows + 3 * GRAD_BYTES * params)  # a dense gradient is filled, then added
+    return Work((look_up,), (), (dense,))
+
+
+def block(z: Sizes) -> Work:
+    """Of a block: attention and MLP, or the experts that a token meets."""
+    # (inputs, outputs, rows per token, matrices) of every linear layer
+    h, f, each = z.hidden, z.mlp, z.top_k or 1
+    up = 2 * f if z.gated else f
+    linear = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
+    linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
+    linear += [(h, z.experts, 1, 1)] if z.experts else []
+    products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
+    device = "cuda" if z.cuda else "cpu"
+    square = z.queries * keys_seen(z.seq_len, TILE[device]) * z.tokens / ATTENTION[device]
+    heads = z.width * (z.queries + z.keys) * z.tokens
+    turns = 14 if z.rotary else 0
+    plain = Kernel(0, _plain_forward(z) * z.tokens, 2 * _norm_count(z) + (4 if z.gated else 3) + turns)
+    back = Kernel(0, _plain_backward(z) * z.tokens, 2 * _norm_count(z) + (6 if z.gated else 8) + turns)
+    forward = (*products, Kernel(4 * square, 2 * heads), plain)
+    backward = (*products, Kernel(10 * square, 4 * heads), back)
+    return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
+
+
+def _plain_forward(z: Sizes) -> float:
+    """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
+    n, each = z.width, z.top_k or 1
+    sums = 2 * (2 * z.stream + n) * z.hidden
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
+    activation = (5 if z.gated else 2) * n * z.mlp * each
+    # A token's row is copied to each of its experts; what they return is read, weighted and added up.
+    routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
+    return 2 * _norm_forward(z) + sums + turned + activation + routed
+
+
+def _plain_backward(z: Sizes) -> float:
+    """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
+    n, r, each = z.width, z.stream, z.top_k or 1
+    sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
+    activation = (8 if z.gated else 3) * n * z.mlp * each
+    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
+    biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
+    joined = 2 * n * (z.queries + 2 * z.keys)
+    return 2 * _norm_backward(z) + sums + turned + activation + routed + biases + joined
+
+
+def _norm_width(z: Sizes) -> int:
+    """Bytes per number inside a norm: autocast on a GPU computes it in float32, on a CPU in the type that comes in."""
+    return 4 if z.cuda and z.width < 4 else z.stream
+
+
+def _norm_count(z: Sizes) -> int:
+    """Kernels of a norm, casts included."""
+    inside = _norm_width(z)
+    return (6 if z.gated and not z.cuda else 1) + (inside != z.stream) + (inside != z.width)
+
+
+def _norm_forward(z: Sizes) -> float:
+    """Bytes per token: a cast where types differ, a read and a write, a cast for the product behind it.
+
+    RMSNorm on a CPU is made of single operations: a square, its mean, two products.
+    """
+    inside = _norm_width(z)
+    passes = 8 if z.gated and not z.cuda else 2
+    return z.hidden * (_cast(z.stream, inside) + passes * inside + _cast(inside, z.width))
+
+
+def _norm_backward(z: Sizes) -> float:
+    """The same backward: gradient and input are read for the input's gradient, and again for those of the weights."""
+    inside = _norm_width(z)
+    passes = 16 if z.gated and not z.cuda else 5
+    return z.hidden * (_cast(z.width, inside) + passes * inside + _cast(inside, z.stream))
+
+
+def _cast(source: int, target: int) -> int:
+    return source + target if source != target else 0
+
+
+def head(z: Sizes) -> Work:
+    """Of the last norm, the projection to the vocabulary and the loss."""
+    h, n, vocab = z.hidden, z.width, z.vocab
+    logits = product(z.tokens, h, vocab, n)
+    cast = _cast(n, 4)  # the loss is computed in float32
+    # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
+    # log_softmax reads it twice and the output once, and writes.
+    loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
+    forward = (logits, Kernel(0, _norm_forward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[0], 3))
+    backward = (logits, Kernel(0, _norm_backward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[1], 3))
+    return Work(forward, backward, (logits, _accumulate(z, h * vocab, 1)))
+
+
+def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:
+    """Weight gradients are added to their sums: two reads and a write in float32, after a cast if they are narrow."""
+    return Kernel(0, (3 * GRAD_BYTES + _cast(z.width, GRAD_BYTES)) * params, tensors)

@@ -1,0 +1,69 @@
+"""What the ranks of an order hold at their fullest, as numbers of values: quick to weigh under other costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zbc.compiler.cost.cost import Costs
+from zbc.ir import Kind, Program
+from zbc.ops import VALUES
+
+HELD = tuple(what for what, value in VALUES.items() if value.memory == "activations")
+Held = tuple[tuple[int, tuple[int, ...]], ...]  # (stage, how many of each value of HELD there are)
+
+
+def fullest(program: Program) -> list[list[Held]]:
+    """Per rank, what it holds at moments of which one is its fullest, whatever its stages hold for a microbatch."""
+    return [_rank(program, rank) for rank in range(program.placement.ranks)]
+
+
+def _rank(program: Program, rank: int) -> list[Held]:
+    stages = program.placement.stages_of(rank)
+    counts = {stage: [0] * len(HELD) for stage in stages}
+    seen: set[Held] = set()
+    found: list[Held] = []
+    for kind, stage, *_ in program.ranks[rank]:
+        made, freed = _MADE[kind], _FREED[kind]
+        for k in made:
+            counts[stage][k] += 1
+        for k in freed:
+            counts[stage][k] -= 1
+        if made:
+            now = tuple((stage, tuple(each)) for stage, each in counts.items())
+            if now not in seen and not any(_covers(other, now) for other in found):
+                found = [other for other in found if not _covers(now, other)] + [now]
+            seen.add(now)
+    return found
+
+
+_MADE = {kind: [HELD.index(ref.what) for ref in kind.row.writes if ref.what in HELD] for kind in Kind}
+_FREED = {kind: [HELD.index(ref.what) for ref in kind.row.frees if ref.what in HELD] for kind in Kind}
+
+
+def _covers(one: Held, other: Held) -> bool:
+    """Whether the first has all of the second; B may leave more than F did, so each value counts for itself."""
+    return all(
+        a >= b for (_, mine), (_, theirs) in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def peaks(held: Sequence[Sequence[Held]], sizes: Mapping[str, Sequence[float]]) -> list[float]:
+    """The most each rank holds, in the unit of `sizes`, which says what a value of each stage takes."""
+    table = [sizes[what] for what in HELD]
+    return [
+        max(
+            (sum(n * size[s] for s, counts in one for n, size in zip(counts, table, strict=True)) for one in rank),
+            default=0.0,
+        )
+        for rank in held
+    ]
+
+
+def units_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
+    """The most activation units each rank holds."""
+    return peaks(held, {what: costs.units(what) for what in HELD})
+
+
+def bytes_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
+    """The same in bytes; none where sizes are not known."""
+    return peaks(held, {what: costs.bytes_of(what) for what in HELD}) if costs.bytes else []

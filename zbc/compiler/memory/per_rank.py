@@ -1,0 +1,151 @@
+"""How much each rank holds over a step: peaks by category, and curves over time. All of it is read off the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.ledger import Activations, Event, Phase, activations, ledger, within
+from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.ir import Op, Program
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Peak of one rank. Bytes are 0 where the model's sizes are not known before it is built."""
+
+    units: float  # peak activations
+    peak_op: Op | None  # where that peak is reached
+    in_flight: int  # microbatches held there, over all stages of the rank
+    weights: float
+    gradients: float
+    masters: float
+    optimizer: float
+    activations: float
+    buffers: float  # tensors on their way, and what the running op needs beyond what is held
+    together: float  # most of gradients, activations and buffers together: each alone may be largest at another op
+    logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
+
+    @property
+    def bytes(self) -> float:
+        """The most of everything at any op."""
+        return self.weights + self.masters + self.optimizer + self.together
+
+
+def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> list[RankMemory]:
+    """The memory of every rank of a compute-only or complete program, whose timeline is simulated if it is not given.
+
+    Times only decide how long what a rank sends stays with it; all else follows from the order.
+    """
+    both = [(0.0, 0.0)] * len(program.ranks)
+    if costs.bytes is not None:
+        timeline = timeline or simulate(program, costs)
+        both = [_buffers(timeline, rank, events, costs) for rank, events in enumerate(ledger(timeline, costs))]
+    return [_rank(program, rank, costs, *both[rank]) for rank in range(len(program.ranks))]
+
+
+def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: float) -> RankMemory:
+    """By the order of ops alone: the ledger's activations without their times."""
+    units = peak = held = most = logits = logits_then = 0.0
+    flight = at_peak = 0
+    where: Op | None = None
+    changes = Activations(costs)
+    for op in program.ranks[rank]:
+        change = changes.of(op)
+        if change is None:
+            continue
+        held += change.bytes
+        units += change.units
+        flight += change.flight
+        logits += change.logits
+        if units > peak + 1e-9:
+            peak, where, at_peak = units, op, flight
+        if held > most:
+            most, logits_then = held, logits
+    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
+    return RankMemory(
+        units=peak,
+        peak_op=where,
+        in_flight=at_peak,
+        weights=sum(s.weights for s in mine),
+        gradients=sum(s.gradients for s in mine),
+        masters=sum(s.masters for s in mine),
+        optimizer=sum(s.optimizer for s in mine),
+        activations=most,
+        buffers=buffers,
+        together=together,
+        logits=logits_then,
+    )
+
+
+def _buffers(timeline: Timeline, rank: int, events: Sequence[Event], costs: Costs) -> tuple[float, float]:
+    """The most bytes at any op that are on their way or that the op needs beyond what is held before and after it; and
+    the most of these, of the activations held around it and of the gradients that there are by then."""
+    level = dict.fromkeys(("transit", "activations", "gradients", "workspace"), 0.0)
+    most = together = 0.0
+    changes = Activations(costs)
+    for i, mine, (_, leaving) in within(timeline, rank, events, costs):
+        op = timeline.graph.ops[i]
+        need = 0.0
+        for event in mine:
+            if event.phase is not Phase.END:
+                level[event.category] += event.bytes
+            if event.category == "workspace" and event.phase is Phase.BEGIN:
+                need = event.bytes
+        if op.kind.is_transfer:
+            continue
+        together = max(together, sum(level.values()) + leaving)
+        for event in mine:
+            if event.phase is Phase.END:
+                level[event.category] += event.bytes
+        change = changes.of(op)
+        beyond = need if change is None or change.begins else costs.more_bytes(op, first=_makes_gradients(mine))
+        most = max(most, level["transit"] + leaving + beyond)
+        together = max(together, sum(level.values()) + leaving) if op.kind.computes else together
+    return most, together
+
+
+def _makes_gradients(mine: Sequence[Event]) -> bool:
+    return any(event.category == "gradients" for event in mine)
+
+
+class Held(NamedTuple):
+    """What a rank holds from `ms` on, in bytes by category."""
+
+    ms: float
+    weights: float
+    gradients: float
+    masters: float
+    optimizer: float
+    activations: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.gradients + self.masters + self.optimizer + self.activations
+
+
+def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[Held]:
+    """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
+
+    Weights, their masters, optimizer state and, from the first step on, gradients stay; activations come and go.
+    """
+    if costs.bytes is None:
+        return
+    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
+    weights, gradients, masters, optimizer = (
+        sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "masters", "optimizer")
+    )
+    held = 0.0
+    for event in activations(timeline, rank, costs):
+        held += event.bytes
+        yield Held(event.ms, weights, gradients, masters, optimizer, held)
+
+
+def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
+    """(ms, activation units held from then on) of one rank."""
+    units = 0.0
+    for event in activations(timeline, rank, costs):
+        units += event.units
+        yield event.ms, units

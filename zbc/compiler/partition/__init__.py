@@ -1,0 +1,1 @@
+"""Which layers make a stage, which stages recompute, and which order that gets."""

@@ -1,0 +1,268 @@
+"""What is said of a plan: the numbers behind `--json`, the manifest's prediction and the summary on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from zbc.compiler.check.deadlock import survives_blocking_sends
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import RankMemory
+from zbc.compiler.sim.bounds import Bounds
+from zbc.compiler.sim.simulate import Timeline, steady_state
+from zbc.ir import Op, Program
+
+FORMAT = "zbc-report"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank; times in ms within the step, memory at its peak."""
+
+    rank: int
+    stages: tuple[int, ...]
+    busy_ms: float
+    first_start_ms: float
+    last_end_ms: float
+    idle_warm_up_ms: float
+    idle_message_ms: float
+    idle_drain_ms: float
+    idle_sums_ms: float
+    peak_activation_units: float
+    peak_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    logit_bytes: int  # of activation_bytes, what there is for every word of the vocabulary
+    sent_bytes: int  # of boundary tensors it sends to neighbours in a step
+    summed_bytes: int  # it sends to add up gradients over the copies of its stages
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Weights, gradients and what the optimizer keeps."""
+        return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage: ms and bytes of one microbatch, and the bytes that stay; 0 where sizes are not known."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    layers: tuple[str, ...]
+    f_ms: float
+    b_ms: float
+    w_ms: float
+    state_bytes: int  # weights, gradients and what the optimizer keeps
+    activation_bytes: int  # from F to B
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """Layers to stages, and what their unevenness costs."""
+
+    busiest_rank: int
+    busiest_ms: float  # its work in a step
+    balanced_ms: float  # that of each rank if layers could be split at will
+    tried: int  # cuts that were simulated
+    all_tried: bool  # no other could be better for this schedule
+    stages: tuple[StageReport, ...]
+
+    @property
+    def loss(self) -> float:
+        """How much more than its share the busiest rank has to do."""
+        return self.busiest_ms / self.balanced_ms - 1 if self.balanced_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The prediction for one plan. Bubble rates name what they are a share of."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+    ops: int
+    makespan_ms: float
+    span_ms: float
+    bubble_rate_makespan: float
+    bubble_rate_span: float
+    steady_state_ms: float  # consecutive steps without a barrier, of the order alone
+    barrier_ms: float  # a settled step with the optimizer's barrier and the optimizer's own time
+    ahead_ms: float | None  # the same without the barrier, with the ops that stand in for it; None if it is needed
+    lower_bound_makespan_ms: float
+    lower_bound_span_ms: float
+    deadlock_free: bool
+    survives_blocking_sends: bool
+    costs: str
+    bytes_known: bool
+    compile_seconds: float
+    per_rank: tuple[RankReport, ...]
+    cut: CutReport
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+
+    def predicted(self) -> dict[str, Any]:
+        """The part that depends on nothing but the plan, for the manifest."""
+        data: dict[str, Any] = _plain(asdict(self))
+        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds"):
+            del data[key]
+        return data
+
+    def step_ms(self, objective: str) -> float:
+        """What a step costs by "makespan", "span" or "period"."""
+        return {"makespan": self.makespan_ms, "span": self.span_ms, "period": self.steady_state_ms}[objective]
+
+    def lower_bound_ms(self, objective: str) -> float:
+        """What no order of the placement can beat, by the same."""
+        return Bounds(self.lower_bound_makespan_ms, self.lower_bound_span_ms).of(objective)
+
+    @property
+    def peak_activation_units(self) -> float:
+        return max(rank.peak_activation_units for rank in self.per_rank)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the rank that keeps most."""
+        return max(rank.parameter_bytes for rank in self.per_rank)
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the rank that sends most."""
+        return max(rank.summed_bytes for rank in self.per_rank)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of boundary tensors, of the rank that sends most."""
+        return max(rank.sent_bytes for rank in self.per_rank)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.per_rank)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists and floats without the noise of their last bits, so that reports read and compare well."""
+    if isinstance(value, float):
+        return round(value, 9)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+class Chosen(NamedTuple):
+    """The cut of a plan, and how it was found: see `CutReport`."""
+
+    layers: tuple[tuple[str, ...], ...]  # stage -> layer names
+    recomputed: Collection[int]
+    tried: int = 1
+    all_tried: bool = False
+
+
+def build(
+    program: Program,
+    costs: Costs,
+    timeline: Timeline,
+    memory: list[RankMemory],
+    bounds: Bounds,
+    name: str,
+    chosen: Chosen,
+) -> Report:
+    """The report of a program that passed check/; `barrier_ms` and `ahead_ms` are to be set by the caller."""
+    begin = min(timeline.first_start(r) for r in range(timeline.ranks))
+    return Report(
+        schedule=name,
+        ranks=program.placement.ranks,
+        stages=program.placement.stages,
+        microbatches=program.microbatches,
+        ops=program.size,
+        makespan_ms=timeline.makespan,
+        span_ms=timeline.span,
+        bubble_rate_makespan=timeline.bubble_rate_makespan,
+        bubble_rate_span=timeline.bubble_rate_span,
+        steady_state_ms=steady_state(timeline.graph, costs),
+        barrier_ms=timeline.makespan,
+        ahead_ms=None,
+        lower_bound_makespan_ms=bounds.makespan,
+        lower_bound_span_ms=bounds.span,
+        deadlock_free=True,
+        survives_blocking_sends=survives_blocking_sends(program, timeline.graph),
+        costs=costs.source,
+        bytes_known=costs.bytes is not None,
+        compile_seconds=0.0,
+        per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
+        cut=_cut(program, costs, timeline, chosen),
+    )
+
+
+def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:
+    busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
+    busiest = max(range(timeline.ranks), key=lambda rank: busy[rank])
+    stages = tuple(_stage(program, costs, s, names, s in chosen.recomputed) for s, names in enumerate(chosen.layers))
+    return CutReport(busiest, busy[busiest], sum(busy) / len(busy), chosen.tried, chosen.all_tried, stages)
+
+
+def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], recompute: bool) -> StageReport:
+    size = costs.bytes[s] if costs.bytes else None
+    return StageReport(
+        stage=s,
+        ranks=program.placement.holders(s),
+        layers=layers,
+        f_ms=costs.of("f", s),
+        b_ms=costs.of("b", s),
+        w_ms=costs.of("w", s),
+        state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
+        activation_bytes=round(costs.bytes_of("kept")[s]),
+        recompute=recompute,
+    )
+
+
+def _rank(
+    program: Program, costs: Costs, timeline: Timeline, rank: int, memory: RankMemory, begin: float
+) -> RankReport:
+    idle = timeline.idle(rank)
+    return RankReport(
+        rank=rank,
+        stages=program.placement.stages_of(rank),
+        busy_ms=timeline.busy(rank),
+        first_start_ms=timeline.first_start(rank) - begin,
+        last_end_ms=timeline.last_end(rank) - begin,
+        idle_warm_up_ms=idle.warm_up,
+        idle_message_ms=idle.message,
+        idle_drain_ms=idle.drain,
+        idle_sums_ms=idle.sums,
+        peak_activation_units=memory.units,
+        peak_bytes=round(memory.bytes),
+        weight_bytes=round(memory.weights),
+        gradient_bytes=round(memory.gradients),
+        master_bytes=round(memory.masters),
+        optimizer_bytes=round(memory.optimizer),
+        activation_bytes=round(memory.activations),
+        buffer_bytes=round(memory.buffers),
+        logit_bytes=round(memory.logits),
+        sent_bytes=round(sum(_message(program, costs, op) for op in program.ranks[rank] if op.kind.is_send)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind.sums)),
+    )
+
+
+def _message(program: Program, costs: Costs, op: Op) -> float:
+    """Bytes of what a SEND sends, which are those of the boundary it crosses."""
+    message = program.placement.message(op)
+    return 0.0 if costs.bytes is None or message is None else costs.bytes[message.edge[0]].behind
+
+
+def _sent(program: Program, costs: Costs, op: Op) -> float:
+    """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
+    result unless each rank keeps its part only."""
+    k = program.holders(op)
+    size = costs.tied if op.kind.rank_wide else costs.bytes[op.stage].gradients if costs.bytes else 0.0
+    return size * (k - 1) / k * (1 if program.sharded and op.kind.stage_wide else 2)

@@ -1,0 +1,1 @@
+"""When every op runs, and what no schedule can beat."""

@@ -1,0 +1,196 @@
+"""What no schedule of a placement can beat, at any order, within a memory limit.
+
+For rank r with stages lo..hi of the path, on its own time (`span`): its work and the idle time it cannot avoid.
+
+- warm: from its first F_lo to its first B_hi a microbatch travels to the last stage and back; meanwhile the rank can
+  run F only, and no more of them than fit in memory. Before its first F of a later stage it can run F of earlier ones
+  only, and has to leave room for that microbatch to come through.
+- tail: from its last F_hi to the B_lo of that microbatch likewise; meanwhile only B and W of what is in memory can run.
+- Little's law: what microbatches hold, each over its least life on the rank, is at most limit times span.
+- cycle: with room for k microbatches, F of i+k waits for B of i.
+- inside: all F and B of later stages on another rank happen between r's first F and last B.
+
+The makespan adds the way down to r's first stage before it and, after its last B, the way back to stage 0 and one W.
+The ideas are those of arXiv 2401.10241 (section 4) and 2405.15362, put together; tests throw random schedules at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.bounds_mirrored import mixed
+from zbc.compiler.sim.ways import INF, ROOM, Way, fill
+from zbc.ir import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Lower bounds in ms, and what makes the larger parts of them."""
+
+    makespan: float
+    span: float
+
+    def of(self, objective: str) -> float:
+        """For "makespan", "span" or "period": where steps follow one another, each takes a rank at least its span."""
+        return self.makespan if objective == "makespan" else self.span
+
+
+def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
+    """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
+
+    With several pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py. A rank
+    that has no stage bounds nothing.
+    """
+    if costs.overlap:  # as if every F could hide, as far as groups allow
+        hidden = 1.0 - costs.overlap
+        costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
+    costs = costs.least()
+    # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
+    costs = costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
+    p = placement.ranks
+    limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
+    if len(placement.pipes) > 1:
+        alone = [
+            bounds(placement.only(pipe), replace(costs, links=(links,)), m, limits)
+            for pipe, links in enumerate(costs.links)
+        ]
+        makespan, span = mixed(placement, costs, m, limits)
+        return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
+    way = Way(placement, costs)
+    single = [_Rank(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
+    return Bounds(max(b.makespan for b in single), max(b.span for b in single))
+
+
+def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
+    """The same for steps that end with the sums of gradients and the gathers of weights that `costs` give times for.
+
+    Behind the last op of any rank comes the sum of the stage it worked on; behind all sums, the gathers of each rank,
+    one after the other.
+    """
+    least = min(costs.column("reduce"))
+    ranks = range(placement.ranks)
+    gathers = [costs.total("gather", placement.stages_of(r)) for r in ranks]
+    return Bounds(found.makespan + least + max(gathers), found.span + least + min(gathers))
+
+
+class _Rank:
+    def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
+        self.way, self.m, self.limits, self.rank = way, m, limits, rank
+        self.limit = limits[rank] + ROOM
+        self.stages = way.stages[rank]
+        self.low, self.high = self.stages[0], self.stages[-1]
+
+    def bounds(self) -> Bounds:
+        way, m = self.way, self.m
+        warm, tail = self._warm(), self._tail()
+        forced = m * sum(way.kept[s] for s in self.stages) > self.limit  # a B comes before the last F
+        work = m * sum(way.f[s] + way.b[s] + way.w[s] for s in self.stages)
+        span = work + (warm + tail if forced else max(warm, tail))
+        span = max(span, self._little(), self._inside(), self._cycle())
+        head = self.way.down(0, self.low)
+        both = m * sum(way.f[s] + way.b[s] for s in self.stages)
+        back = self.way.up(self.low, 0) + way.w[0] if self.low else way.w[0]
+        back -= way.b[self.low] if self.low else 0.0  # the rank's last B is in `both`
+        makespan = head + both + self._w_before_last_b(self.rank, self.stages) + warm + back
+        return Bounds(max(head + span, makespan), span)
+
+    def _warm(self) -> float:
+        """Idle time before the first B."""
+        meanwhile = self._forwards(self.stages, self.limit)
+        idle = max(0.0, self.way.around(self.low, self.high) - meanwhile)
+        for k in range(1, len(self.stages)):
+            room = self.limit - sum(self.way.kept[s] for s in self.stages[k:])
+            meanwhile = self._forwards(self.stages[:k], room)
+            idle = max(idle, self.way.down(self.low, self.stages[k]) - meanwhile)
+        return idle
+
+    def _forwards(self, stages: Sequence[int], room: float) -> float:
+        """Most time that F of these stages can take while `room` is all they find and nothing is given back."""
+        way, s = self.way, stages[0]
+        if len(stages) == 1 and 0 < way.kept[s] <= room < 1e14:
+            return min(self.m, int(room // way.kept[s])) * way.f[s]
+        return fill([(way.kept[s], way.f[s], self.m) for s in stages], room)
+
+    def _tail(self) -> float:
+        """Idle time between the last F and the B_lo of its microbatch."""
+        way, m = self.way, self.m
+        window = self.way.around(self.high, self.low) - way.f[self.high]
+        items = [(way.kept[s], way.b[s] + way.w[s], m - 1) for s in self.stages]
+        items += [(way.left[s], way.w[s], m) for s in self.stages]
+        others = fill(items, self.limit - sum(way.kept[s] for s in self.stages))
+        own = sum(way.b[s] + way.w[s] for s in self.stages if s != self.low)
+        return max(0.0, window - others - own)
+
+    def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
+        """W time that cannot be put off behind the last B of `rank`, since what is put off is held."""
+        way, m = self.way, self.m
+        total = m * sum(way.w[s] for s in stages)
+        later = fill([(way.left[s], way.w[s], m) for s in stages], self.limits[rank] + ROOM)
+        return max(0.0, total - later)
+
+    def _little(self) -> float:
+        """Memory times time: no more than the limit all along, and less while filling and emptying."""
+        if self.limit >= 1e14:
+            return 0.0
+        way = self.way
+        area = sum(way.kept[s] * (self.way.around(s, s) + way.b[s]) + way.left[s] * way.w[s] for s in self.stages)
+        return (self.m * area + self._ramps()) / self.limit
+
+    def _ramps(self) -> float:
+        """Memory-time that cannot be used: filling takes an F per unit, emptying a B or W."""
+        way, limit = self.way, self.limit
+        units = [way.kept[s] for s in self.stages]
+        unit = max(units)
+        if unit <= 0 or any(way.left[s] > way.kept[s] for s in self.stages):
+            return 0.0
+        step = min(way.f[s] for s in self.stages)
+        count = min(int(limit // unit), self.m * len(units))
+        filling = sum(max(0.0, limit - (j + 1) * unit) * step for j in range(count))
+        rates = [way.b[s] / (way.kept[s] - way.left[s]) for s in self.stages if way.kept[s] > way.left[s]]
+        rates += [way.w[s] / way.left[s] for s in self.stages if way.left[s] > 0]
+        spare = max(0.0, min(limit, self.m * sum(units)) - unit)
+        return filling + 0.5 * spare * spare * min(rates, default=0.0)
+
+    def _inside(self) -> float:
+        """Every other rank's F and B of stages behind `low` lie between this rank's first F and last B."""
+        way, m, best = self.way, self.m, 0.0
+        for rank, stages in enumerate(self.way.stages):
+            inner = [s for s in stages if s > self.low]
+            if rank == self.rank or not inner:
+                continue
+            head = self.way.down(self.low, inner[0])
+            work = m * sum(way.f[s] + way.b[s] for s in inner)
+            back = self.way.up(inner[0], self.low) - way.b[inner[0]] + way.b[self.low] + way.w[self.low]
+            best = max(best, head + work + self._w_before_last_b(rank, inner) + back)
+        return best
+
+    def _cycle(self) -> float:
+        """One stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
+        way, m, s = self.way, self.m, self.low
+        unit, kept = way.kept[s], way.left[s]
+        if len(self.stages) > 1 or unit <= 0 or self.limit >= 1e14:
+            return 0.0
+        k = int(self.limit // unit)
+        if not 1 <= k < m:
+            return 0.0
+        around, b, w = self.way.around(s, s), way.b[s], way.w[s]
+        turn = around + b + _release(self.limit - k * unit, unit, kept, b, w)
+        rounds, rest = divmod(m - 1, k)
+        return max(
+            rest * way.f[s] + rounds * turn + around + b + w,
+            rounds * turn + around + (m - rounds * k) * b + w,
+        )
+
+
+def _release(room: float, unit: float, kept: float, b: float, w: float) -> float:
+    """Least time after a B until a full rank has room for one more F: none, some further B, or a W."""
+    if room >= kept:
+        return 0.0
+    if kept >= unit:
+        return w
+    # j B's leave j * kept and free j * unit; the first of them is already counted.
+    j = max(2.0, ceil((unit - room) / max(unit - kept, 1e-200) - 1e-9))
+    return min(w, (j - 1) * b)

@@ -1,0 +1,102 @@
+"""Lower bounds for placements with several pipes, when more than one gets microbatches.
+
+With two, rank r holds stages lo..hi of each pipe, or of one of them. What bounds.py says of one pipe holds here for the
+pipe that asks for less:
+
+- nothing starts on r before the shorter of the ways down to its first stages;
+- before the first B on r, some microbatch has been to the end of its pipe and back; meanwhile r can run F only, and no
+  more of them than fit in memory; likewise behind its last F;
+- behind the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
+  work r can have left only the W that fit in memory.
+
+Work depends on how many microbatches each pipe gets; the split with the least bound counts. With three pipes and more
+the busiest rank has no less than an equal share of all work, and one microbatch has to go its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.ways import ROOM, Way, fill
+from zbc.ir import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Times of one rank in ms: those that hold for every split, and per pipe those of one microbatch."""
+
+    head: float  # before its first op
+    first_b: float  # before its first B, less the F that can run meanwhile
+    warm: float  # the same, from its own first op on
+    tail: float  # idle behind its last F
+    back: float  # from its last B to the end
+    late_w: float  # W that can run behind the last B
+    forced: bool  # a B comes before the last F
+    life: tuple[float, ...]  # least memory-time over the limit
+    f_and_b: tuple[float, ...]
+    w: tuple[float, ...]
+
+    def span(self, split: Sequence[int]) -> float:
+        idle = self.warm + self.tail if self.forced else max(self.warm, self.tail)
+        return max(_of(split, self.f_and_b) + _of(split, self.w) + idle, _of(split, self.life))
+
+    def makespan(self, split: Sequence[int]) -> float:
+        begin = max(self.head, self.first_b)
+        early = max(0.0, _of(split, self.w) - self.late_w)
+        whole = _of(split, self.f_and_b) + _of(split, self.w)
+        return max(begin + _of(split, self.f_and_b) + early + self.back, begin + whole, self.head + self.span(split))
+
+
+def _of(split: Sequence[int], each: Sequence[float]) -> float:
+    return sum(n * x for n, x in zip(split, each, strict=True))
+
+
+def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -> tuple[float, float]:
+    """Makespan and span in ms that no order with microbatches in several pipes can beat; infinite for m = 1."""
+    ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
+    if len(ways) > 2:
+        return _shared(ways, m)
+    ranks = [_rank(ways, m, limits[r] + ROOM, r) for r in range(placement.ranks) if ways[0].stages[r]]
+    splits = [(x, m - x) for x in range(1, m)]
+    makespan = min((max(rank.makespan(split) for rank in ranks) for split in splits), default=float("inf"))
+    span = min((max(rank.span(split) for rank in ranks) for split in splits), default=float("inf"))
+    return makespan, span
+
+
+def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
+    """However many pipes there are."""
+    one = ways[0]
+    share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / one.placement.ranks
+    return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
+
+
+def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
+    one, placement = ways[0], ways[0].placement
+    chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
+    held = [(way, c[0], c[-1]) for way, c in zip(ways, chunks, strict=True) if c]
+    stages = [s for c in chunks for s in c]
+    around = [way.around(s, t) for way, s, t in held]
+    down = [way.down(0, s) for way, s, _ in held]
+    forwards = fill([(one.kept[s], one.f[s], m) for s in stages], limit)
+    last = [(one.kept[s], one.b[s] + one.w[s], m) for s in stages]
+    last += [(one.left[s], one.w[s], m) for s in stages]
+    windows = [way.around(t, s) - one.f[t] for way, s, t in held]
+    back = [way.up(s, 0) - one.b[s] + one.b[0] + one.w[0] for way, s, _ in held]
+    life = [
+        sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
+        for way, c in zip(ways, chunks, strict=True)
+    ]
+    return _Rank(
+        head=min(down),
+        first_b=min(a + b for a, b in zip(down, around, strict=True)) - forwards,
+        warm=max(0.0, min(around) - forwards),
+        tail=max(0.0, min(windows) - fill(last, limit)),
+        back=min(back),
+        late_w=fill([(one.left[s], one.w[s], m) for s in stages], limit),
+        forced=m * min(sum(one.kept[s] for s in c) for c in chunks) > limit,
+        life=tuple(life),
+        f_and_b=tuple(sum(one.f[s] + one.b[s] for s in c) for c in chunks),
+        w=tuple(sum(one.w[s] for s in c) for c in chunks),
+    )

@@ -1,0 +1,49 @@
+"""A program at what its ops cost, with what follows from both: made when it is first asked for, and once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import Graph, build
+from zbc.compiler.sim.simulate import Timeline, run, steady_state
+from zbc.ir import Program
+
+
+@dataclass(frozen=True)
+class Context:
+    """What passes and predictions ask of one program."""
+
+    program: Program
+    costs: Costs
+    twin: Context | None = None  # of the same program at other costs: what needs no costs is made there
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs | None = None) -> Context:
+        """By default all ops take equally long."""
+        return cls(program, costs or Costs.uniform(program.placement))
+
+    def then(self, program: Program) -> Context:
+        """At the same costs another program: what a pass made of this one."""
+        return self if program is self.program else Context(program, self.costs)
+
+    def priced(self, costs: Costs) -> Context:
+        """The same program at other costs."""
+        return Context(self.program, costs, twin=self.twin or self)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What each op waits for."""
+        return build(self.program) if self.twin is None else self.twin.graph
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each op runs. Raises E201 or E202 if the order can never finish."""
+        return run(self.graph, self.costs)
+
+    def step_ms(self, objective: str) -> float:
+        """What a step costs, in ms, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
+        if objective == "period":
+            return steady_state(self.graph, self.costs)
+        return self.timeline.makespan if objective == "makespan" else self.timeline.span

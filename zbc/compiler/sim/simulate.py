@@ -1,0 +1,272 @@
+"""When does each op run? An op starts as soon as its rank is free and what it reads is there.
+
+A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
+`link` ms after it was sent. Collectives run beside compute too, on a lane of their own per rank, one after the other:
+one begins when all its ranks have come to it and are done with the one before. The order of every lane is fixed, so
+the clock is one walk over the nodes of the graph in the order that the proof found.
+
+The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
+group takes is up to the costs; its time is shown as the first op and behind it the second, each with its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import Graph, build, happens
+from zbc.errors import ZbcError
+from zbc.ir import Op, Program
+from zbc.ops import Lane
+
+SAME = 1e-12  # times this close, relatively, are one
+
+
+class Span(NamedTuple):
+    """One op of a timeline; times in ms."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+class Sum(NamedTuple):
+    """One collective of a timeline, on all of `ranks` at once; times in ms."""
+
+    op: Op
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
+class Idle(NamedTuple):
+    """Idle ms of one rank within the makespan, by cause. They and the busy time add up to the makespan."""
+
+    warm_up: float  # before its first op
+    message: float  # between ops, waiting for a tensor of another rank
+    drain: float  # after its last op and its last sum
+    sums: float = 0.0  # after its last op, until its last sum of gradients (or gather of weights) is over
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every node of a graph, in ms; of an event, when it is going on.
+
+    `closing`: what closes a step ahead of the barrier takes its time and counts among the ops of its rank. Otherwise
+    the ops that compute count alone, which is what papers compare; what closes a step then takes no time.
+    """
+
+    graph: Graph
+    start: list[float]
+    end: list[float]  # after the nodes come entries of `replay`: when each rank was free, and the beginning
+    closing: bool = False
+
+    def __iter__(self) -> Iterator[Span]:
+        ops = self.graph.ops
+        for rank in range(self.ranks):
+            for i in self.ops(rank):
+                yield Span(rank, ops[i], self.start[i], self.end[i])
+
+    @property
+    def ranks(self) -> int:
+        return len(self.graph.first) - 1
+
+    def ops(self, rank: int) -> list[int]:
+        """The ops of a rank that count, as nodes, in order."""
+        return self.graph.timed[rank] if self.closing else self.graph.computing[rank]
+
+    def first_start(self, rank: int) -> float:
+        mine = self.ops(rank)
+        return self.start[mine[0]] if mine else 0.0
+
+    def last_end(self, rank: int) -> float:
+        mine = self.ops(rank)
+        return self.end[mine[-1]] if mine else 0.0
+
+    @cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """The collectives that run beside compute, in the order in which they begin."""
+        graph = self.graph
+        found = []
+        for event, ops in graph.met.items():
+            op = graph.ops[ops[0]]
+            if op.kind.is_collective and not op.kind.is_barrier:
+                ranks = tuple(sorted(graph.rank(i) for i in ops))
+                found.append(Sum(op, ranks, self.start[event], self.end[event]))
+        return tuple(sorted(found, key=lambda one: one.start))
+
+    @cached_property
+    def _closes(self) -> list[float]:
+        found = [self.last_end(rank) for rank in range(self.ranks)]
+        for one in self.sums:
+            for rank in one.ranks:
+                found[rank] = max(found[rank], one.end)
+        return found
+
+    def closes(self, rank: int) -> float:
+        """When its last op and the last sum it takes part in are over."""
+        return self._closes[rank]
+
+    def waited_for(self, op: int) -> int:
+        """The op on another rank that sent what an op (or its group) got last, -1 for none."""
+        last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
+        return self.graph.before[last] if last >= 0 else -1
+
+    def busy(self, rank: int) -> float:
+        return sum(self.end[i] - self.start[i] for i in self.ops(rank))
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks: a step whose optimizer is a barrier."""
+        return max(self._closes) - min(self.first_start(r) for r in range(self.ranks))
+
+    @property
+    def span(self) -> float:
+        """The longest own time of a rank: a step in steady state without the barrier."""
+        return max(self.closes(r) - self.first_start(r) for r in range(self.ranks))
+
+    @property
+    def bubble_rate_makespan(self) -> float:
+        return self._rate(self.makespan)
+
+    @property
+    def bubble_rate_span(self) -> float:
+        return self._rate(self.span)
+
+    def _rate(self, cost: float) -> float:
+        """Share of `cost` in which even the busiest rank is idle."""
+        return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
+
+    def idle(self, rank: int) -> Idle:
+        begin = min(self.first_start(r) for r in range(self.ranks))
+        first, last, closes = self.first_start(rank), self.last_end(rank), self.closes(rank)
+        message = last - first - self.busy(rank)
+        return Idle(first - begin, message, begin + self.makespan - closes, closes - last)
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """The timeline of a compute-only or complete program. Raises E201 if its order can never finish, E202 if an op
+    needs what nothing makes."""
+    return run(build(program), costs)
+
+
+def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *, closing: bool = False) -> Timeline:
+    """The same with the graph at hand; `free_from` is when each rank can begin, in ms."""
+    return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
+
+
+def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
+    """What a step costs, in ms, when steps follow one another without a barrier.
+
+    Each rank starts the next step right after its own last op; the time between two ends of a rank settles after a few
+    steps, and once it is the same for all ranks it stays so. Not always the span: a rank may have to wait for one that
+    is late.
+    """
+    ranks = len(graph.first) - 1
+    ends, period = [0.0] * ranks, 0.0
+    length = lengths(graph, costs)
+    for _ in range(steps):
+        timeline = replay(graph, costs, length, ends)
+        fresh = [max(timeline.closes(r), ends[r]) for r in range(ranks)]
+        periods = [b - a for a, b in zip(ends, fresh, strict=True)]
+        ends, period = fresh, max(periods)
+        if period - min(periods) <= SAME * period:
+            break
+    return period
+
+
+def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
+    """ms of every node: of ops that take a rank's time, of messages and of the other events.
+
+    Without `closing`, what closes a step takes no time, and nobody waits for the numbers that ranks agree with.
+    """
+    per_row = []
+    for row in graph.rows:
+        counts = row.row.cost and (closing or not row.row.closes)
+        per_row.append(costs.of(row.row.cost, row.stage, row.slice) if counts else 0.0)
+    own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
+    found = [own[r] for r in graph.row_of]
+    layout = graph.layout
+    hop = costs.of("hop") if closing else -math.inf
+    for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
+        ms = hop if message.edge < 0 else costs.link(message.home, *layout.edges[message.edge])
+        found += [ms] * (stop - base)
+    found += [max(per_row[graph.row_of[i]] for i in ops) for ops in graph.met.values()]
+    return found
+
+
+def replay(
+    graph: Graph,
+    costs: Costs,
+    length: Sequence[float],
+    free_from: Sequence[float] | None = None,
+    *,
+    closing: bool = False,
+) -> Timeline:
+    """The same with ms of every node; `costs` is asked for groups only. Raises E201 or E202."""
+    order, done = graph.ran
+    if not happens(graph, done):
+        raise _stuck(graph, done)
+    ranks = len(graph.first) - 1
+    start, end = [0.0] * len(length), [0.0] * len(length)
+    # `before` of the first node of rank r leads here from the end of the list, that of nothing to the last entry.
+    end += [*reversed(free_from or [0.0] * ranks), 0.0]
+    before, ptr, pred = graph.before, graph.ptr, graph.pred
+    if graph.marks or graph.waits:
+        _slowly(graph, costs, order, list(length), start, end)
+    else:
+        for i in order:
+            time = end[before[i]]
+            for k in pred[ptr[i] : ptr[i + 1]]:
+                if end[k] > time:
+                    time = end[k]
+            start[i] = time
+            end[i] = time + length[i]
+    return Timeline(graph, start, end, closing)
+
+
+def _slowly(
+    graph: Graph, costs: Costs, order: Iterable[int], length: list[float], start: list[float], end: list[float]
+) -> None:
+    """The walk with groups, and with messages that wait for events which bring what they carry."""
+    marks = set(graph.marks)
+    shares = {mark: (length[mark + 1], length[mark + 2]) for mark in marks}
+    for i in order:
+        waits = (*graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ()))
+        time = max([end[graph.before[i]], *(end[k] for k in waits)])
+        if i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
+            length[i] = costs.pair(*shares[i])
+            length[i + 1] = length[i + 2] = 0.0
+        start[i], end[i] = time, time + length[i]
+    for mark, (one, other) in shares.items():
+        over, whole = end[mark], length[mark]
+        start[mark + 1] = start[mark]
+        end[mark + 1] = start[mark + 2] = over - whole * other / ((one + other) or 1.0)
+
+
+def _stuck(graph: Graph, done: bytearray) -> ZbcError:
+    """Why an order never finishes, in short; the checks say it at length."""
+    heads = [next((i for i in graph.mine(rank) if not done[i]), -1) for rank in range(len(graph.first) - 1)]
+    found = [(i, _awaited(graph, done, i)) for i in heads if i >= 0]
+    for i, other in found:
+        if other < 0:
+            text = f"program: {graph.ops[i]} on rank {graph.rank(i)} needs an op that no rank runs"
+            return ZbcError("E202", text)
+    details = [f"rank {graph.rank(i)}: {graph.ops[i]} waits for {graph.ops[other]}" for i, other in found[:8]]
+    return ZbcError("E201", "deadlock: the order of ops can never finish", details=details)
+
+
+def _awaited(graph: Graph, done: bytearray, op: int) -> int:
+    """The op that starts, or makes, what an op waits for; -1 if there is none."""
+    n, cells = len(graph.ops), graph.layout.cells
+    nodes = [x for x in graph.pred[graph.ptr[op] : graph.ptr[op + 1]] if not done[x]]
+    nodes += [cells[one.cell] for one in graph.unmet if one.op == op and cells[one.cell] >= 0]
+    nodes += [behind for early, behind in graph.late if early == op]
+    nodes += [graph.party[op]] if not nodes else []
+    starts = [x if x < n else graph.met[x][0] if x in graph.met else graph.sender[x - n] for x in nodes]
+    return min(starts, default=-1)

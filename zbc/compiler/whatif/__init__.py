@@ -1,0 +1,1 @@
+"""What a plan would be like if something were different."""

@@ -1,0 +1,200 @@
+"""One job under several schedules and settings, ranked.
+
+A swept key of the schedule, the ranks or the memory is a choice, and rows that differ in choices compete. One of
+[hardware], [costs] or [model] is how the world is: rows are ranked and held against each other within one world only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.report.report import Report
+from zbc.compiler.schedules import AUTO, LIMITS, find
+from zbc.errors import Problems, ZbcError
+from zbc.job.spec import Job, chooser_of
+
+Setting = tuple[str, str]  # a key of the job file and the text of its value
+WORLD = ("hardware.", "costs.", "model.")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan, or the reason why there is none: exactly one of `report` and `error` is set."""
+
+    schedule: str
+    settings: tuple[Setting, ...]
+    report: Report | None = None
+    transfers: float = 0.0  # messages a rank sends per step, on average
+    step_ms: float = 0.0  # what a step costs by the job's objective
+    settled_ms: float = 0.0  # what one costs with its optimizer, once steps follow one another
+    bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
+    sequences: int = 1  # a step trains on
+    front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
+    error: ZbcError | None = None
+
+    @property
+    def sequence_ms(self) -> float:
+        """The time of a step for each of its sequences: comparable where microbatches are swept."""
+        return self.step_ms / self.sequences
+
+    @property
+    def world(self) -> tuple[Setting, ...]:
+        """Its settings that are not for the user to choose."""
+        return tuple(setting for setting in self.settings if setting[0].startswith(WORLD))
+
+    @property
+    def choice(self) -> tuple[Setting, ...]:
+        """Its other settings."""
+        return tuple(setting for setting in self.settings if not setting[0].startswith(WORLD))
+
+    @property
+    def gap(self) -> float:
+        """How far the step is above its bound, as a share of the bound."""
+        return max(0.0, self.step_ms / self.bound_ms - 1) if self.bound_ms > 0 else 0.0
+
+
+Planner = Callable[[str, tuple[Setting, ...]], Row]  # by schedule and settings
+
+
+def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
+    """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
+    kept = {AUTO, *LIMITS}  # what is no other name of a schedule, or says more than that
+    names = list(dict.fromkeys(_named(n, kept) for n in schedules))
+    axes = [_axis(sweep) for sweep in sweeps]
+    return [(name, settings) for settings in itertools.product(*axes) for name in names]
+
+
+def _named(schedule: str, kept: Collection[str]) -> str:
+    """The name of a row: a schedule's own, or an order from a file or a plugin as it was given."""
+    if chooser_of(schedule) != "kind":
+        return schedule
+    return schedule.lower() if schedule.lower() in kept else find(schedule).name
+
+
+def _axis(sweep: str) -> list[Setting]:
+    """`key=v1,v2` as its settings; commas inside brackets and quotes belong to a value."""
+    key, equals, text = sweep.partition("=")
+    values = [value.strip() for value in _split(text)]
+    if not equals or "." not in key or not all(values):
+        hint = "write --sweep schedule.microbatches=8,16,32"
+        raise ZbcError("E109", f"config: cannot read --sweep {sweep!r}", hint=hint)
+    return [(key.strip(), value) for value in values]
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def compare(
+    plan: Planner, wanted: Iterable[tuple[str, tuple[Setting, ...]]], done: Callable[[], None] = lambda: None
+) -> list[Row]:
+    """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
+
+    Calls `done` after each row. Raises what makes all of them impossible, if it is one and the same problem.
+    """
+    rows = []
+    for schedule, settings in wanted:
+        rows.append(plan(schedule, settings))
+        done()
+    reasons = {one.error and tuple((each.code, each.message) for each in one.error.errors) for one in rows}
+    if len(reasons) == 1 and rows[0].error is not None:
+        raise rows[0].error
+    worlds = {world: place for place, world in enumerate(dict.fromkeys(one.world for one in rows))}
+    ranked = sorted(rows, key=lambda one: (one.error is not None, worlds[one.world], one.sequence_ms, _held(one, rows)))
+    return [replace(one, front=_undominated(one, rows)) for one in ranked]
+
+
+def _held(one: Row, rows: Sequence[Row]) -> float:
+    """What the fullest rank holds: bytes, or activation units where bytes are not known of all rows."""
+    if one.report is None:
+        return 0.0
+    known = all(other.report is None or other.report.bytes_known for other in rows)
+    return one.report.peak_bytes if known else one.report.peak_activation_units
+
+
+def _undominated(one: Row, rows: Sequence[Row]) -> bool:
+    if one.report is None:
+        return False
+    mine = one.sequence_ms, _held(one, rows)
+    others = [
+        (other.sequence_ms, _held(other, rows))
+        for other in rows
+        if other.report is not None and other.world == one.world
+    ]
+    near = 1 + 1e-9  # times that differ in their last bits are one
+    return not any(
+        ms <= mine[0] * near and held <= mine[1] * near and (ms * near < mine[0] or held * near < mine[1])
+        for ms, held in others
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all rows of a comparison are planned from: a job file or plan directory with `overrides`.
+
+    `profile` is the file of measured costs to plan with, instead of what the job names; searched orders take about
+    `budget` seconds (None: what the schedule takes by default).
+    """
+
+    path: Path
+    overrides: tuple[str, ...] = ()
+    profile: Path | None = None
+    budget: float | None = None
+
+    def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> Row:
+        """One job planned, or why it cannot be."""
+        try:
+            asked = self._job(schedule, settings)
+            alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
+            compiled = compile_job(alone, suggest=False, budget=self.budget)
+        except ZbcError as error:
+            return Row(schedule, settings, error=_swept(error, settings))
+        report, job = compiled.report, compiled.job
+        sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
+        bound = report.lower_bound_ms(job.objective)
+        sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
+        return Row(
+            schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
+        )
+
+    def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
+        """The job under `schedule`; `chunks` of the file is for schedules that leave it open, a swept one for all."""
+        overrides = [*self.overrides, *(f"{key}={value}" for key, value in settings)]
+        try:
+            return load_job(self.path, overrides, schedule, self.profile)
+        except ZbcError as error:
+            fixed = chooser_of(schedule) == "kind"
+            if error.code != "E120" or len(error.errors) > 1 or "schedule.chunks" in dict(settings) or not fixed:
+                raise
+        chunks = f"schedule.chunks={find(schedule).default_chunks}"
+        return load_job(self.path, [*overrides, chunks], schedule, self.profile)
+
+
+def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
+    """The error with the places of swept values as they were given."""
+    given = {f"--set {key}={value}": f"--sweep {key}={value}" for key, value in settings}
+    if not any(each.where in given for each in error.errors):
+        return error
+    named = [
+        ZbcError(
+            each.code, each.message, where=given.get(each.where or "", each.where), hint=each.hint, details=each.details
+        )
+        for each in error.errors
+    ]
+    return named[0] if len(named) == 1 else Problems(named)

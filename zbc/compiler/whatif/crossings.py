@@ -1,0 +1,257 @@
+"""Where schedules change places as a number of the world grows: link speed, latency, the time of a transfer.
+
+A comparison knows the order of its rows at the values it was swept over. Where two of them stand the other way round at
+two neighbouring values, the value between at which they are level is found by planning both anew, again and again, at
+the middle of what is left. Where they stand the same way round at both, they may have changed places twice: if the one
+behind could be ahead in between, by what it takes at its better end, both are planned in the middle as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from zbc.compiler.whatif.compare import WORLD, Planner, Row, Setting
+
+Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and what else was chosen
+Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # of a key, in a world
+
+SAME = 1e-9  # times this close, relatively, are level
+CLOSE = 2e-3  # an interval this narrow, relatively, is a point
+CUTS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """As `key` grows beyond `at`, `after` takes the place of `before`."""
+
+    key: str
+    at: float
+    before: Candidate
+    after: Candidate
+    ms: float  # per sequence, of both there
+    world: tuple[Setting, ...]  # other settings that were swept
+    leading: bool  # whether nothing is faster there
+
+    @property
+    def pair(self) -> Pair:
+        return self.key, self.world, frozenset((self.before, self.after))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Values of one key, ascending, in one world."""
+
+    key: str
+    values: tuple[float, ...]
+    world: tuple[Setting, ...]
+    candidates: tuple[Candidate, ...]
+
+
+def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+    """Every number of the world that was swept over two values and more, in each world of the others."""
+    found = []
+    for key in dict.fromkeys(key for one in rows for key, _ in one.settings if key.startswith(WORLD)):
+        worlds: dict[tuple[Setting, ...], list[Row]] = {}
+        for one in rows:
+            worlds.setdefault(tuple(setting for setting in one.world if setting[0] != key), []).append(one)
+        for world, inside in worlds.items():
+            values = sorted({value for one in inside if (value := _number(dict(one.settings)[key])) is not None})
+            candidates = dict.fromkeys((one.schedule, one.choice) for one in inside)
+            if len(values) > 1:
+                found.append(Sweep(key, tuple(values), world, tuple(candidates)))
+    return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+class Oracle:
+    """Times per sequence at any value of a sweep, planned where no row has them."""
+
+    def __init__(self, sweep: Sweep, rows: Sequence[Row], plan: Planner) -> None:
+        self.sweep = sweep
+        self._order = [key for key, _ in rows[0].settings]
+        self._plan = plan
+        self._known: dict[tuple[Candidate, float], float] = {}
+        for one in rows:
+            rest = tuple(setting for setting in one.world if setting[0] != sweep.key)
+            value = _number(dict(one.settings)[sweep.key])
+            if rest == sweep.world and value is not None:
+                self._known[(one.schedule, one.choice), value] = _ms(one)
+
+    def ms(self, candidate: Candidate, value: float) -> float:
+        """Infinite where there is no plan."""
+        place = candidate, value
+        if place not in self._known:
+            schedule, choice = candidate
+            settings = {**dict(self.sweep.world), **dict(choice), self.sweep.key: f"{value:.12g}"}
+            self._known[place] = _ms(self._plan(schedule, tuple((key, settings[key]) for key in self._order)))
+        return self._known[place]
+
+    def ahead(self, one: Candidate, other: Candidate, value: float) -> int:
+        """1 if `one` is faster than `other`, -1 if slower, 0 if they are level or one has no plan."""
+        a, b = self.ms(one, value), self.ms(other, value)
+        if math.isinf(a) or math.isinf(b) or abs(a - b) <= SAME * max(a, b):
+            return 0
+        return 1 if a < b else -1
+
+    def first(self, value: float) -> Candidate:
+        """The fastest there. Those that are not faster at either side than another one is here are not planned."""
+        best, least = self.sweep.candidates[0], math.inf
+        for candidate in sorted(self.sweep.candidates, key=lambda candidate: self._least(candidate, value)):
+            if self._least(candidate, value) < least and (ms := self.ms(candidate, value)) < least:
+                best, least = candidate, ms
+        return best
+
+    def _least(self, candidate: Candidate, value: float) -> float:
+        """What it takes at the better of the two swept values around: times grow with the key, or shrink with it."""
+        if (candidate, value) in self._known:
+            return self._known[candidate, value]
+        low = max(one for one in self.sweep.values if one <= value)
+        high = min(one for one in self.sweep.values if one >= value)
+        return min(self.ms(candidate, low), self.ms(candidate, high))
+
+    def hidden(self, behind: Candidate, leader: Candidate, low: float, high: float) -> float | None:
+        """A value between at which one that is behind at both ends is ahead, as far as the middle can tell.
+
+        Nothing is planned where that cannot be: times grow with the number that is swept, or shrink with it.
+        """
+        least = min(self.ms(behind, low), self.ms(behind, high))
+        if high - low <= CLOSE * abs(high) or not least < max(self.ms(leader, low), self.ms(leader, high)):
+            return None
+        middle = _middle(low, high)
+        if not least < self.ms(leader, middle) or self.ahead(behind, leader, middle) <= 0:
+            return None
+        return middle
+
+    def level(self, before: Candidate, after: Candidate, low: float, high: float, *, leading: bool) -> Crossing:
+        """Where `after`, behind at `low`, overtakes `before`, behind at `high`.
+
+        Intervals are halved by ratio while they are wide, then cut where a straight line between the ends is level
+        (the times of one order are made of straight lines), and in the middle where that did not help.
+        """
+        ends = [self._lead(before, after, value) for value in (low, high)]
+        halve = False
+        for _ in range(CUTS):
+            width = high - low
+            if width <= CLOSE * abs(high) or not all(map(math.isfinite, ends)):
+                break
+            if halve or (low > 0 and high > 2 * low):
+                middle = _middle(low, high)
+            else:
+                middle = low + width * ends[0] / (ends[0] - ends[1])
+            lead = self._lead(before, after, middle)
+            if abs(lead) <= SAME * self.ms(before, middle):
+                low, high, ends = middle, middle, [lead, lead]
+                break
+            side = 0 if lead > 0 else 1
+            low, high = (middle, high) if lead > 0 else (low, middle)
+            ends[side] = lead
+            halve = high - low > width / 2
+        share = ends[0] / (ends[0] - ends[1]) if all(map(math.isfinite, ends)) and ends[0] > ends[1] else 0.0
+        at = low + share * (high - low)
+        ms = self.ms(before, low)
+        if share > 0:
+            ms += share * (self.ms(before, high) - ms)
+        return Crossing(self.sweep.key, at, before, after, ms, self.sweep.world, leading)
+
+    def _lead(self, before: Candidate, after: Candidate, value: float) -> float:
+        """ms by which `before` is ahead; not a number where neither has a plan."""
+        return self.ms(after, value) - self.ms(before, value)
+
+
+def _middle(low: float, high: float) -> float:
+    """By ratio where the interval is wide."""
+    return math.sqrt(low * high) if low > 0 and high > 2 * low else (low + high) / 2
+
+
+def _ms(one: Row) -> float:
+    return one.sequence_ms if one.report is not None else math.inf
+
+
+def crossings(plan: Planner, rows: Sequence[Row], *, every: bool = False) -> list[Crossing]:
+    """Where the fastest changes, by key, world and value; with `every`, also where any two candidates change places."""
+    found = []
+    for sweep in sweeps(rows):
+        oracle = Oracle(sweep, rows, plan)
+        leaders = [one for low, high in pairwise(sweep.values) for one in _leaders(oracle, low, high)]
+        others = [one for one in _pairs(oracle) if not _among(one, leaders)] if every else []
+        found += sorted([*leaders, *others], key=lambda one: (not one.leading, one.at))
+    return found
+
+
+def _leaders(oracle: Oracle, low: float, high: float) -> Iterator[Crossing]:
+    """Where the fastest changes between two values; a third one may be it for a while."""
+    before, after = oracle.first(low), oracle.first(high)
+    if oracle.ahead(before, after, low) <= 0 or oracle.ahead(after, before, high) <= 0:
+        yield from _returned(oracle, before, low, high)
+        return
+    found = oracle.level(before, after, low, high, leading=True)
+    best = oracle.first(found.at)
+    if oracle.ms(best, found.at) < found.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
+        yield from _leaders(oracle, low, found.at)
+        yield from _leaders(oracle, found.at, high)
+    else:
+        yield found
+
+
+def _returned(oracle: Oracle, leader: Candidate, low: float, high: float) -> Iterator[Crossing]:
+    """Where another takes the place of one that is the fastest at both values, and gives it back."""
+    for other in oracle.sweep.candidates:
+        middle = oracle.hidden(other, leader, low, high) if other != leader else None
+        if middle is not None:
+            yield from _leaders(oracle, low, middle)
+            yield from _leaders(oracle, middle, high)
+            return
+
+
+def _pairs(oracle: Oracle) -> Iterator[Crossing]:
+    """Where any two candidates change places, at most twice between two neighbouring values."""
+    for one, other in combinations(oracle.sweep.candidates, 2):
+        last, since = 0, 0.0
+        for value, sign in _signs(oracle, one, other):
+            if sign and last and sign != last:
+                before, after = (one, other) if last > 0 else (other, one)
+                yield oracle.level(before, after, since, value, leading=False)
+            if sign:
+                last, since = sign, value
+
+
+def _signs(oracle: Oracle, one: Candidate, other: Candidate) -> Iterator[tuple[float, int]]:
+    """At which values who is ahead: at those that were swept, and in the middle of two where that differs from both."""
+    signs = [(value, oracle.ahead(one, other, value)) for value in oracle.sweep.values]
+    for (low, sign), (high, then) in pairwise(signs):
+        yield low, sign
+        if sign == then != 0:
+            leader, behind = (one, other) if sign > 0 else (other, one)
+            middle = oracle.hidden(behind, leader, low, high)
+            if middle is not None:
+                yield middle, -sign
+    yield signs[-1]
+
+
+def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
+    return any(
+        {one.before, one.after} == {other.before, other.after} and abs(one.at - other.at) <= 2 * CLOSE * abs(other.at)
+        for other in leaders
+    )
+
+
+def changed(rows: Sequence[Row]) -> set[Pair]:
+    """The pairs that stand another way round at two of the values that were swept; nothing is planned."""
+    found = set()
+    for sweep in sweeps(rows):
+        oracle = Oracle(sweep, rows, lambda schedule, settings: rows[0])
+        for one, other in combinations(sweep.candidates, 2):
+            signs = [sign for value in sweep.values if (sign := oracle.ahead(one, other, value))]
+            if any(a != b for a, b in pairwise(signs)):
+                found.add((sweep.key, sweep.world, frozenset((one, other))))
+    return found

@@ -1,0 +1,154 @@
+"""What a step costs when op times are not what they were said to be: the same order, simulated again and again.
+
+Noise is of two kinds. **Jitter**: the time of every op and every transfer is multiplied by a factor of its own, drawn
+from a lognormal distribution with mean 1 and the given standard deviation. **A straggler**: in each trial all ops of
+one rank take longer by a given share, rank after rank in turn, so that every rank is the slow one equally often.
+
+The order is what was planned; nothing is planned anew. With the optimizer's barrier a trial is one step, and its time
+the makespan. Without it trials are steps in a row: each rank goes on where it ended, and a step's time is what it adds
+to the end of the last rank. Sums of gradients and the optimizer keep their times.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import Graph, build
+from zbc.compiler.sim.simulate import Timeline, lengths, replay, steady_state
+from zbc.compiler.steps import SETTLES
+from zbc.compiler.whatif.why import Path, path_of
+from zbc.errors import ZbcError
+from zbc.ir import Program
+
+TRIALS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Shares of the predicted times: the standard deviation of each, and what one rank takes longer."""
+
+    jitter: float = 0.0
+    straggler: float = 0.0
+    trials: int = TRIALS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.jitter < 0 or self.straggler < 0 or self.trials < 1:
+            text = f"simulate: jitter {self.jitter:g}, straggler {self.straggler:g}, {self.trials} trials"
+            raise ZbcError("E113", text, hint="noise is 0 or more, a share of the times: 0.05; and one trial at least")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Steps under noise, in ms, and where the time of their critical paths went, as shares that sum to 1."""
+
+    predicted: float
+    steps: tuple[float, ...]
+    by_rank: tuple[float, ...]
+    by_kind: dict[str, float] = field(default_factory=dict)
+    transfers: float = 0.0
+    slow: tuple[float, ...] = ()  # median of the steps in which each rank was the slow one; () without a straggler
+
+    def quantile(self, share: float) -> float:
+        """ms that this share of the steps stays below, between the two nearest of them."""
+        ordered = sorted(self.steps)
+        place = share * (len(ordered) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+    @property
+    def median(self) -> float:
+        return median(self.steps)
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.steps)
+
+    def slower(self, ms: float) -> float:
+        """How much longer than predicted, as a share of that."""
+        return ms / self.predicted - 1 if self.predicted > 0 else 0.0
+
+
+def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True) -> Spread:
+    """Steps of a compute-only or complete program under noise, the same ones for the same seed."""
+    graph = build(program)
+    ranks = len(graph.first) - 1
+    predicted = _makespan(replay(graph, costs, lengths(graph, costs))) if barrier else steady_state(graph, costs)
+    steps, paths, slow = [], [], []
+    for rank, step, path in _steps(graph, costs, noise, barrier=barrier):
+        steps.append(step)
+        paths.append(path)
+        slow.append(rank)
+    total = sum(path.total for path in paths) or 1.0
+    kinds = dict.fromkeys(kind for path in paths for kind in path.by_kind)
+    by_kind = {kind: sum(path.by_kind.get(kind, 0.0) for path in paths) / total for kind in kinds}
+    return Spread(
+        predicted,
+        tuple(steps),
+        tuple(sum(path.by_rank.get(r, 0.0) for path in paths) / total for r in range(ranks)),
+        dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        sum(path.transfers for path in paths) / total,
+        tuple(_median(steps, slow, r) for r in range(ranks)) if noise.straggler else (),
+    )
+
+
+def _median(steps: Sequence[float], slow: Sequence[int], rank: int) -> float:
+    """Of the steps in which `rank` was the slow one; not a number if there was none."""
+    mine = [step for step, other in zip(steps, slow, strict=True) if other == rank]
+    return median(mine) if mine else math.nan
+
+
+def _makespan(timeline: Timeline) -> float:
+    return max(map(timeline.closes, range(timeline.ranks)))
+
+
+def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, bool]]:
+    """The slow rank of each step, -1 for none, and whether the step counts.
+
+    Without a barrier a rank stays slow for its share of the steps, behind some in which the new pace settles.
+    """
+    if barrier:
+        yield from ((trial % ranks if noise.straggler else -1, True) for trial in range(noise.trials))
+        return
+    for slow in range(ranks) if noise.straggler else (-1,):
+        count = len(range(slow, noise.trials, ranks)) if noise.straggler else noise.trials
+        yield from ((slow, False) for _ in range(SETTLES if count else 0))
+        yield from ((slow, True) for _ in range(count))
+
+
+def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterator[tuple[int, float, Path]]:
+    """The slow rank, the time and the critical path of each step that counts."""
+    length = lengths(graph, costs)
+    ranks = len(graph.first) - 1
+    free, before = [0.0] * ranks, 0.0
+    for number, (slow, counts) in enumerate(_trials(noise, ranks, barrier=barrier)):
+        rng = random.Random(f"{noise.seed} {number}")
+        noisy = list(length)
+        _draw(rng, noisy, (i for mine in graph.computing for i in mine), noise.jitter)
+        for i in graph.computing[slow] if slow >= 0 else ():
+            noisy[i] *= 1 + noise.straggler
+        _draw(rng, noisy, graph.messages, noise.jitter)
+        timeline = replay(graph, costs, noisy, free)
+        ends = [timeline.closes(r) for r in range(ranks)]
+        if counts:
+            last = max(range(ranks), key=lambda r: ends[r])
+            yield slow, max(ends) - before, path_of(timeline, last, min(map(timeline.first_start, range(ranks))))
+        if not barrier:
+            free, before = ends, max(ends)
+
+
+def _draw(rng: random.Random, times: list[float], nodes: Iterable[int], jitter: float) -> None:
+    """Give the time of each of these nodes a factor of its own: lognormal, mean 1, standard deviation `jitter`."""
+    if jitter == 0:
+        return
+    sigma = math.sqrt(math.log1p(jitter * jitter))
+    shift, gauss, exp = -sigma * sigma / 2, rng.gauss, math.exp
+    for i in nodes:
+        if times[i]:
+            times[i] *= exp(gauss(shift, sigma))

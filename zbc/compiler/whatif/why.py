@@ -1,0 +1,191 @@
+"""Why a step is not shorter: its critical path, what binds it, and what a little more of something would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zbc.compiler.compile import Compiled, compile_job
+from zbc.compiler.sim.simulate import Timeline
+from zbc.errors import ZbcError
+from zbc.job.spec import Job, parse_limit
+from zbc.text import GIB
+
+SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain of ops and transfers without a gap that is as long as the step, in ms."""
+
+    by_kind: dict[str, float]
+    by_rank: dict[int, float]
+    transfers: float
+    changes: int  # how often it moves to another rank
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values()) + self.transfers
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A change of the job and what a sequence of the batch would then cost, against now."""
+
+    change: str
+    ms: float  # per step of the changed job
+    factor: float  # time per sequence, over that of the plan
+
+
+def critical_path(compiled: Compiled) -> Path:
+    """Where the time of the critical path of a plan goes (see `chain`)."""
+    rank = _longest(compiled)
+    begin = compiled.timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
+    return path_of(compiled.timeline, rank, begin)
+
+
+def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
+    """Where the time of the critical path goes that ends `rank`'s step, back to `begin` ms."""
+    graph = timeline.graph
+    by_kind: dict[str, float] = {}
+    by_rank: dict[int, float] = {}
+    transfers, changes = 0.0, 0
+    for node in chain(timeline, rank, begin):
+        length = timeline.end[node] - timeline.start[node]
+        if node < len(graph.ops):
+            kind, r = graph.ops[node].kind, graph.rank(node)
+            by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
+            by_rank[r] = by_rank.get(r, 0.0) + length
+        elif node in graph.met:
+            kind = graph.ops[graph.met[node][0]].kind
+            by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
+        else:
+            transfers += length
+            changes += 1
+    return Path({kind: ms for kind, ms in by_kind.items() if ms > SAME}, by_rank, transfers, changes)
+
+
+def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
+    """The nodes of the critical path that ends `rank`'s step, from the last one back to `begin` ms: ops, and between
+    them messages and collectives.
+
+    Before each node comes what kept it waiting: the node before it on its rank, else the last it waited for.
+    """
+    graph, marks = timeline.graph, set(timeline.graph.marks)
+    node = _last(timeline, rank)
+    while node >= 0 and timeline.start[node] >= begin - SAME:
+        counts = node >= len(graph.ops) or timeline.end[node] > timeline.start[node] or graph.ops[node].kind.computes
+        if node not in marks and counts:
+            yield node
+        before, waits = graph.before[node], graph.pred[graph.ptr[node] : graph.ptr[node + 1]]
+        if before < 0 or timeline.end[before] < timeline.start[node] - SAME:
+            before = max(waits, key=timeline.end.__getitem__, default=-1)
+        node = before
+
+
+def _last(timeline: Timeline, rank: int) -> int:
+    """What a rank's step ends with: its last op, or a collective that is over after it."""
+    ops, graph = timeline.ops(rank), timeline.graph
+    last, closes = ops[-1] if ops else -1, timeline.closes(rank)
+    if closes <= timeline.last_end(rank) + SAME:
+        return last
+    ends = (event for event, members in graph.met.items() if any(graph.rank(i) == rank for i in members))
+    return next(event for event in ends if timeline.end[event] == closes)
+
+
+def _longest(compiled: Compiled) -> int:
+    """The rank that ends the step, or for the span the one with the longest own time."""
+    timeline = compiled.timeline
+    ranks = range(timeline.ranks)
+    if compiled.job.objective != "makespan":
+        return max(ranks, key=lambda r: timeline.closes(r) - timeline.first_start(r))
+    return max(ranks, key=timeline.closes)
+
+
+def binds(compiled: Compiled) -> str:
+    """What stands between this step and a shorter one, as far as the bound and the memory tell."""
+    found, job = compiled.report, compiled.job
+    bound = found.lower_bound_ms(job.objective)
+    busiest = max(rank.busy_ms for rank in found.per_rank)
+    if compiled.step_ms <= busiest * (1 + SAME):
+        return "the work of the busiest rank: only a better partition, more ranks or faster ops shorten the step"
+    if compiled.step_ms <= bound * (1 + SAME):
+        return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
+    if _full(compiled):
+        return "the memory limit: a rank has no room for one more F"
+    return "the order of ops: neither the busiest rank nor a bound is reached"
+
+
+def _full(compiled: Compiled) -> bool:
+    """Whether some rank has no room for one more F."""
+    job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
+    limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    gib = job.hardware.memory_gib
+    kept, kept_bytes = costs.units("kept"), costs.bytes_of("kept")
+    for rank, held in enumerate(compiled.memory):
+        stages = placement.stages_of(rank)
+        units, size = min(kept[s] for s in stages), min(kept_bytes[s] for s in stages)
+        if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
+            return True
+        if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
+            return True
+        if gib is not None and held.bytes + size > gib * GIB:
+            return True
+    return False
+
+
+def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
+    """Changed jobs beside the job itself, all planned with the fast tier of the search to compare alike."""
+    now = _fast(compiled.job)
+    if now is None:
+        return
+    base = now / _sequences(compiled.job)
+    for change, job in _changes(compiled):
+        step = _fast(job)
+        if step is not None:
+            yield WhatIf(change, step, step / _sequences(job) / base)
+
+
+def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
+    job = compiled.job
+    schedule = job.schedule
+    more = schedule.model_copy(update={"microbatches": schedule.microbatches + 1})
+    yield "one microbatch more", replace(job, schedule=more)
+    limit = parse_limit(schedule.memory_limit) if schedule.memory_limit else None
+    if limit is not None:
+        text = f"{1.1 * limit[0]:.6f}x" if limit[1] == "x" else f"{1.1 * limit[0] / 1024:.3f} KiB"
+        roomier = schedule.model_copy(update={"memory_limit": text})
+        yield "10% more memory for activations", replace(job, schedule=roomier)
+    elif job.hardware.memory_gib is not None:
+        device = job.hardware.model_copy(update={"memory_gib": 1.1 * job.hardware.memory_gib})
+        yield "10% more memory of the device", replace(job, hardware=device)
+    moved = _moved(compiled)
+    if moved is not None and (job.costs.f is None or job.costs.per == "layer"):
+        stage, target, counts = moved
+        cut = job.partition.model_copy(update={"layers_per_stage": counts})
+        yield f"one layer from stage {stage} to stage {target}", replace(job, partition=cut)
+
+
+def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
+    """The blocks per stage with one moved from the dearest stage to the cheapest."""
+    counts = [sum(name.startswith("layers.") for name in part) for part in compiled.layers]
+    f, b, w = map(compiled.costs.column, ("f", "b", "w"))
+    stages = sorted(range(compiled.costs.stages), key=lambda s: f[s] + b[s] + w[s])
+    cheapest, dearest = stages[0], next((s for s in reversed(stages) if counts[s] > 1), None)
+    if dearest is None or dearest == cheapest:
+        return None
+    counts[dearest] -= 1
+    counts[cheapest] += 1
+    return dearest, cheapest, counts
+
+
+def _fast(job: Job) -> float | None:
+    """ms of a step as planned with `--budget 0`; None where there is no plan."""
+    try:
+        return compile_job(job, suggest=False, budget=0.0).step_ms
+    except ZbcError:
+        return None
+
+
+def _sequences(job: Job) -> int:
+    return job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size

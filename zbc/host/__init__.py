@@ -1,0 +1,1 @@
+"""The machine a command runs on: its folders, files, streams and cores."""

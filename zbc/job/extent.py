@@ -1,0 +1,26 @@
+"""How large a job may be: beyond that, planning it would take hours or more memory than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.errors import ZbcError
+from zbc.job.toml import Document
+
+LAYERS = 100_000
+RANKS = 100_000  # of a run, over all copies of the pipeline
+OPS = 10_000_000  # compute ops of a step, over all ranks: some minutes and several GB
+
+
+def problems(document: Document, layers: int | None, ranks: int | None, ops: int | None) -> Iterator[ZbcError]:
+    """E114 for more layers, ranks or ops of a step (None: not known) than there are plans for."""
+    if layers is not None and layers > LAYERS:
+        text = f"config: model.layers = {layers} are more than zbc plans, {LAYERS}"
+        yield ZbcError("E114", text, where=document.where(("model", "layers")), hint=f"use {LAYERS} or fewer")
+    elif ranks is not None and ranks > RANKS:
+        text = f"config: parallel.pp times parallel.dp is {ranks}, more ranks than zbc plans for, {RANKS}"
+        yield ZbcError("E114", text, where=document.where(("parallel", "dp")), hint="use fewer copies or ranks")
+    elif ops is not None and ops > OPS:
+        text = f"config: a step of this job has {ops} ops, zbc plans up to {OPS}"
+        hint = "use fewer microbatches (a larger microbatch_size), ranks or chunks"
+        yield ZbcError("E114", text, where=document.where(("schedule", "microbatches")), hint=hint)

@@ -1,0 +1,231 @@
+"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2 and Llama.
+
+What zbc would compute in another way than transformers does is refused by the name of its key, never ignored. Dropout
+rates are not read: zbc's families have no dropout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zbc.errors import ZbcError
+from zbc.job.model_section import Model, RopeScaling
+
+CONFIG = "config.json"
+_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
+    "gpt2": {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder. Raises E520."""
+    path = folder / CONFIG
+    hint = "name a folder with config.json and *.safetensors, as transformers' save_pretrained writes it"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ZbcError("E520", f"model: cannot read {path}: {error.strerror}", hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise ZbcError("E520", f"model: {path} is not JSON", details=[str(error)[:200]], hint=hint) from None
+    if not isinstance(config, dict):
+        raise ZbcError("E520", f"model: {path} is not a JSON object", hint=hint)
+    return config
+
+
+def model_of(config: Mapping[str, Any], source: str) -> Model:
+    """The `[model]` that computes what transformers computes with `config`; `seq_len` is the longest it allows.
+
+    Raises E521 for what zbc does not have; `source` names the file in messages.
+    """
+    kind = config.get("model_type")
+    readers: dict[Any, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {"gpt2": _gpt2, "llama": _llama}
+    if not isinstance(kind, str) or kind not in readers:
+        raise _refused(source, "model_type", kind, f"zbc reads {' and '.join(readers)}")
+    fixed = {**_FIXED[kind], "quantization_config": None}
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise _refused(source, key, config[key], f"zbc computes {json.dumps(value)} only")
+    try:
+        return Model.model_validate(readers[kind](config, source))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        text = f"model: {source} gives no valid model: {place}: {first['msg'].lower()}"
+        raise ZbcError("E521", text, hint="compare it with the config.json of the original model") from None
+
+
+def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    activation = config.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in _GELU:
+        raise _refused(source, "activation_function", activation, f"zbc has {', '.join(_GELU)}")
+    return {
+        "family": "gpt",
+        "layers": config.get("n_layer", 12),
+        "hidden": config.get("n_embd", 768),
+        "heads": config.get("n_head", 12),
+        "ffn_hidden": config.get("n_inner"),
+        "vocab": config.get("vocab_size", 50257),
+        "seq_len": config.get("n_positions", 1024),
+        "activation": _GELU[activation],
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    theta, scaling = _rope(config, source)
+    return {
+        "family": "llama",
+        "layers": config.get("num_hidden_layers", 32),
+        "hidden": config.get("hidden_size", 4096),
+        "heads": config.get("num_attention_heads", 32),
+        "kv_heads": config.get("num_key_value_heads"),
+        "head_size": config.get("head_dim"),
+        "ffn_hidden": config.get("intermediate_size", 11008),
+        "vocab": config.get("vocab_size", 32000),
+        "seq_len": config.get("max_position_embeddings", 2048),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+    }
+
+
+def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] | None]:
+    """Base and scaling: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before."""
+    key = "rope_scaling" if config.get("rope_scaling") is not None else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise _refused(source, key, rope, "it is a table")
+    theta = float_of(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refused(source, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "zbc turns all features")
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, {"kind": kind, "factor": float_of(rope.get("factor"))}
+    if kind != "llama3":
+        raise _refused(source, f"{key}.rope_type", kind, "zbc has default, linear and llama3")
+    return theta, {
+        "kind": kind,
+        "factor": float_of(rope.get("factor")),
+        "low_freq_factor": float_of(rope.get("low_freq_factor")),
+        "high_freq_factor": float_of(rope.get("high_freq_factor")),
+        "original_seq_len": rope.get("original_max_position_embeddings", config.get("max_position_embeddings", 2048)),
+    }
+
+
+def float_of(value: Any) -> Any:
+    """JSON writes 500000 where 500000.0 is meant."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _refused(source: str, key: str, value: Any, why: str) -> ZbcError:
+    text = f"model: {source} has {key} = {json.dumps(value)[:80]}, which zbc does not compute"
+    return ZbcError("E521", text, details=[why], hint="use a model without it, or a factory: docs/models.md")
+
+
+# ---- a job beside a folder -----------------------------------------------------------------------------------
+
+_COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "mlp_width", "vocab", "norm_eps")
+
+
+def check_fits(job: Model, folder: Model, source: str) -> None:
+    """Raise E522 with every size in which the job is another model than the folder."""
+    keys = [*_COMPARED, "rotary"]
+    keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
+    names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
+    wrong = [
+        f"{names.get(key, key)}: the job has {_shown(getattr(job, key))}, {source} {_shown(getattr(folder, key))}"
+        for key in keys
+        if getattr(job, key) != getattr(folder, key)
+    ]
+    if not folder.rotary and (job.seq_len or 0) > (folder.seq_len or 0):
+        wrong.append(f"seq_len: the job has {job.seq_len}, {source} has positions for {folder.seq_len}")
+    if job.tie_embeddings and not folder.tie_embeddings:
+        wrong.append(f"tie_embeddings: the job ties them, {source} has a matrix for each")
+    if wrong:
+        hint = "`zbc init DIR --from-hf FOLDER` writes a job that fits; plan again after a change of [model]"
+        raise ZbcError("E522", "model: the job is another model than model.pretrained", details=wrong, hint=hint)
+
+
+def _shown(value: Any) -> str:
+    return str(value.model_dump(mode="json")) if isinstance(value, RopeScaling) else str(value)
+
+
+# ---- export --------------------------------------------------------------------------------------------------
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """The config.json with which transformers computes what zbc computes. Raises E524 where there is none."""
+    if not model.builtin:
+        text = f"run: family {model.family} cannot be written as a Hugging Face folder"
+        raise ZbcError("E524", text, hint="save the weights of a family of your own in your own code")
+    if model.family == "llama":
+        return _llama_config(model)
+    if model.rotary:
+        text = "run: a gpt with rotary positions has no counterpart in Hugging Face's GPT-2"
+        raise ZbcError("E524", text, hint='learned positions, or family = "llama"')
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab,
+        "n_positions": model.seq_len,
+        "n_embd": model.hidden,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_inner": model.mlp_width,
+        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+        "layer_norm_epsilon": model.norm_eps,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+
+
+def _llama_config(model: Model) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    scaling = model.rope_scaling
+    if scaling is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+            rope["original_max_position_embeddings"] = scaling.original_seq_len
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.seq_len,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.mlp_width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_scaling": None if scaling is None else rope,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": model.tie_embeddings,
+    }

@@ -1,0 +1,91 @@
+"""`[optimizer.schedule]`: the learning rate as a pure function of the step, so there is nothing to remember.
+
+    constant   warm-up, then lr
+    linear     warm-up, then down to min_lr in a straight line
+    cosine     warm-up, then down to min_lr along half a cosine (arXiv 1608.03983, without restarts)
+    wsd        warm-up, lr, and down to min_lr in a straight line over the last decay_steps (arXiv 2404.06395)
+
+Warm-up goes up in a straight line: step i of w (from 1) has lr i / w. The last step of a decay has min_lr.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zbc.errors import ZbcError
+from zbc.job.section import Count, NotNegative, Section
+from zbc.job.toml import Document
+
+
+class Schedule(Section):
+    """`[optimizer.schedule]`."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    by: Literal["steps", "samples"] = Field(
+        default="steps", description="samples: a step of half the microbatches counts as half a step"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the way up to lr")
+    decay_steps: Count | None = Field(
+        default=None, description="steps of the way down; default all after the warm-up, wsd a tenth of train.steps"
+    )
+    min_lr: NotNegative = Field(default=0.0, description="where the way down ends")
+
+
+def decay_steps(schedule: Schedule, steps: float) -> float:
+    """How many steps the way down has, in a training of `steps`."""
+    if schedule.kind == "constant":
+        return 0
+    if schedule.decay_steps is not None:
+        return schedule.decay_steps
+    rest = max(1, steps - schedule.warmup_steps)
+    return min(max(1, steps // 10), rest) if schedule.kind == "wsd" else rest
+
+
+def rate(lr: float, schedule: Schedule, steps: int, step: int) -> float:
+    """The learning rate of step `step` (from 0) of a training of `steps`; behind its end the last one."""
+    return rate_after(lr, schedule, steps, step + 1)
+
+
+def rate_after(lr: float, schedule: Schedule, steps: float, done: float) -> float:
+    """The learning rate of the step behind which `done` of `steps` are done; both may be fractions."""
+    down = decay_steps(schedule, steps)
+    if done < schedule.warmup_steps:
+        return lr * done / schedule.warmup_steps
+    start = max(steps - down, schedule.warmup_steps) if schedule.kind == "wsd" else schedule.warmup_steps
+    part = min(1.0, max(0.0, (done - start) / down)) if down else 0.0
+    if schedule.kind == "cosine":
+        part = 0.5 * (1.0 - math.cos(math.pi * part))
+    return lr + (schedule.min_lr - lr) * part
+
+
+def problems(lr: float, schedule: Schedule, steps: float, document: Document) -> Iterator[ZbcError]:
+    """What does not go together: E110."""
+
+    def found(key: str, text: str, hint: str) -> ZbcError:
+        where = document.where(("optimizer", "schedule", key))
+        return ZbcError("E110", f"config: optimizer.schedule.{text}", where=where, hint=hint)
+
+    warmup, down = schedule.warmup_steps, schedule.decay_steps
+    if warmup > steps:
+        yield found("warmup_steps", f"warmup_steps = {warmup} is more than {_of(schedule, steps)}", "shorten it")
+    elif down is not None and warmup + down > steps:
+        text = f"decay_steps = {down} and warmup_steps = {warmup} are more than {_of(schedule, steps)}"
+        yield found("decay_steps", text, f"use {max(1, int(steps) - warmup)} or fewer")
+    if schedule.min_lr > lr:
+        yield found("min_lr", f"min_lr = {schedule.min_lr:g} is above optimizer.lr = {lr:g}", "lower it")
+    if schedule.kind == "constant" and (down is not None or schedule.min_lr):
+        key = "min_lr" if down is None else "decay_steps"
+        yield found(key, f'{key} does nothing with kind = "constant"', 'drop it, or use "cosine", "linear" or "wsd"')
+    elif schedule.kind == "constant" and schedule.by == "samples" and not warmup:
+        hint = 'drop it, give warmup_steps, or use kind = "cosine", "linear" or "wsd"'
+        yield found("by", 'by = "samples" does nothing where the rate is the same in all steps', hint)
+
+
+def _of(schedule: Schedule, steps: float) -> str:
+    if schedule.by == "steps":
+        return f"train.steps = {int(steps)}"
+    return f"the {steps:g} full steps that the samples of train.steps make"

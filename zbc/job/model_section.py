@@ -1,0 +1,239 @@
+"""`[model]`: the built-in families and their sizes, a factory of the user's, and what makes either wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from zbc.errors import ZbcError
+from zbc.job.section import FACTORY, Count, Positive, Section
+from zbc.job.toml import Document
+from zbc.job.unread import asks
+from zbc.job.wording import did_you_mean
+
+BUILTIN = ("gpt", "llama")
+_ONLY_LLAMA = ("kv_heads", "head_size")
+_ONLY_GPT = ("positions", "activation")
+_EXPERTS = ("experts", "top_k", "expert_hidden")
+_ONLY_BUILTIN = (
+    "pretrained",
+    "hidden",
+    "heads",
+    "ffn_hidden",
+    *_EXPERTS,
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    *_ONLY_LLAMA,
+    *_ONLY_GPT,
+)
+_FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
+
+
+class RopeScaling(Section):
+    """`[model.rope_scaling]`: rotary positions stretched for longer sequences than the first training had."""
+
+    kind: Literal["linear", "llama3"]
+    factor: Positive = Field(description="how much longer")
+    low_freq_factor: Positive = Field(1.0, description="llama3: below this many turns per original_seq_len, stretch")
+    high_freq_factor: Positive = Field(4.0, description="llama3: above this many, leave; in between, blend")
+    original_seq_len: Count = Field(8192, description="llama3: tokens per sequence of the first training")
+
+
+class Model(Section):
+    """`[model]`: what is split into stages."""
+
+    family: str = Field(
+        "gpt", description='"gpt", "llama", or "package.module:factory", a callable that returns the layers'
+    )
+    layers: Count = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
+    hidden: Count | None = Field(None, description="width of the residual stream")
+    heads: Count | None = Field(None, description="attention heads")
+    kv_heads: Count | None = Field(None, description="llama: heads of keys and values; default heads")
+    head_size: Count | None = Field(None, description="llama: width of a head; default hidden / heads")
+    ffn_hidden: Count | None = Field(
+        None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
+    )
+    experts: Count | None = Field(None, description="MLPs per block, each token meets top_k of them; planned, not run")
+    top_k: Count | None = Field(None, description="experts that a token meets; default 2")
+    expert_hidden: Count | None = Field(None, description="width inside an expert; default ffn_hidden")
+    vocab: Count | None = Field(None, description="size of the vocabulary")
+    seq_len: Count | None = Field(None, description="tokens per sequence")
+    positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
+    activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="gpt: inside the MLP; GPT-2 has gelu_tanh")
+    norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
+    rope_theta: Positive = Field(10000.0, description="base of rotary positions")
+    rope_scaling: RopeScaling | None = Field(None, description="rotary positions for longer sequences")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; bfloat16 runs under autocast")
+    parameters: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
+    )
+    compile: bool = Field(
+        False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
+    )
+    tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
+    pretrained: str | None = Field(None, description="a Hugging Face folder (GPT-2, Llama) to take the weights from")
+    loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
+    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+
+    @property
+    def builtin(self) -> bool:
+        """Whether layers and sizes are known before the model is built."""
+        return self.family in BUILTIN
+
+    @property
+    def rotary(self) -> bool:
+        return self.family == "llama" or self.positions == "rotary"
+
+    @property
+    def head_width(self) -> int:
+        """Features of one attention head, of a family."""
+        return self.head_size or (self.hidden or 0) // (self.heads or 1)
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys, and of all values, of a family."""
+        return (self.kv_heads or self.heads or 0) * self.head_width
+
+    @property
+    def mlp_width(self) -> int:
+        hidden = self.hidden or 0
+        return self.ffn_hidden or (4 * hidden if self.family == "gpt" else 256 * -(-8 * hidden // (3 * 256)))
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_hidden or self.mlp_width
+
+    @property
+    def met(self) -> int:
+        """Experts that a token meets; 0 in a model without."""
+        return (self.top_k or min(2, self.experts)) if self.experts else 0
+
+
+def problems(model: Model, document: Document) -> Iterator[ZbcError]:
+    """What is wrong with a section that could be read: E103, E105, E110."""
+    if model.builtin:
+        yield from _missing(model, document)
+        yield from _sizes(model, document)
+    elif not FACTORY.fullmatch(model.family):
+        hint = did_you_mean(model.family, BUILTIN) or 'use "gpt", "llama" or "package.module:factory"'
+        where = document.where(("model", "family"))
+        yield ZbcError("E103", f"config: unknown model.family {model.family!r}", where=where, hint=hint)
+    yield from _misplaced(model, document)
+    yield from _precision(model, document)
+    yield from _experts(model, document)
+    if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
+        hint = 'use "cross_entropy", "mse" or "package.module:function"'
+        where = document.where(("model", "loss"))
+        yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
+
+
+def check_runnable(model: Model) -> None:
+    """Raises E107 for a model that can be planned only."""
+    if model.experts:
+        text = f"run: model.experts = {model.experts} can be planned and compared, this version has no layers to run it"
+        raise ZbcError("E107", text, hint='drop it, or bring such layers with family = "package.module:factory"')
+
+
+def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
+    if model.parameters == "bfloat16" and model.dtype != "bfloat16":
+        text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
+        where = document.where(("model", "parameters"))
+        yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
+
+
+def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
+    if not model.builtin:
+        return
+    for key in ("top_k", "expert_hidden"):
+        if model.experts is None and getattr(model, key) is not None:
+            text = f"config: model.{key} is for models with experts, model.experts is not set"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or drop it")
+    if model.experts and model.top_k and model.top_k > model.experts:
+        text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
+        where = document.where(("model", "top_k"))
+        yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
+    if model.experts and model.expert_hidden and model.ffn_hidden:
+        text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
+        where = document.where(("model", "ffn_hidden"))
+        yield ZbcError("E110", text, where=where, hint="keep one of them")
+    if model.experts and model.pretrained is not None:
+        text = "config: model.pretrained reads models without experts"
+        where = document.where(("model", "pretrained"))
+        yield ZbcError("E110", text, where=where, hint="drop it, or model.experts")
+
+
+def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
+    for key in ("hidden", "heads", "vocab", "seq_len"):
+        if getattr(model, key) is None:
+            text = f"config: model.{key} is missing (family {model.family} needs it)"
+            hint = f"add {key} = ... ({Model.model_fields[key].description})"
+            yield ZbcError("E105", text, where=document.where(("model",), key=True), hint=hint)
+
+
+def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
+    """Keys of another family are refused rather than ignored."""
+    if not model.builtin and not FACTORY.fullmatch(model.family):  # nobody knows what it was meant to be
+        return
+    for key in _FOREIGN.get(model.family, _ONLY_BUILTIN):
+        if document.has(("model", key)):
+            text = f"config: model.{key} is not for family {model.family}"
+            hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)
+    if model.args and model.builtin:
+        text = f"config: model.args belongs to a factory, family is {model.family}"
+        hint = 'drop it, or set family = "package.module:factory"'
+        yield ZbcError("E110", text, where=document.where(("model", "args")), hint=hint)
+
+
+def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
+    hidden, heads = model.hidden, model.heads
+    if not hidden or not heads:
+        return
+    if model.head_size is None and hidden % heads:
+        text = f"model.heads = {heads} does not divide model.hidden = {hidden}"
+        hint = f"use heads = {_divisors_near(hidden, heads)}"
+        yield ZbcError("E110", f"config: {text}", where=document.where(("model", "heads")), hint=hint)
+    elif model.rotary and model.head_width % 2:
+        text = f"rotary positions need an even head size, it is {model.head_width}"
+        fix = 'use positions = "learned", or other heads' if model.family == "gpt" else "use other heads or head_size"
+        key = "positions" if model.family == "gpt" else "heads"
+        yield ZbcError("E110", f"config: {text}", where=document.where(("model", key)), hint=fix)
+    if model.kv_heads is not None and heads % model.kv_heads:
+        text = f"model.kv_heads = {model.kv_heads} does not divide model.heads = {heads}"
+        hint = f"use kv_heads = {_divisors_near(heads, model.kv_heads)}"
+        yield ZbcError("E110", f"config: {text}", where=document.where(("model", "kv_heads")), hint=hint)
+    yield from _rotary(model, document)
+
+
+def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
+    """What rotary positions are told, where there are some and where there are none."""
+    if not model.rotary and asks(model, "rope_theta"):
+        text = "config: model.rope_theta needs rotary positions"
+        hint = 'set positions = "rotary", or drop it'
+        yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
+    scaling = model.rope_scaling
+    for key in ("low_freq_factor", "high_freq_factor", "original_seq_len"):
+        if scaling is not None and scaling.kind != "llama3" and asks(scaling, key):
+            text = f'config: model.rope_scaling.{key} is for kind = "llama3", kind is "{scaling.kind}"'
+            where = document.where(("model", "rope_scaling", key))
+            yield ZbcError("E110", text, where=where, hint="drop it")
+    if scaling is not None and not model.rotary:
+        text = "config: model.rope_scaling needs rotary positions"
+        hint = 'set positions = "rotary", or drop it'
+        yield ZbcError("E110", text, where=document.where(("model", "rope_scaling")), hint=hint)
+    if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        text = f"high_freq_factor = {scaling.high_freq_factor} is not above low_freq_factor = {scaling.low_freq_factor}"
+        where = document.where(("model", "rope_scaling", "high_freq_factor"))
+        yield ZbcError("E110", f"config: model.rope_scaling: {text}", where=where, hint="Llama 3.1 has 1 and 4")
+
+
+def _divisors_near(whole: int, number: int) -> str:
+    """The divisors of `whole` next to `number`, as `4 or 8`; those within reach, since numbers may be huge."""
+    reach = 10_000
+    below = next((d for d in range(number, max(0, number - reach), -1) if whole % d == 0), 1)
+    above = next((d for d in range(number + 1, number + reach) if whole % d == 0), whole)
+    return f"{below} or {above}" if below != above else str(below)

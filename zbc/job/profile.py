@@ -1,0 +1,280 @@
+"""`profile.json`: what the layers of a model cost on a device, measured or read off a recorded run.
+
+    zbc profile JOB.toml -o profile.json       zbc plan JOB.toml --profile profile.json
+
+Layers that do the same on tensors of the same shape are one kind and stand here once, so a profile also serves jobs
+with more or fewer blocks, other ranks and other schedules. It does not serve another model, device or size of a
+microbatch: see `misfits`. The same measurements give the same bytes; there are no names of machines in it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from zbc.errors import ZbcError
+from zbc.job.model_section import Model
+from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
+from zbc.job.wording import sentence
+
+FORMAT, VERSION = "zbc-profile", 1
+WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be trusted
+FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
+_DIGITS = 6  # significant ones in the file
+# What costs the same whatever it is set to; `layers` counts blocks where a family has one kind of them.
+_FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
+
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+
+
+class Measured(Section):
+    """A median and, as a share of it, how far the quartiles are apart."""
+
+    ms: Ms
+    spread: NotNegative = 0.0
+
+
+class LayerBytes(Section):
+    """Bytes of one layer; activations for one microbatch.
+
+    `kept_b` stays from F to B beside the layer's input and output, which neighbours share (`keeps_input`: its backward
+    needs its input, and so on), `kept_w` from B to W. `more_*` is what an op needs while it runs beyond what is held
+    before it and, for F, after it (`more_alone`: F that keeps nothing); in the first backward of a step less, since
+    what it computes of `gradients` stays and is added to nothing (`first_*`). `rise_*` is the most there is in that
+    first backward beyond what is held before it, gradients as they come, of which B makes `gradients_b`. Parameters and
+    what belongs to them are as the runtime holds them: buffers and copies of weights in another type are weights.
+    `largest` counts the elements of the largest parameter, `ends` those of the first and the last that train; `pair` is
+    twice one of them and once the one before it at most, which is what a step holds beside them (0 in older files:
+    twice the largest).
+    """
+
+    input: Bytes
+    output: Bytes
+    kept_b: Bytes
+    kept_w: Bytes
+    keeps_input: bool
+    keeps_output: bool
+    keeps_given: bool = Field(False, description="W needs the gradient of its output as it came")
+    kept_again: Bytes = Field(0, description="with recompute, what stays from F to B beside the input")
+    more_f: Bytes = 0
+    more_alone: Bytes = 0
+    more_b: Bytes = 0
+    more_w: Bytes = 0
+    more_bw: Bytes = 0
+    first_b: Bytes | None = Field(None, description="as more_b in the first backward of a step; None: the same")
+    first_w: Bytes | None = None
+    first_bw: Bytes | None = None
+    rise_b: Bytes | None = Field(None, description="None, in older files: as if all gradients were there before")
+    rise_w: Bytes | None = None
+    rise_bw: Bytes | None = None
+    weights: Bytes
+    gradients: Bytes
+    gradients_b: Bytes | None = Field(None, description="of them, what B makes where W is an op of its own; None: all")
+    masters: Bytes
+    optimizer: Bytes
+    largest: Bytes
+    pair: Bytes = 0
+    ends: list[Bytes] = Field(default_factory=list, max_length=2)
+
+
+class LayerProfile(Section):
+    """One kind of layer. Times are of one microbatch, without what a rank adds to every op (`Host`).
+
+    None is for what nobody measured; it is then taken from the others or from the cost model.
+    """
+
+    f: Measured
+    b: Measured = Field(description="the gradient of the input, where W is an op of its own")
+    w: Measured = Field(description="the gradient of the weights; with b more than bw, since b leaves work for it")
+    bw: Measured | None = Field(None, description="both in one; None: b + w")
+    again: Measured | None = Field(None, description="what recompute adds to a backward; None: f")
+    step: Measured | None = Field(None, description="the optimizer's step")
+    norm: Measured | None = Field(None, description="the sum of squares of the gradients")
+    tentative: Measured | None = Field(None, description="a tentative step, without the barrier")
+    parameters: int = Field(0, ge=0, description="how many numbers")
+    parts: list[Bytes] = Field(default_factory=list, description="how many numbers in each parameter; [] if not known")
+    bytes: LayerBytes | None = None
+
+    def times(self) -> Iterator[tuple[str, Measured]]:
+        for name in ("f", "b", "w", "bw", "again", "step", "norm", "tentative"):
+            found = getattr(self, name)
+            if found is not None:
+                yield name, found
+
+
+class Point(Section):
+    """The time from the start of a send to the moment its receiver goes on."""
+
+    bytes: Count
+    us: Us
+    spread: NotNegative = 0.0
+
+
+class Link(Section):
+    """A transfer between two ranks takes `latency_us` and its bytes at `gbps` (GB/s), fitted to `points`."""
+
+    latency_us: Us
+    gbps: Rate
+    points: list[Point] = Field(default_factory=list)
+
+    def ms(self, size: float) -> float:
+        """ms of a transfer of `size` bytes."""
+        return self.latency_us / 1e3 + size / (self.gbps * 1e6)
+
+
+class Host(Section):
+    """What a rank adds, in microseconds: to F, B (or BW) and W of a stage, and to each by every transfer around it.
+
+    `agree_us` is one sum of a few numbers over two ranks, which need some to agree on a step; `close_us` is what else a
+    rank does at the end of one.
+    """
+
+    f_us: Us = 0.0
+    b_us: Us = 0.0
+    w_us: Us = 0.0
+    transfer_us: Us = 0.0
+    agree_us: Us = 0.0
+    close_us: Us = 0.0
+
+
+class Copy(Section):
+    """Between the memory of the host (pinned) and that of the device, in GB/s."""
+
+    to_device_gbps: Rate
+    to_host_gbps: Rate
+
+
+class Origin(Section):
+    """What the numbers were measured on, and how."""
+
+    source: Literal["measured", "trace"] = "measured"
+    device: Literal["cpu", "cuda"]
+    name: str = Field("", description="of the processor or GPU")
+    threads: Count = Field(1, description="per rank")
+    together: Count = Field(1, description="ranks that computed at the same time")
+    rounds: Count = Field(1, description="repetitions behind each median")
+    torch: str = ""
+
+
+class Profile(Section):
+    """`profile.json`. `order` names the kind of each layer; embed, block, head stand for all of a built-in family."""
+
+    format: Literal["zbc-profile"] = "zbc-profile"
+    version: Literal[1] = 1
+    on: Origin
+    model: dict[str, Any]
+    microbatch_size: Count
+    optimizer: str = Field("", description="the kind of the optimizer that `step` and bytes are of")
+    layers: dict[str, LayerProfile]
+    order: list[str]
+    link: Link | None = None
+    copies: Copy | None = Field(None, description="between host and device; on cuda")
+    host: Host = Host()
+
+    def plain(self) -> dict[str, Any]:
+        """The profile as it stands in files."""
+        found: dict[str, Any] = _rounded(self.model_dump(mode="json"))
+        return found
+
+    def dumps(self) -> str:
+        return json.dumps(self.plain(), indent=1, sort_keys=True) + "\n"
+
+    def wide(self) -> Iterator[tuple[str, Measured]]:
+        """The times whose spread is too wide to trust, as `block.w`, that matter beside the largest of their layer."""
+        for kind, layer in self.layers.items():
+            times = dict(layer.times())
+            most = max((one.ms for one in times.values()), default=0.0)
+            yield from ((f"{kind}.{n}", one) for n, one in times.items() if one.spread > WIDE and one.ms > most / 10)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The distance of the quartiles as a share of the median; 0 for fewer than two values or a median of 0."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / abs(middle) if middle else 0.0
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with the digits that mean something."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def model_of(model: Model) -> dict[str, Any]:
+    """What of `[model]` decides the cost of a layer; widths are written out where the job leaves them to a rule."""
+    found = {key: value for key, value in model.model_dump(mode="json").items() if key not in _FREE}
+    if model.builtin:
+        del found["layers"]
+        found |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
+        found["ffn_hidden"] = model.mlp_width
+    return found
+
+
+def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int) -> list[str]:
+    """In what a profile differs from a job, as lines of text; empty if it fits."""
+    wanted = model_of(model)
+    defaults = {key: info.default for key, info in Model.model_fields.items()}
+    rows = [(f"model.{key}", profile.model.get(key, defaults.get(key)), wanted[key]) for key in wanted]
+    rows += [(f"model.{key}", value, None) for key, value in profile.model.items() if key not in wanted]
+    rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
+    rows.append(("hardware.device", profile.on.device, device))
+    lines = [f"{key}: {_word(a)} in the profile, {_word(b)} in the job" for key, a, b in rows if a != b]
+    return lines or _incomplete(profile, model)
+
+
+def _incomplete(profile: Profile, model: Model) -> list[str]:
+    unknown = sorted(set(profile.order) - profile.layers.keys())
+    if unknown:
+        return [f"order names {', '.join(unknown)}, which layers does not have"]
+    if model.builtin and profile.order == FAMILY:
+        return []
+    extra = 2 if model.builtin else 0  # embedding and head
+    if len(profile.order) != model.layers + extra:
+        return [f"order has {len(profile.order) - extra} layers, model.layers is {model.layers}"]
+    return []
+
+
+def _word(value: Any) -> str:
+    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def read(path: Path, where: str | None = None) -> Profile:
+    """Read a profile; `where` is the place that names it. Raises E143 (missing, damaged, of another version)."""
+    again = "make it with `zbc profile JOB.toml -o FILE`"
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ZbcError("E143", f"profile: cannot read {path}: {error.strerror}", where=where, hint=again) from None
+    except (ValueError, RecursionError):  # of JSON and of text that is not UTF-8
+        raise ZbcError("E143", f"profile: {path} is not JSON", where=where, hint=again) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ZbcError("E143", f"profile: {path} is not a profile (format {found!r})", where=where, hint=again)
+    if data.get("version") != VERSION:
+        text = f"profile: {path} has version {data.get('version')!r}, this zbc reads {VERSION}"
+        raise ZbcError("E143", text, where=where, hint=again)
+    return checked(data, str(path), where, again)
+
+
+def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
+    """`data` as a profile. Raises E143 that names what is wrong with it."""
+    try:
+        found = Profile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
+        text = f"profile: {name}: {place}: {sentence(first)}{value}"
+        raise ZbcError("E143", text, where=where, hint=hint) from None
+    if not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in found.layers.values()):
+        raise ZbcError("E143", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
+    return found

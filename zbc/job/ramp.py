@@ -1,0 +1,62 @@
+"""`[schedule] ramp`: a training that begins with fewer microbatches per step, and so with smaller batches.
+
+    ramp = [{ microbatches = 8, steps = 500 }, { microbatches = 16, samples = 100_000 }]
+
+The first steps have 8 microbatches each, the next 16, and all others `schedule.microbatches`. `samples` stands for as
+many whole steps as take that many, over all copies of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from zbc.errors import ZbcError
+from zbc.job.section import Count, Section
+from zbc.job.toml import Document
+
+
+class Phase(Section):
+    """One entry of `schedule.ramp`."""
+
+    microbatches: Count = Field(description="per step and pipeline, more than in the entry before")
+    steps: Count | None = Field(default=None, description="how long; or samples")
+    samples: Count | None = Field(default=None, description="how long, rounded up to whole steps; or steps")
+
+    def length(self, per_microbatch: int) -> int:
+        """How many steps it has; `per_microbatch` counts the samples of a microbatch in all copies of the pipeline."""
+        return self.steps or -(-(self.samples or 0) // (self.microbatches * per_microbatch))
+
+
+def full_steps(phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int) -> float:
+    """How many steps of `microbatches` the samples of a training of `steps` make."""
+    lengths = [phase.length(per_microbatch) for phase in phases]
+    small = sum(length * phase.microbatches for length, phase in zip(lengths, phases, strict=True))
+    return steps - sum(lengths) + small / microbatches
+
+
+def problems(
+    phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int, document: Document
+) -> Iterator[ZbcError]:
+    """What does not go together: E110."""
+
+    def found(number: int, key: str, text: str, hint: str) -> ZbcError:
+        where = document.where(("schedule", "ramp", number, key))
+        return ZbcError("E110", f"config: entry {number} of schedule.ramp {text}", where=where, hint=hint)
+
+    before, total = 0, 0
+    for number, phase in enumerate(phases):
+        if (phase.steps is None) == (phase.samples is None):
+            how = "neither" if phase.steps is None else "both"
+            yield found(number, "steps", f"has {how} of steps and samples", "give one of them")
+            continue
+        if not before < phase.microbatches < microbatches:
+            text = f"has {phase.microbatches} microbatches, after {before} and before {microbatches}"
+            yield found(number, "microbatches", text, "let them grow up to schedule.microbatches")
+        before = phase.microbatches
+        total += phase.length(per_microbatch)
+        if total >= steps:
+            text = f"ends behind step {total}, train.steps is {steps}"
+            yield found(number, "steps", text, "a ramp ends before the training does")
+            return

@@ -1,0 +1,301 @@
+"""What makes tables wrong that can be read one by one: values that do not exist or do not go together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.job import extent, learning_rate, model_section, ramp, toml
+from zbc.job import unread as idle
+from zbc.job.job import Draft
+from zbc.job.model_section import Model
+from zbc.job.section import FACTORY
+from zbc.job.sections import (
+    ACTIVATIONS,
+    Data,
+    GivenCosts,
+    Hardware,
+    LayerCost,
+    Memory,
+    Parallel,
+    Partition,
+    Schedule,
+    Train,
+    parse_limit,
+)
+from zbc.job.unread import asks
+from zbc.job.wording import did_you_mean
+
+
+def _model_rules(draft: Draft) -> Iterator[ZbcError]:
+    model: Model | None = draft.sections.get("model")
+    if model is not None:
+        yield from model_section.problems(model, draft.document)
+
+
+def _data_rules(draft: Draft) -> Iterator[ZbcError]:
+    data: Data | None = draft.sections.get("data")
+    model: Model | None = draft.sections.get("model")
+    if data is None:
+        return
+    where = draft.document.where
+    known = ("text", "tokens", "synthetic")
+    if data.kind not in known and not FACTORY.fullmatch(data.kind):
+        choices = 'use "text", "tokens", "synthetic" or "package.module:factory"'
+        hint = did_you_mean(data.kind, known) or choices
+        yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
+    yield from _path_rules(data, draft.document)
+    if model is None:
+        return
+    if data.kind == "text" and model.builtin and model.vocab and model.vocab < 256:
+        text = f"config: text data has 256 byte values, model.vocab is {model.vocab}"
+        yield ZbcError("E150", text, where=where(("model", "vocab")), hint="use vocab = 256 or more")
+    if data.kind == "synthetic" and not model.builtin and (model.vocab is None or model.seq_len is None):
+        text = "config: synthetic data are tokens and need model.vocab and model.seq_len"
+        yield ZbcError("E150", text, where=where(("data", "kind")), hint='or give data.kind = "package.module:factory"')
+    if data.kind in ("text", "tokens") and not model.builtin and model.seq_len is None:
+        text = f"config: {data.kind} data need model.seq_len"
+        yield ZbcError("E150", text, where=where(("data",)), hint='or give data.kind = "package.module:factory"')
+
+
+def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
+    train, data = draft.sections.get("train"), draft.sections.get("data")
+    if train is None or data is None:
+        return
+    if train.eval_every and not data.validation and data.validation_path is None:
+        text = "config: train.eval_every evaluates on data that are kept for it, and [data] keeps none"
+        hint = "set data.validation = 0.01, or data.validation_path"
+        yield ZbcError("E110", text, where=draft.document.where(("train", "eval_every")), hint=hint)
+    if "eval_every" in train.model_fields_set:
+        return
+    for section, name, key in ((train, "train", "eval_batches"), (data, "data", "validation_path")):
+        if asks(section, key):
+            text = f"config: train.eval_every is missing, without which nothing is evaluated and {name}.{key} not read"
+            hint = "add eval_every = 100 (steps between two) to [train], or eval_every = 0 for none"
+            yield ZbcError("E105", text, where=draft.document.where((name, key)), hint=hint)
+
+
+def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
+    """What would be written nowhere, or in the current directory, without a word."""
+    where = draft.document.where
+    checkpoint = draft.sections.get("checkpoint")
+    if checkpoint is not None and checkpoint.model_fields_set and "every" not in checkpoint.model_fields_set:
+        text = "config: checkpoint.every is missing, without which there are no checkpoints"
+        hint = "add every = 500 (steps between two), or every = 0 for none"
+        yield ZbcError("E105", text, where=where(("checkpoint",), key=True), hint=hint)
+    for section, key in (("checkpoint", "dir"), ("log", "dir"), ("log", "wandb")):
+        found = draft.sections.get(section)
+        if found is not None and getattr(found, key) == "":
+            text = f"config: {section}.{key} is empty"
+            yield ZbcError("E103", text, where=where((section, key)), hint="give it a name, or leave it out")
+
+
+def _path_rules(data: Data, document: toml.Document) -> Iterator[ZbcError]:
+    if data.kind == "tokens" and not data.path:
+        text = "config: data.path is missing (token files)"
+        hint = 'add path = "train.bin"; `zbc data tokenize` makes such files'
+        yield ZbcError("E105", text, where=document.where(("data",), key=True), hint=hint)
+    if data.dtype is not None and data.kind != "tokens":
+        text = f'config: data.dtype is for kind = "tokens", kind is "{data.kind}"'
+        yield ZbcError("E150", text, where=document.where(("data", "dtype")), hint="drop it")
+    if data.validation_path is not None and (data.kind not in ("text", "tokens") or data.validation > 0):
+        text = "config: data.validation_path names files of text or tokens, instead of data.validation"
+        hint = "drop one of them" if data.validation > 0 else "use data.validation"
+        yield ZbcError("E150", text, where=document.where(("data", "validation_path")), hint=hint)
+
+
+def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
+    costs: GivenCosts | None = draft.sections.get("costs")
+    model: Model | None = draft.sections.get("model")
+    if costs is None:
+        return
+    where = draft.document.where
+    given = [key for key in ("f", "b", "w") if getattr(costs, key) is not None]
+    if 0 < len(given) < 3:
+        missing = ", ".join(key for key in ("f", "b", "w") if key not in given)
+        text = f"config: costs give {', '.join(given)} but not {missing}"
+        yield ZbcError("E141", text, where=where(("costs", given[0])), hint="give all of f, b and w, or none")
+    if given and costs.profile:
+        text = f"config: costs.profile and costs.{given[0]} are two answers to one question"
+        yield ZbcError("E141", text, where=where(("costs", "profile")), hint=f"drop {', '.join(given)}, or the profile")
+    if costs.act_w is not None and costs.act_b is None:
+        text = "config: costs.act_w is a part of costs.act_b, which is not given"
+        yield ZbcError("E141", text, where=where(("costs", "act_w")), hint="give act_b too")
+    numbers = ("f", "b", "w", "optimizer", "act_b", "act_w")
+    if asks(costs, "per") and all(getattr(costs, key) is None for key in numbers):
+        text = f'config: costs.per = "{costs.per}" says what the other numbers are the costs of, and there are none'
+        yield ZbcError("E141", text, where=where(("costs", "per")), hint="give f, b and w, or drop it")
+    for key in ("embed", "head"):
+        if draft.document.has(("costs", key)) and costs.per != "layer":
+            text = f'config: costs.{key} goes with per = "layer", per is "{costs.per}"'
+            yield ZbcError("E141", text, where=where(("costs", key)), hint='set per = "layer", or drop it')
+        elif costs.per == "layer":
+            yield from _end_rules(costs, key, draft.document)
+    if model is not None and costs.per == "layer":
+        for key in ("f", "b", "w", "optimizer", "act_b", "act_w"):
+            value = getattr(costs, key)
+            if isinstance(value, list) and len(value) != model.layers:
+                text = f"config: costs.{key} has {len(value)} numbers, model.layers is {model.layers}"
+                hint = f"give one number, or {model.layers}"
+                yield ZbcError("E140", text, where=where(("costs", key)), hint=hint)
+
+
+def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator[ZbcError]:
+    """Costs of embedding or head are read where those of the blocks are given."""
+    layer: LayerCost = getattr(costs, end)
+    for key, blocks in (("f", "f"), ("b", "b"), ("w", "w"), ("act_b", "act_b"), ("act_w", "act_b")):
+        if asks(layer, key) and getattr(costs, blocks) is None:
+            text = f"config: costs.{end}.{key} goes with costs.{blocks}, which is not given"
+            where = document.where(("costs", end, key))
+            yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
+
+
+def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
+    yield from idle.problems(draft.sections, draft.document)
+
+
+def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if schedule is None:
+        return
+    if schedule.memory_limit is not None and parse_limit(schedule.memory_limit) is None:
+        text = f"config: cannot read schedule.memory_limit {schedule.memory_limit!r}"
+        where = draft.document.where(("schedule", "memory_limit"))
+        yield ZbcError("E103", text, where=where, hint='write "1.0x" or "40 GiB"')
+    chosen = [key for key in ("kind", "file", "plugin") if getattr(schedule, key) is not None]
+    if len(chosen) != 1:
+        found = " and ".join(chosen) or "none"
+        text = f"config: [schedule] needs one of kind, file and plugin, found {found}"
+        key = ("schedule", chosen[-1]) if chosen else ("schedule",)
+        hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc schedules` lists them'
+        yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
+
+
+def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
+    model: Model | None = draft.sections.get("model")
+    parallel: Parallel | None = draft.sections.get("parallel")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    ranks, ops = None if parallel is None else parallel.pp * parallel.dp, None
+    if parallel is not None and schedule is not None:
+        ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches
+    yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
+
+
+def _partition_rules(draft: Draft) -> Iterator[ZbcError]:
+    partition: Partition | None = draft.sections.get("partition")
+    model: Model | None = draft.sections.get("model")
+    if partition is None:
+        return
+    listed = [key for key in ("layers_per_stage", "layout") if getattr(partition, key) is not None]
+    if listed and "mode" in partition.model_fields_set:
+        text = f'config: partition.mode = "{partition.mode}" and partition.{listed[0]} are two answers to one question'
+        yield ZbcError("E110", text, where=draft.document.where(("partition", "mode")), hint="keep one of them")
+    if partition.layout is None:
+        return
+    where = draft.document.where(("partition", "layout"))
+    if partition.layers_per_stage is not None:
+        text = "config: [partition] has both layers_per_stage and layout"
+        yield ZbcError("E110", text, where=where, hint="keep one of them")
+    if model is not None and not model.builtin:
+        text = "config: a layout names the parts of a built-in model, model.family is another"
+        yield ZbcError("E110", text, where=where, hint="use layers_per_stage")
+
+
+def _node_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    hardware: Hardware | None = draft.sections.get("hardware")
+    if parallel is None or parallel.node is None:
+        return
+    where, (parts, copies) = draft.document.where(("parallel", "node")), parallel.node
+    if parallel.pp % parts or parallel.dp % copies:
+        text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
+        yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
+    elif hardware is not None and parts * copies != hardware.ranks_per_node:
+        text = f"config: parallel.node has {parts * copies} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
+        yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {parts * copies}")
+
+
+def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
+    memory: Memory | None = draft.sections.get("memory")
+    if memory is None:
+        return
+    given = memory.activations if isinstance(memory.activations, dict) else {None: memory.activations}
+    for stage, choice in given.items():
+        place = ("memory", "activations") if stage is None else ("memory", "activations", stage)
+        where = draft.document.where(place)
+        if stage is not None and not re.fullmatch(r"0|[1-9]\d*", stage):
+            text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
+            yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
+        if choice not in ACTIVATIONS:
+            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute" or "auto"'
+            yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
+
+
+def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
+    optimizer, train, planned = (draft.sections.get(name) for name in ("optimizer", "train", "schedule"))
+    if optimizer is None or train is None:
+        return
+    steps = float(train.steps)
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if planned is not None and planned.ramp and parallel is not None and optimizer.schedule.by == "samples":
+        per = planned.microbatch_size * parallel.dp
+        steps = ramp.full_steps(planned.ramp, planned.microbatches, per, train.steps)
+    yield from learning_rate.problems(optimizer.lr, optimizer.schedule, steps, draft.document)
+
+
+def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
+    planned: Schedule | None = draft.sections.get("schedule")
+    parallel: Parallel | None = draft.sections.get("parallel")
+    train: Train | None = draft.sections.get("train")
+    if planned is None or not planned.ramp:
+        return
+    if planned.file is not None:
+        text = "config: schedule.file is an order for one number of microbatches, and schedule.ramp has others"
+        yield ZbcError("E110", text, where=draft.document.where(("schedule", "ramp")), hint="drop one of them")
+    if parallel is not None and train is not None:
+        per = planned.microbatch_size * parallel.dp
+        yield from ramp.problems(planned.ramp, planned.microbatches, per, train.steps, draft.document)
+
+
+def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
+    """What cannot go together with copies of a stage, or with weights that two stages share."""
+    model: Model | None = draft.sections.get("model")
+    where = draft.document.where
+    if model is not None and model.tie_embeddings and not model.builtin:
+        text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
+        yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
+
+
+def _unsupported(draft: Draft) -> Iterator[ZbcError]:
+    """Values the format reserves for later; refused rather than ignored."""
+    get, where = draft.sections.get, draft.document.where
+    later: list[tuple[str, str, Callable[[Any], bool], str]] = [
+        ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
+    ]
+    for name, key, is_set, hint in later:
+        section = get(name)
+        if section is not None and is_set(section):
+            value = getattr(section, key)
+            text = f"config: {name}.{key} = {value!r} is not supported by this version of zbc"
+            yield ZbcError("E107", text, where=where((name, key)), hint=hint)
+
+
+RULES = (
+    _model_rules,
+    _extent_rule,
+    _data_rules,
+    _cost_rules,
+    _memory_limit_rule,
+    _partition_rules,
+    _activation_rules,
+    _copies_rule,
+    _rate_rules,
+    _ramp_rules,
+    _node_rule,
+    _evaluation_rules,
+    _idle_rules,
+    _writing_rules,
+    _unsupported,
+)

@@ -1,0 +1,262 @@
+"""The tables of a job file, their keys and defaults: each a frozen pydantic model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from zbc.job import learning_rate
+from zbc.job.model_section import Model
+from zbc.job.ramp import Phase
+from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
+
+ACTIVATIONS = ("keep", "recompute", "auto", "offload")
+
+PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
+AmountPerPart = Amount | list[Amount]
+
+
+class Parallel(Section):
+    """`[parallel]`: how many ranks."""
+
+    pp: Count = Field(description="pipeline ranks")
+    dp: Count = Field(1, description="data-parallel copies of the pipeline")
+    node: tuple[Count, Count] | None = Field(
+        None,
+        strict=False,
+        description="neighbours of a pipeline, and copies of each, on a node; default: what sends least between nodes",
+    )
+
+
+class Schedule(Section):
+    """`[schedule]`: the order of work."""
+
+    kind: str | None = Field(None, description="a name from `zbc schedules`")
+    microbatches: Count = Field(description="microbatches per step and pipeline")
+    microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
+    ramp: list[Phase] = Field([], description="what a training begins with: microbatches, and steps or samples")
+    chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
+    group: Count | None = Field(
+        None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
+    )
+    early: Annotated[int, Field(ge=0, le=2)] | None = Field(
+        None, description="waves: forwards of the next unit that run before the last backwards of this one"
+    )
+    overlap: bool | None = Field(
+        None, description="dualpipe: pairs of F and backward are groups; default: if costs.overlap is not 0"
+    )
+    memory_limit: str | None = Field(
+        None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
+    )
+    objective: Literal["makespan", "span", "period"] | None = Field(None, description="default follows optimizer.sync")
+    file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
+    plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
+
+
+class Partition(Section):
+    """`[partition]`: layers to stages."""
+
+    mode: Literal["auto", "uniform"] = Field(
+        "auto", description="auto balances the costs of all layers, embedding and head included"
+    )
+    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="blocks of each stage")
+    layout: str | None = Field(None, description="Megatron's pipeline layout string")
+
+
+class Hardware(Section):
+    """`[hardware]`: what one rank is, and the links between ranks; used to estimate costs and memory."""
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
+    tflops: Rate | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
+    memory_gbps: Rate | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
+    kernel_us: Us | None = Field(None, description="what every kernel takes at least; default 3, 5 on cpu")
+    link_gbps: Rate | None = Field(
+        None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
+    )
+    link_us: Us | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
+    ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
+    inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
+    inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
+
+
+class LayerCost(Section):
+    """Costs of the embedding or the head where costs are given per layer; times in ms."""
+
+    f: Ms = 0.0
+    b: Ms = 0.0
+    w: Ms = 0.0
+    act_b: Amount = 0.0
+    act_w: Amount = 0.0
+
+
+class GivenCosts(Section):
+    """`[costs]`: measured times in ms, instead of estimates."""
+
+    per: Literal["rank", "stage", "layer"] = Field("rank", description="what one number is the cost of")
+    f: PerPart | None = Field(None, description="forward")
+    b: PerPart | None = Field(None, description="gradient of the input")
+    w: PerPart | None = Field(None, description="gradient of the weights")
+    comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
+    reduce: Ms | None = Field(
+        None,
+        description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
+    )
+    optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
+    overlap: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
+    )
+    act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
+    act_w: AmountPerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
+    embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
+    head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
+    profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
+
+    @classmethod
+    def replaced(cls, given: Mapping[str, Any]) -> set[str]:
+        """Keys that a profile takes the place of: all numbers, where op times are among those that are `given`.
+
+        But for `overlap`, which no profile measures. A transfer that is given alone, say, goes with a profile.
+        """
+        timed = any(given.get(key) is not None for key in ("f", "b", "w"))
+        return cls.model_fields.keys() - {"overlap", "profile"} if timed else set()
+
+
+class Memory(Section):
+    """`[memory]`: what happens to activations between F and B."""
+
+    activations: str | dict[str, str] = Field(
+        "keep",
+        description='"keep", "recompute", or "auto" where memory forces it; all stages or some: { 0 = "recompute" }',
+    )
+
+    def of(self, stage: int) -> str:
+        """What happens to the activations of one stage."""
+        return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
+
+    def settled(self, again: Collection[int], stages: int) -> Memory:
+        """With the stages that recompute, those of `again` where it was left open, in place of "auto"."""
+        if "auto" not in self.chosen():
+            return self
+        chosen = {str(s): "recompute" for s in range(stages) if s in again or self.of(s) == "recompute"}
+        return Memory(activations="keep" if not chosen else "recompute" if len(chosen) == stages else chosen)
+
+    def chosen(self) -> set[str]:
+        return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())
+
+
+class Optimizer(Section):
+    """`[optimizer]`."""
+
+    kind: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: NotNegative = 3e-4
+    betas: tuple[NotNegative, NotNegative] = Field((0.9, 0.95), strict=False)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = Field(0.1, description="adamw: decoupled; adam and sgd: added to the gradient")
+    momentum: NotNegative = Field(0.0, description="sgd")
+    clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
+    sync: Literal["before-step", "post-validate"] = Field(
+        "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
+    )
+    schedule: learning_rate.Schedule = Field(learning_rate.Schedule(), description="the learning rate over the steps")
+    zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
+
+    @property
+    def name(self) -> str:
+        """What its time and state depend on."""
+        return f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
+
+
+class Train(Section):
+    """`[train]`."""
+
+    steps: Count = 100
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    eval_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between evaluations, and one in the end; 0: none"
+    )
+    eval_batches: Count | None = Field(
+        None,
+        description="of as many samples as a step has; default all whole microbatches of the data kept for it",
+    )
+    watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
+    nonfinite: Literal["skip", "stop"] = Field(
+        "skip", description="what a step does whose gradients are not all finite: change nothing, or end the run"
+    )
+    skip_limit: Count = Field(10, description="steps skipped in a row that end the run")
+    skip_total: Count | None = Field(None, description="steps skipped in all that end the run; default: no limit")
+
+
+class Data(Section):
+    """`[data]`."""
+
+    kind: str = Field(
+        "text", description='"text", "tokens", "synthetic", or "package.module:factory", a map-style dataset'
+    )
+    path: str | list[str] | None = Field(
+        None, description="text files or folders (default: Python's own sources), or token files"
+    )
+    dtype: Literal["uint16", "uint32"] | None = Field(None, description="of token files without a JSON beside them")
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the samples, at the end of the data, that is kept for evaluation"
+    )
+    validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+
+
+class Checkpoint(Section):
+    """`[checkpoint]`."""
+
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
+    keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
+    dir: str | None = Field(None, description="their folder, which all ranks see; default: in the run directory")
+    asynchronous: bool = Field(True, description="write beside the steps that follow; false: steps wait for the disk")
+    at_end: bool = Field(True, description="also after the last step")
+
+
+class Log(Section):
+    """`[log]`."""
+
+    every: Count = Field(10, description="steps between console lines")
+    dir: str = Field("runs", description="folder of the run directories")
+    peak_tflops: Positive | None = Field(
+        None, description="what MFU is a share of, such as 989 for bfloat16 on an H100; default hardware.tflops"
+    )
+    tensorboard: bool = Field(False, description="also event files; pip install 'zbc[tensorboard]'")
+    wandb: str | None = Field(
+        None, description="a Weights & Biases project to log to as well; pip install 'zbc[wandb]'"
+    )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": Model,
+    "parallel": Parallel,
+    "schedule": Schedule,
+    "partition": Partition,
+    "hardware": Hardware,
+    "costs": GivenCosts,
+    "memory": Memory,
+    "optimizer": Optimizer,
+    "train": Train,
+    "data": Data,
+    "checkpoint": Checkpoint,
+    "log": Log,
+}
+# What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
+PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")
+
+
+PLANNED = ("sync", "zero1")
+
+
+def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:
+    """`1.5x` -> (1.5, "x"); `40 GiB` -> (bytes, "bytes"); None if it is neither."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(x|KiB|MiB|GiB|TiB)\s*", text)
+    if match is None or float(match[1]) <= 0:
+        return None
+    if match[2] == "x":
+        return float(match[1]), "x"
+    return float(match[1]) * 1024 ** (1 + ["KiB", "MiB", "GiB", "TiB"].index(match[2])), "bytes"

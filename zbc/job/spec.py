@@ -1,0 +1,199 @@
+"""From the TOML of a job to the job: reading collects every problem of a file with its place before it raises.
+
+Its tables are in sections.py, what makes them wrong together in rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+from pydantic import ValidationError
+
+from zbc.errors import ZbcError
+from zbc.job import profile as profiles
+from zbc.job import toml
+from zbc.job.job import Draft as Draft
+from zbc.job.job import Job as Job
+from zbc.job.model_section import Model as Model
+from zbc.job.rules import RULES
+from zbc.job.section import Section as Section
+from zbc.job.sections import SECTIONS as SECTIONS
+from zbc.job.sections import Checkpoint as Checkpoint
+from zbc.job.sections import Data as Data
+from zbc.job.sections import GivenCosts as GivenCosts
+from zbc.job.sections import Hardware as Hardware
+from zbc.job.sections import LayerCost as LayerCost
+from zbc.job.sections import Memory as Memory
+from zbc.job.sections import Optimizer as Optimizer
+from zbc.job.sections import Train as Train
+from zbc.job.sections import parse_limit as parse_limit
+from zbc.job.wording import convert, unknown
+
+VERSION = 1
+
+
+def draft(
+    path: Path,
+    overrides: Sequence[str] = (),
+    schedule: str | None = None,
+    profile: Path | None = None,
+    *,
+    document: toml.Document | None = None,
+) -> Draft:
+    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems.
+
+    `document` is what stands in it, where it is no file.
+    """
+    document = toml.load(path) if document is None else document
+    for override in overrides:
+        document = toml.merge(document, _override(override, document.source))
+    if schedule is not None:
+        document = _choose(document, schedule)
+    if profile is not None:
+        document = _without_given(document)
+        place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
+        named = {"costs": {"profile": str(profile)}}
+        document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
+    result = Draft(document, {}, [])
+    _check_version(result)
+    known = [*SECTIONS, "zbc", "extends"]
+    for name in (name for name in document.values if name not in known):
+        result.problems.append(unknown((name,), document, known))
+    for name, section in SECTIONS.items():
+        _read_section(result, name, section)
+    for rule in RULES:
+        result.problems.extend(rule(result))
+    _read_profile(result)
+    return result
+
+
+def _without_given(document: toml.Document) -> toml.Document:
+    """Without the costs of a file that a profile takes the place of; what the command line itself sets stays."""
+    costs = document.values.get("costs")
+    if not isinstance(costs, dict):
+        return document
+    gone, said = GivenCosts.replaced(costs), document.where
+    kept = {key: value for key, value in costs.items() if key not in gone or said(("costs", key)).startswith("--")}
+    return replace(document, values={**document.values, "costs": kept})
+
+
+def _read_profile(result: Draft) -> None:
+    """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
+    costs: GivenCosts | None = result.sections.get("costs")
+    model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
+    if costs is None or not costs.profile or model is None or hardware is None or schedule is None:
+        return
+    where = result.document.where(("costs", "profile"))
+    path = Path(costs.profile)
+    if not where.startswith("--"):  # written in a file, not on the command line
+        path = Path(where.rsplit(":", 2)[0]).parent / path
+    try:
+        found = profiles.read(path, where)
+    except ZbcError as error:
+        result.problems.append(error)
+        return
+    wrong = profiles.misfits(found, model, device=hardware.device, microbatch_size=schedule.microbatch_size)
+    if wrong:
+        text = f"profile: {path.name} was made for something else"
+        hint = "profile this job: `zbc profile JOB.toml -o FILE`"
+        result.problems.append(ZbcError("E142", text, where=where, hint=hint, details=wrong))
+        return
+    result.profile = found
+
+
+def _override(text: str, source: str) -> toml.Document:
+    key, equals, value = text.partition("=")
+    parts = tuple(key.strip().split("."))
+    if not equals or len(parts) < 2 or not all(parts):
+        hint = "write --set schedule.microbatches=16"
+        raise ZbcError("E109", f"config: cannot read --set {text!r}", hint=hint)
+    try:
+        read = tomli.loads(f"x = {value}")
+    except RecursionError:
+        raise toml.too_deep(f"--set {key}") from None
+    except tomli.TOMLDecodeError:
+        read = {}
+    parsed = read["x"] if len(read) == 1 else value.strip()  # more than one: lines behind the value
+    tree: Any = parsed
+    for part in reversed(parts):
+        tree = {part: tree}
+    toml.refuse_deep(tree, f"--set {key}")
+    places: dict[toml.KeyPath, str] = {parts: f"--set {text}"}
+    if isinstance(parsed, list):
+        places |= {(*parts, i): f"--set {text}" for i in range(len(parsed))}
+    return toml.Document(source, tree, dict(places), places)
+
+
+def chooser_of(schedule: str) -> str:
+    """The key of [schedule] that takes it: a CSV file, a plugin (`package.module:function`) or the name of a kind."""
+    return "file" if schedule.lower().endswith(".csv") else "plugin" if ":" in schedule else "kind"
+
+
+def _choose(document: toml.Document, schedule: str) -> toml.Document:
+    """The document with `schedule` (see `chooser_of`) in place of the kind, file or plugin it names."""
+    chooser = chooser_of(schedule)
+    place: dict[toml.KeyPath, str] = {("schedule", chooser): f"--schedule {schedule}"}
+    chosen = toml.merge(document, toml.Document(document.source, {"schedule": {chooser: schedule}}, place, {**place}))
+    others = {"kind", "file", "plugin"} - {chooser}
+    section = {key: value for key, value in chosen.values["schedule"].items() if key not in others}
+    return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
+
+
+def _check_version(result: Draft) -> None:
+    version = result.document.values.get("zbc", VERSION)
+    if version != VERSION or isinstance(version, bool):
+        result.add("E106", f"config: file version is {version!r}, this zbc reads {VERSION}", "zbc", hint="zbc = 1")
+
+
+def _read_section(result: Draft, name: str, section: type[Section]) -> None:
+    raw = result.document.values.get(name, {})
+    if not isinstance(raw, Mapping):
+        result.add("E103", f"config: {name} is a table, found {raw!r}", name, hint=f"write [{name}]")
+        return
+    required = [field for field, info in section.model_fields.items() if info.is_required()]
+    if name not in result.document.values and required:
+        keys = ", ".join(required)
+        result.problems.append(
+            ZbcError("E105", f"config: [{name}] is missing", where=result.document.source, hint=f"it needs {keys}")
+        )
+        return
+    try:
+        result.sections[name] = section.model_validate(dict(raw))
+    except ValidationError as error:
+        found: dict[tuple[Any, ...], ZbcError] = {}
+        for problem in error.errors():
+            converted, path = convert(name, section, problem, result.document)
+            found.setdefault(path, converted)  # a union reports one problem per alternative
+        # Of a list with a wrong item, the item is the problem, not that the list is no number.
+        outer = {path[:end] for path in found for end in range(len(path))}
+        result.problems.extend(problem for path, problem in found.items() if path not in outer)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file, for editors."""
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {
+        "zbc": {"const": VERSION, "description": "version of this file"},
+        "extends": {"type": "string", "description": "a job file to inherit from"},
+    }
+    required = []
+    for name, section in SECTIONS.items():
+        schema = section.model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= schema.pop("$defs", {})
+        definitions[name] = schema
+        properties[name] = {"$ref": f"#/$defs/{name}"}
+        if schema.get("required"):
+            required.append(name)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "zbc job",
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        "$defs": definitions,
+    }

@@ -1,0 +1,92 @@
+"""Keys that nothing reads beside another key of their table: refused, or a job would say what no run does.
+
+A value that is the default asks for nothing, so it may stay: files that extend others, and --set, can go back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.job.section import Section
+from zbc.job.toml import Document
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Keys of a table, where nothing reads them, and what to say; `{}` stands for the value that decides it."""
+
+    section: str
+    keys: tuple[str, ...]
+    decides: str
+    unread: Callable[[Any], bool]  # of the value of `decides`
+    text: str
+    hint: str
+    code: str = "E110"
+
+
+KINDS_OF_FILES = ("text", "tokens")
+IDLE = (
+    Idle(
+        "optimizer",
+        ("betas", "eps"),
+        "kind",
+        lambda kind: kind == "sgd",
+        "is for adam and adamw, optimizer.kind is {!r}",
+        'drop it, or use kind = "adamw"',
+    ),
+    Idle(
+        "optimizer",
+        ("momentum",),
+        "kind",
+        lambda kind: kind != "sgd",
+        "is for sgd, optimizer.kind is {!r}",
+        'drop it (betas are what adam has instead), or use kind = "sgd"',
+    ),
+    Idle(
+        "train",
+        ("skip_limit", "skip_total"),
+        "nonfinite",
+        lambda what: what == "stop",
+        "counts steps that are skipped, and with nonfinite = {!r} none is",
+        'drop it, or use nonfinite = "skip"',
+    ),
+    Idle(
+        "data",
+        ("path",),
+        "kind",
+        lambda kind: kind not in KINDS_OF_FILES,
+        "names files of text or tokens, data.kind is {!r}",
+        "drop it; what a factory of data needs goes into [data.args]",
+        "E150",
+    ),
+    Idle(
+        "data",
+        ("args",),
+        "kind",
+        lambda kind: kind in (*KINDS_OF_FILES, "synthetic"),
+        "belong to a factory, data.kind is {!r}",
+        'drop them, or set kind = "package.module:factory"',
+        "E150",
+    ),
+)
+
+
+def problems(sections: Mapping[str, Any], document: Document) -> Iterator[ZbcError]:
+    """One for each key that a user has set to no effect: E110, E150."""
+    for row in IDLE:
+        section = sections.get(row.section)
+        if section is None or not row.unread(getattr(section, row.decides)):
+            continue
+        for key in row.keys:
+            if asks(section, key):
+                text = f"config: {row.section}.{key} {row.text.format(getattr(section, row.decides))}"
+                yield ZbcError(row.code, text, where=document.where((row.section, key)), hint=row.hint)
+
+
+def asks(section: Section, key: str) -> bool:
+    """Whether a table has `key` with another value than it has by itself."""
+    plain = type(section).model_fields[key].get_default(call_default_factory=True)
+    return key in section.model_fields_set and getattr(section, key) != plain

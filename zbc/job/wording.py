@@ -1,0 +1,161 @@
+"""Problems that pydantic finds in a job file, in our words: what was expected, what was found, and a fix."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from zbc.errors import ZbcError
+from zbc.job import toml
+
+
+def convert(
+    name: str, section: type[BaseModel], problem: Any, document: toml.Document
+) -> tuple[ZbcError, tuple[Any, ...]]:
+    """A pydantic problem of section `name` as ours, and the path it concerns."""
+    path: toml.KeyPath = (name,)
+    for part in problem["loc"]:  # loc also names union branches; keep what exists in the file
+        if document.has((*path, part)) or (isinstance(part, int) and len(path) > 1):
+            path = (*path, part)
+    dotted = ".".join(str(part) for part in path)
+    kind, found = problem["type"], problem["input"]
+    if kind == "missing":
+        key = str(problem["loc"][-1])
+        where = document.where(path, key=True)
+        return ZbcError("E105", f"config: {dotted}.{key} is missing", where=where, hint=_add(section, key)), (
+            *path,
+            key,
+        )
+    if kind == "extra_forbidden":
+        inner = section if len(path) == 2 else _table(section.model_fields[str(path[1])].annotation)
+        return unknown(path, document, list(inner.model_fields if inner else ())), path
+    text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(found)}"
+    return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
+
+
+def _table(annotation: Any) -> type[BaseModel] | None:
+    """The model a field holds, also where it may hold none."""
+    options = [annotation, *get_args(annotation)]
+    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _short(value: Any) -> str:
+    """A value as the file has it."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, date | time):
+        text = value.isoformat()
+    return text if len(text) <= 30 else f"{text[:27]}..."
+
+
+def _add(section: type[BaseModel], key: str) -> str:
+    about = section.model_fields[key].description if key in section.model_fields else None
+    return f"add {key} = ..." + (f" ({about})" if about else "")
+
+
+_WANTED = {
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "string_type": "expected a string",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "finite_number": "expected a finite number",
+}
+
+
+def _sentence(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
+    choice = _list_or_one(section, path, problem["type"])
+    if choice is not None:
+        return choice
+    return sentence(problem)
+
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def sentence(problem: Any) -> str:
+    """What a pydantic problem says was expected."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _WANTED:
+        return _WANTED[kind]
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"must be {words} {context[key]:g}"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    return str(problem["msg"]).lower()
+
+
+def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str | None:
+    """What to say of a field that takes one value or a list of them."""
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    annotation = str(field.annotation) if field is not None else ""
+    if len(path) != 2 or not kind.endswith("_type") or "list" not in annotation:
+        return None
+    if any(branch in annotation for branch in ("float", "NotNegative")):
+        return "expected a number or a list of numbers"
+    return "expected a string or a list of strings" if "str" in annotation else "expected a list"
+
+
+def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
+    """What to write in place of the wrong value."""
+    kind, found, context = problem["type"], problem["input"], problem.get("ctx", {})
+    key = f"item {path[-1]}" if isinstance(path[-1], int) else path[-1]
+    number = _number(found)
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        quoted = " or ".join(f'"{word}"' for word in known)
+        return (did_you_mean(found, known) if isinstance(found, str) else None) or f"write {key} = {quoted}"
+    if kind in ("int_type", "int_from_float", "float_type") and number is not None:
+        return f"write {key} = {number if kind == 'float_type' else round(number)}"
+    if kind == "greater_than_equal":
+        return f"use {context['ge']:g} or more"
+    if kind == "less_than_equal":
+        return f"use {context['le']:g} or less"
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    if field is not None and field.description is not None:
+        return f"{path[1]}: {field.description}"
+    return "`zbc config schema` has the type of every key"
+
+
+def _number(found: Any) -> float | int | None:
+    """The number that `found` is, or that it holds between quotes; None if it is none."""
+    if isinstance(found, bool):
+        return None
+    try:
+        value = float(found)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -> ZbcError:
+    """E102 for a key or table, with the nearest known name."""
+    dotted = ".".join(str(part) for part in path)
+    hint = did_you_mean(str(path[-1]), known) or f"known: {', '.join(known)}"
+    what = "table" if len(path) == 1 and isinstance(document.values.get(str(path[0])), Mapping) else "key"
+    return ZbcError("E102", f"config: unknown {what} {dotted}", where=document.where(path, key=True), hint=hint)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str | None:
+    """The nearest of `known`, as a hint; capitals are no difference, and "gpu" means "cuda"."""
+    lower = {name.lower(): name for name in known}
+    if word.lower() in ("gpu", "nvidia") and "cuda" in lower:
+        return 'did you mean "cuda"?'
+    close = difflib.get_close_matches(word.lower(), lower, n=1)
+    return f'did you mean "{lower[close[0]]}"?' if close else None

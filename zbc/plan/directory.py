@@ -1,0 +1,224 @@
+"""Plan directories: what the compiler hands to the runtime, and the only thing the two share.
+
+    plan/
+      plan.json        the manifest: schedule, placement, layers and boundary tensors per stage, prediction, hashes
+      rank-0000.json   the ops of rank 0, one per line, so `diff` between two plans shows the change and nothing else
+      rank-0001.json   ...
+
+Bytes are deterministic: no timestamps, no host names. A directory appears complete or not at all. The manifest is in
+manifest.py, reading in reading.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError, unwritten
+from zbc.host.folders import folders_for
+from zbc.ir import Kind, Op, Program
+from zbc.plan.manifest import FORMAT as FORMAT
+from zbc.plan.manifest import MANIFEST as MANIFEST
+from zbc.plan.manifest import VERSION as VERSION
+from zbc.plan.manifest import Boundary as Boundary
+from zbc.plan.manifest import Manifest as Manifest
+from zbc.plan.manifest import Part as Part
+from zbc.plan.manifest import RankPlan as RankPlan
+from zbc.plan.manifest import rank_file as rank_file
+from zbc.plan.manifest import sha
+from zbc.plan.reading import REPLAN
+from zbc.plan.reading import is_plan as is_plan
+from zbc.plan.reading import read_manifest as read_manifest
+from zbc.plan.reading import read_ramp as read_ramp
+from zbc.plan.reading import read_rank as read_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole plan directory in memory; `ramp` are the plans that a training begins with."""
+
+    manifest: Manifest
+    program: Program
+    ramp: tuple[Plan, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Read and verify a plan directory. Raises E401 to E406."""
+        manifest = read_manifest(folder)
+        ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
+        check_counts(manifest, ranks)
+        ramp = tuple(cls.read(below) for below, _ in read_ramp(folder, manifest))
+        return cls(manifest, program_of(manifest, ranks), ramp)
+
+
+def judges(manifest: Manifest) -> tuple[int, ...]:
+    """The last ranks of all replicas: without a barrier, they add up what their replicas have collected."""
+    return manifest.topology.ranks([manifest.ranks - 1])
+
+
+def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
+    """Raise E404 if the manifest counts more than there are ops for; what works on a plan makes tables of that size."""
+    ops = sum(map(len, ranks))
+    for what, counted in (("microbatches", manifest.microbatches * manifest.slices), ("stages", manifest.stages)):
+        if counted > ops:
+            text = f"plan: {MANIFEST} counts {counted} {what}, the rank files have {ops} ops in all"
+            raise ZbcError("E404", text, hint=REPLAN)
+
+
+def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
+    """The ops of all ranks as a program."""
+    m, run, history = manifest, manifest.topology, (manifest.schedule, *manifest.passes)
+    return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, run.dp, m.tied, m.sharded, run.node)
+
+
+def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
+    """The ranks of a run, over all replicas of the pipeline, that take part in a collective."""
+    return manifest.topology.ranks(program_of(manifest, ((),) * manifest.ranks).members(op))
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    program: Program,
+    *,
+    parameters: Mapping[str, Any],
+    layers: Sequence[Sequence[str]],
+    boundaries: Sequence[Boundary | None],
+    microbatch_size: int,
+    predicted: Mapping[str, Any],
+    planning: Mapping[str, Any],
+    training: Mapping[str, Any],
+    ramp: Sequence[Part] = (),
+) -> tuple[Manifest, dict[str, str]]:
+    """The manifest of a program and the text of every rank file."""
+    lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
+    seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
+    identity = hashlib.sha256(seed.encode())
+    for text in [*lines, *(part.sha256 for part in ramp)]:
+        identity.update(sha(text.encode()).encode())
+    plan_id = identity.hexdigest()[:16]
+    files = {rank_file(rank): _rank_text(program, rank, plan_id, text) for rank, text in enumerate(lines)}
+    placement = program.placement
+    manifest = Manifest(
+        format=FORMAT,
+        version=VERSION,
+        id=plan_id,
+        schedule=program.history[0],
+        parameters=dict(parameters),
+        passes=list(program.history[1:]),
+        ranks=placement.ranks,
+        stages=placement.stages,
+        microbatches=program.microbatches,
+        microbatch_size=microbatch_size,
+        slices=program.slices,
+        copies=program.dp,
+        tied=program.tied,
+        sharded=program.sharded,
+        placement=[list(placement.holders(s)) for s in range(placement.stages)],
+        layers=[list(names) for names in layers],
+        boundaries=list(boundaries),
+        capabilities=sorted({op.kind.value for ops in program.ranks for op in ops}),
+        predicted=dict(predicted),
+        planning=dict(planning),
+        training=dict(training),
+        files={name: sha(text.encode()) for name, text in files.items()},
+        node=list(program.node or ()),
+        ramp=list(ramp),
+    )
+    return manifest, files
+
+
+def _op_lines(program: Program, rank: int) -> str:
+    """The ops of a rank as JSON strings, one a line. Peers are looked up once per (kind, stage, pipe)."""
+    suffix: dict[tuple[Kind, int, int], str] = {}
+    lines = []
+    for op in program.ranks[rank]:
+        where = (op.kind, op.stage, op.pipe)
+        if where not in suffix:
+            suffix[where] = program.placement.text(op)[len(str(op)) :]
+        lines.append(f'  "{op}{suffix[where]}"')
+    return ",\n".join(lines)
+
+
+def _rank_text(program: Program, rank: int, plan_id: str, lines: str) -> str:
+    stages = json.dumps(program.placement.stages_of(rank))
+    return (
+        f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "plan": "{plan_id}",\n "rank": {rank},\n'
+        f' "stages": {stages},\n "ops": [\n{lines}\n ]\n}}\n'
+    )
+
+
+def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
+    """Put a plan directory at `folder`, replacing an older plan there, in one rename.
+
+    Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
+    """
+    refuse_in_the_way(folder)
+    try:
+        with folders_for(folder), _beside(folder) as work:
+            fresh = work / "new"
+            fresh.mkdir()
+            for name, text in {**files, MANIFEST: manifest.dumps()}.items():
+                (fresh / name).parent.mkdir(exist_ok=True)
+                (fresh / name).write_text(text, encoding="utf-8")
+            if folder.exists():
+                os.rename(folder, work / "old")
+            os.rename(fresh, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A folder to work in, which is gone afterwards; what stood at `folder` and is now `old` in it comes back."""
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield work
+    finally:
+        if (work / "old").exists() and not folder.exists():
+            os.rename(work / "old", folder)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raises E405 or E407 where no plan can be written, before there is one. Leaves nothing behind."""
+    try:
+        refuse_in_the_way(folder)
+        with folders_for(folder, keep=False), _beside(folder) as work:
+            (work / "new").mkdir()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ZbcError:
+    text = f"plan: cannot write {folder}: {unwritten(folder, error)}"
+    return ZbcError("E407", text, hint="choose a folder that can be written with -o")
+
+
+def refuse_in_the_way(folder: Path) -> None:
+    """Raises E405 if something that is not a plan is where one is to be written."""
+    if os.path.exists(folder) and not _replaceable(folder):
+        text = f"plan: {folder} exists and is not a plan directory"
+        raise ZbcError("E405", text, hint="choose another folder with -o")
+
+
+def _replaceable(folder: Path) -> bool:
+    """Whether `folder` is empty or holds nothing but a plan."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    entries = list(folder.iterdir())
+    plain = [entry.name for entry in entries if not entry.is_dir()]
+    below = [entry for entry in entries if entry.is_dir()]
+    if not entries:
+        return True
+    fine = MANIFEST in plain and all(name == MANIFEST or name.startswith("rank-") for name in plain)
+    return fine and all(is_plan(entry) and _replaceable(entry) for entry in below)

@@ -1,0 +1,178 @@
+"""Reading the files of a plan: each is verified before anything is done with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, parse_line
+from zbc.plan.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
+from zbc.ops import UNIT_SCOPES
+from zbc.topology import Topology
+
+REPLAN = "make it again with `zbc plan JOB.toml`"
+
+
+def is_plan(folder: Path) -> bool:
+    """Whether a folder has the manifest of a plan; what is in it may be damaged."""
+    return os.path.isfile(folder / MANIFEST)  # is_file() of a path raises where a folder is locked
+
+
+def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
+    """Read `plan.json`.
+
+    Raises E401 (missing), E402 (edited), E403 (other version), E404 (damaged) or E406 (unknown op kinds).
+    """
+    path = folder / MANIFEST
+    data = _load_json(path)
+    if data.get("format") != FORMAT:
+        raise ZbcError("E404", f"plan: {path} is not a zbc plan (format {data.get('format')!r})", hint=REPLAN)
+    if data.get("version") != VERSION:
+        text = f"plan: {path} has plan version {data.get('version')!r}, this zbc reads {VERSION}"
+        raise ZbcError("E403", text, hint=REPLAN)
+    if verify or data.keys() - Manifest.model_fields.keys():
+        _refuse_other_fields(path, data)
+    try:
+        manifest = Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
+    _check_shape(path, manifest)
+    unknown = [kind for kind in manifest.capabilities if kind not in Kind.__members__]
+    if unknown:
+        text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
+        raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")
+    if verify and manifest.sha256 != manifest.digest():
+        raise ZbcError("E402", f"plan: {path} was edited after planning (sha256 differs)", hint=REPLAN)
+    return manifest
+
+
+def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
+    """Raise E403 for a manifest that is as it was written, by a zbc whose manifests have other fields."""
+    written, mine = data.keys() - {"sha256"}, Manifest.model_fields.keys() - {"sha256"}
+    if written == mine or data.get("sha256") != digest_of({key: data[key] for key in written}):
+        return
+    differ = [
+        f"{word} {', '.join(sorted(names))}"
+        for word, names in (("without", mine - written), ("with", written - mine))
+        if names
+    ]
+    text = f"plan: {path} was made by another version of zbc, {' and '.join(differ)}"
+    raise ZbcError("E403", text, hint=REPLAN)
+
+
+def _check_shape(path: Path, manifest: Manifest) -> None:
+    """The lists of the manifest agree with its counts."""
+    stages, ranks = manifest.stages, manifest.ranks
+    problems = [
+        (len(manifest.placement) == stages, f"placement has {len(manifest.placement)} stages, not {stages}"),
+        (len(manifest.layers) == stages, f"layers has {len(manifest.layers)} stages, not {stages}"),
+        (len(manifest.boundaries) == stages - 1, f"boundaries has {len(manifest.boundaries)}, not {stages - 1}"),
+        (len({len(holders) for holders in manifest.placement}) == 1, "placement lists differ in length"),
+        (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
+        (all(holders for holders in manifest.placement), "a stage has no rank"),
+        (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
+        (
+            len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
+            f"files lists {len(manifest.files)} rank files, not {ranks}",
+        ),
+    ]
+    for fine, text in problems:
+        if not fine:
+            raise ZbcError("E404", f"plan: {path}: {text}", hint=REPLAN)
+
+
+def _tiles(manifest: Manifest) -> bool:
+    node = manifest.node
+    return not node or (len(node) == 2 and manifest.ranks % node[0] == 0 and manifest.copies % node[1] == 0)
+
+
+def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
+    """The plans that a training begins with: their folders and manifests. Raises E401 to E406."""
+    found = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
+    for part, (below, its) in zip(manifest.ramp, found, strict=True):
+        if its.sha256 != part.sha256:
+            raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=REPLAN)
+        for key in ("placement", "layers", "boundaries", "microbatch_size", "copies", "tied", "sharded", "node"):
+            if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
+                raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)
+    return found
+
+
+def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = True) -> RankPlan:
+    """Read the ops of one rank. Raises E401 (missing), E402 (edited), E404 (damaged)."""
+    path = folder / rank_file(rank)
+    raw = _read_bytes(path)
+    if verify and sha(raw) != manifest.files[path.name]:
+        raise ZbcError("E402", f"plan: {path} was edited after planning (sha256 differs)", hint=REPLAN)
+    data = _load_json(path, raw)
+    wanted = {"format": FORMAT, "version": VERSION, "plan": manifest.id, "rank": rank}
+    wanted["stages"] = list(manifest.to_placement().stages_of(rank))
+    for key, value in wanted.items():
+        if data.get(key) != value:
+            text = f"plan: {path}: {key} is {data.get(key)!r}, plan.json says {value!r}"
+            raise ZbcError("E404", text, hint=REPLAN)
+    lines = data.get("ops")
+    if not isinstance(lines, list) or data.keys() - {*wanted, "ops"}:
+        raise ZbcError("E404", f"plan: {path}: not a rank file", hint=REPLAN)
+    return RankPlan(rank, tuple(_parse_ops(lines, path, manifest)), manifest)
+
+
+def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]:
+    placement, topology = manifest.to_placement(), manifest.topology
+    peers: dict[tuple[Kind, int, int], int | None] = {}
+    ops = []
+    for step, line in enumerate(lines):
+        where = f"{path} op {step}"
+        if not isinstance(line, str):
+            raise ZbcError("E404", f"plan: not an op: {line!r}", where=where, hint=REPLAN)
+        try:
+            op, peer = parse_line(line)
+        except ZbcError as error:
+            raise ZbcError("E404", error.message, where=where, hint=error.hint) from None
+        if _out_of_range(op, manifest.stages, topology):
+            raise ZbcError("E404", f"plan: {line} is outside this plan's stages or microbatches", where=where)
+        edge = (op.kind, op.stage, op.pipe)
+        if edge not in peers:
+            peers[edge] = placement.peer(op)
+        if peer != peers[edge]:
+            text = f"plan: {line} names another peer than the placement (rank {peers[edge]})"
+            raise ZbcError("E404", text, where=where, hint=REPLAN)
+        ops.append(op)
+    return ops
+
+
+def _out_of_range(op: Op, stages: int, topology: Topology) -> bool:
+    if op.kind.row.scope in UNIT_SCOPES:
+        return (
+            op.stage >= stages
+            or op.mb >= topology.microbatches
+            or op.pipe >= topology.pipes
+            or op.slice >= topology.slices
+        )
+    return op.stage >= stages
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        hint = "`zbc plan JOB.toml -o DIR` writes a plan directory"
+        raise ZbcError("E401", f"plan: cannot read {path}: {error.strerror}", hint=hint) from None
+
+
+def _load_json(path: Path, raw: bytes | None = None) -> dict[str, Any]:
+    try:
+        data = json.loads(_read_bytes(path) if raw is None else raw)
+    except (ValueError, RecursionError) as error:
+        raise ZbcError("E404", f"plan: {path} is damaged or cut off", details=[str(error)], hint=REPLAN) from None
+    if not isinstance(data, dict):
+        raise ZbcError("E404", f"plan: {path} is not a JSON object", hint=REPLAN)
+    return data

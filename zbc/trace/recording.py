@@ -1,0 +1,358 @@
+"""A recorded run: what each rank did in some of its steps, and when.
+
+    runs/plan-1/trace/
+      plan/              the plan as it ran
+      rank-0000.jsonl    what rank 0 of the run did, one JSON object per line; complete at any moment
+      rank-0001.jsonl    ...
+      m4/                the same of steps that the training began with, where it has a ramp; their plan is plan/m4
+
+The lines of a rank's file, times in ns on its own clock:
+
+    {"format": "zbc-trace", "version": 1, "plan": "..", "rank": 0, "device": "cpu", "process": "host:123", "ops": 4,
+     "cores": 8}
+    {"clock": {"at_ns": 0, "offset_ns": 0, "uncertainty_ns": 0}}
+    {"step": 10, "begin_ns": 5, "took_ns": [3, 9, 1, 2], "lead_ns": [4], "waits": [1, 0, 3], "close_ns": 2}
+    {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
+    {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
+
+cores    that the process might use, on a CPU
+clock    how far the clock of rank 0 is ahead of this one at a moment of this one; before and after what is recorded
+took     per op of the plan, in its order, how long it took: it starts where the op before ended, the first one at
+         `begin`, so that they and `close` (what the step did after its last op) fill the step without a gap
+lead     per compute op, how long after its start it began to compute: before that it waited for its message, for data
+waits    three numbers for each wait: the op (as many as there are ops for the close), the `Cause`, how long
+memory   bytes per op and category, in a step of its own that is not timed, since looking takes long
+
+On a GPU times are those of the stream that computes, not those of the program that feeds it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.host.linefile import LineFile
+from zbc.ir import Op
+from zbc.plan import directory as plans
+from zbc.trace.line import (
+    FORMAT,
+    RECORD,
+    VERSION,
+    Cause,
+    Clock,
+    Head,
+    Memory,
+    Timing,
+    Wait,
+    clock_of,
+    damaged,
+    head_of,
+    lines,
+    memory_of,
+    timing_of,
+    waits_of,
+)
+
+__all__ = [
+    "Cause",
+    "Clock",
+    "Head",
+    "Memory",
+    "RankTrace",
+    "Recorded",
+    "Timing",
+    "Trace",
+    "Wait",
+    "Writer",
+    "has_trace",
+    "phases",
+    "rank_file",
+    "read",
+    "start",
+]
+
+FOLDER, PLAN = "trace", "plan"
+_RANKS = "rank-*.jsonl"
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file in a trace."""
+    return f"rank-{rank:04d}.jsonl"
+
+
+def start(run: Path, plan: Path) -> None:
+    """Make room for a trace in a run directory, with a copy of the plan; what another plan left there goes.
+
+    Raises E606 if the copy cannot be written, and leaves nothing of it.
+    """
+    copy = run / FOLDER / PLAN
+    if plans.is_plan(copy) and plans.read_manifest(copy).sha256 == plans.read_manifest(plan).sha256:
+        return
+    shutil.rmtree(run / FOLDER, ignore_errors=True)
+    try:
+        for folder in ("", *(part.folder for part in plans.read_manifest(plan).ramp)):
+            (copy / folder).mkdir(parents=True, exist_ok=True)
+            for name in (plans.MANIFEST, *plans.read_manifest(plan / folder).files):
+                shutil.copyfile(plan / folder / name, copy / folder / name)
+    except OSError as error:
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+        raise _unwritable(copy, error) from None
+
+
+class Writer:
+    """The file of one rank while it runs; every line is complete as soon as it is written."""
+
+    def __init__(self, run: Path, head: Head, behind: int = 0, phase: str = "") -> None:
+        """`behind`: a training goes on behind this step (from 1), and what it recorded until then stays.
+
+        `phase` is the folder of a plan that the training begins with. Raises E606 if the file cannot be written.
+        """
+        path = run / FOLDER / phase / rank_file(head.rank)
+        about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
+        about |= {} if head.cores is None else {"cores": head.cores}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _kept(path, behind) if behind and path.is_file() else []
+            self._path, self._file = path, LineFile(path, "w")
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        for values in kept or [{"format": FORMAT, "version": VERSION, **about}]:
+            self._line(values)
+
+    def clock(self, clock: Clock) -> None:
+        self._line({"clock": clock._asdict()})
+
+    def step(self, timing: Timing) -> None:
+        values = {
+            "step": timing.step,
+            "begin_ns": timing.begin_ns,
+            "took_ns": list(timing.took_ns),
+            "lead_ns": list(timing.lead_ns),
+            "waits": list(timing.waits),
+            "close_ns": timing.close_ns,
+        }
+        self._line(values)
+
+    def memory(self, memory: Memory) -> None:
+        rows = [list(row) for row in memory.bytes]
+        self._line({"memory": {"step": memory.step, "categories": list(memory.categories), "bytes": rows}})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, values: Mapping[str, Any]) -> None:
+        """Raises E606 if it cannot be written; the lines before stay whole."""
+        try:
+            self._file.add(json.dumps(values, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ZbcError:
+    text = f"run: cannot write the trace {path}: {error.strerror or error}"
+    return ZbcError("E606", text, hint="make room there, or choose another run directory with --out DIR")
+
+
+def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
+    """The lines of a file that are true of a training which goes on behind step `behind`; [] if it is damaged."""
+    try:
+        found = [values for _, values in lines(path)]
+    except ZbcError:
+        return []
+    return [values for values in found if not ("step" in values and values["step"] > behind)]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan.
+
+    Op i starts at `start[i]`, where the one before ended; it works from `work[i]` to `end[i]`. What lies before `work`
+    is waiting and, for compute ops, reading data and what the runtime itself needs. `ends` is when the step is over.
+    """
+
+    ops: tuple[Op, ...]
+    start: list[int]
+    work: list[int]
+    end: list[int]
+    waits: tuple[Wait, ...]
+    begins: int
+    ends: int
+
+    def waited(self, cause: Cause) -> dict[int, int]:
+        """ns per op that waited for this; the close of the step has the number of ops."""
+        found: dict[int, int] = {}
+        for wait in self.waits:
+            if wait.cause is cause:
+                found[wait.op] = found.get(wait.op, 0) + wait.ns
+        return found
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded."""
+
+    head: Head
+    ops: tuple[Op, ...]
+    clocks: tuple[Clock, ...]
+    timings: dict[int, Timing]  # by step, from 1
+    memory: Memory | None
+
+    def aligned(self, ns: int) -> int:
+        """A moment of this rank's clock on that of rank 0: between two comparisons in proportion."""
+        if not self.clocks:
+            return ns
+        first, last = self.clocks[0], self.clocks[-1]
+        passed = last.at_ns - first.at_ns
+        drift = (last.offset_ns - first.offset_ns) / passed if passed else 0.0
+        share = min(max(ns - first.at_ns, 0), passed)
+        return ns + first.offset_ns + round(drift * share)
+
+    def recorded(self, step: int) -> Recorded:
+        """One step. KeyError if it was not recorded."""
+        timing = self.timings[step]
+        begins, own = self.aligned(timing.begin_ns), timing.begin_ns
+        aligned = self.aligned if any(clock.offset_ns for clock in self.clocks) else int
+        leads = iter(timing.lead_ns)
+        waits = tuple(waits_of(timing.waits))
+        ahead = [0] * (len(self.ops) + 1)
+        for wait in waits:
+            if wait.cause is not Cause.ALL:
+                ahead[wait.op] += wait.ns
+        start, work, end = list[int](), list[int](), list[int]()
+        at = begins
+        for index, (op, took) in enumerate(zip(self.ops, timing.took_ns, strict=True)):
+            start.append(at)
+            lead = next(leads) if op.kind.computes else min(ahead[index], took)
+            own += took
+            close = aligned(own)
+            work.append(min(at + lead, close))
+            end.append(close)
+            at = close
+        return Recorded(self.ops, start, work, end, waits, begins, self.aligned(own + timing.close_ns))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run, or a phase of it: the plan, and per rank of the run what it did."""
+
+    folder: Path  # the run directory
+    plan: plans.Plan
+    ranks: tuple[RankTrace, ...]
+    phase: str = ""  # the folder of its plan, where that is one that the training began with
+    whole: plans.Manifest | None = None  # the plan with that folder in it, if so
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that all ranks have recorded from beginning to end, counted from 1 as on the console."""
+        common = set(self.ranks[0].timings)
+        for rank in self.ranks[1:]:
+            common &= rank.timings.keys()
+        return tuple(sorted(common))
+
+    @property
+    def uncertainty_ns(self) -> int:
+        """How far moments of two ranks may be apart that are written as one."""
+        return max((clock.uncertainty_ns for rank in self.ranks for clock in rank.clocks), default=0)
+
+    @property
+    def device(self) -> str:
+        return self.ranks[0].head.device
+
+    def recorded(self, rank: int, step: int) -> Recorded:
+        return self.ranks[rank].recorded(step)
+
+
+def has_trace(run: Path, phase: str | None = None) -> bool:
+    """Whether a run directory holds a trace, of this phase or of any."""
+    patterns = [_RANKS, f"*/{_RANKS}"] if phase is None else [f"{phase}/{_RANKS}" if phase else _RANKS]
+    try:
+        return any(True for pattern in patterns for _ in (run / FOLDER).glob(pattern))
+    except OSError:  # a folder that is locked, a name that is too long
+        return False
+
+
+def phases(run: Path) -> list[str]:
+    """The phases of a training that were recorded, in their order: the last one has no name of its own but ""."""
+    names = [*(part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp), ""]
+    return [name for name in names if has_trace(run, name)]
+
+
+def read(run: Path, phase: str | None = None) -> Trace:
+    """The trace of a run directory, as far as it was written: of a phase of the training, of the last one recorded.
+
+    Raises E430 (no trace there, or of some ranks only, or no complete step), E431 (a file is damaged: file and line),
+    E4xx (the copy of the plan).
+    """
+    if not has_trace(run):
+        raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
+    if not plans.is_plan(run / FOLDER / PLAN):
+        text = f"trace: {run / FOLDER} has lost {PLAN}, its copy of the plan that ran"
+        raise ZbcError("E430", text, hint=f"copy the plan directory to {run / FOLDER / PLAN}")
+    recorded = phases(run)
+    if phase is None:
+        phase = recorded[-1] if recorded else ""
+    if phase not in recorded:
+        raise _unrecorded(run, phase, recorded)
+    folder = run / FOLDER / phase
+    plan = plans.Plan.read(run / FOLDER / PLAN / phase)
+    topology = plan.manifest.topology
+    world = topology.world
+    missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]
+    if missing:
+        text = f"trace: {folder} has no file of {', '.join(topology.name(rank) for rank in missing)}"
+        hint = "ranks of other machines wrote theirs there: copy them here"
+        raise ZbcError("E430", text, hint=hint)
+    ranks = plan.program.ranks
+    parts = [topology.of(r).pp for r in range(world)]
+    found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
+    trace = Trace(run, plan, found, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
+    if not trace.steps:
+        raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
+    return trace
+
+
+def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
+    """Why there is nothing of this phase: the run had no ramp, or other phases of it were recorded."""
+    known = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
+    if not known:
+        return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")
+    what = f"the phase {phase}" if phase else "the steps behind the ramp"
+    text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(known)}" * (phase not in ["", *known]))
+    names = [name for name in recorded if name]
+    hint = f"recorded phases: {', '.join(names) or 'none'}"
+    return ZbcError("E430", text, hint=hint + "; and the steps behind the ramp, without --phase" * ("" in recorded))
+
+
+def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:
+    head: Head | None = None
+    clocks, timings, memory = list[Clock](), dict[int, Timing](), None
+    for number, values in lines(path):
+        place = f"{path}:{number}"
+        if head is None:
+            head = head_of(values, place, rank, plan, len(ops))
+        elif "clock" in values:
+            clocks.append(clock_of(values["clock"], place))
+        elif "step" in values:
+            timing = timing_of(values, ops, place)
+            if timing.step in timings:
+                raise damaged(place, f"step {timing.step} is there twice")
+            timings[timing.step] = timing
+        elif "memory" in values:
+            memory = memory_of(values["memory"], len(ops), place)
+        else:
+            raise damaged(place, f"neither clock, step nor memory: {', '.join(sorted(values)) or 'nothing'}")
+    if head is None:
+        raise damaged(f"{path}:1", "the file is empty")
+    return RankTrace(head, ops, tuple(clocks), timings, memory)

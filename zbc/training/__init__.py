@@ -1,0 +1,1 @@
+"""All that training needs around the runtime: data, models, checkpoints, launching, watching."""

@@ -1,0 +1,185 @@
+"""Where a run begins: at step 0, or behind the steps of a checkpoint that this run or another one has written.
+
+Rank 0 chooses and tells the others; no torch is needed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.plan.directory import Manifest
+from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.owner import owned
+from zbc.training.checkpoint.together import together
+from zbc.training.launch.board import Board
+from zbc.training.launch.options import RunOptions
+from zbc.training.launch.rounds import same_launch
+
+RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """`checkpoint`: what to load, None to begin anew. `run`: the run directory to go on in, None for a new one."""
+
+    checkpoint: Path | None = None
+    run: Path | None = None
+
+
+@contextmanager
+def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who: str) -> Iterator[Start]:
+    """Where this run begins, on every rank; inside of the block other runs are kept out of its folder of checkpoints.
+
+    Chosen again once the folder is this run's: who had it until then may have written one more as it ended. `who` is
+    told to those that are refused. Raises as `choose`, and E614 where another run writes now.
+    """
+
+    def place(start: Start) -> Path | None:
+        return known_folder(manifest, start.run or options.out)
+
+    start = agree(board, options, manifest, plan, "where to begin")
+    with owned(board, place(start), who, options.launch):
+        again = agree(board, options, manifest, plan, "where to begin, once nobody else writes")
+        yield again if place(again) == place(start) else start
+
+
+def agree(board: Board, options: RunOptions, manifest: Manifest, plan: Path, name: str) -> Start:
+    """What rank 0 chooses, on every rank, which meet under a name. Raises as `choose`."""
+
+    def choice() -> dict[str, Any]:
+        if board.rank != 0:
+            return {}
+        start = choose(options, manifest, plan)
+        return {"checkpoint": _text(start.checkpoint), "run": _text(start.run)}
+
+    told = together(board, name, choice)[0]
+    return Start(*(None if told[key] is None else Path(told[key]) for key in ("checkpoint", "run")))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    """What `--resume` means here.
+
+        none   begin anew
+        auto   the newest complete checkpoint: of checkpoint.dir, of --out, or of this plan's runs in log.dir; without
+               one begin anew
+        PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
+
+    Without --resume a run begins anew, except that a restart goes on with the run it is a restart of. So
+    does a restart of a run that was given a PATH, once it has a checkpoint of its own.
+
+    Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.
+    """
+    asked = options.resume
+    own = _restart(options, manifest, plan) if options.restarted and asked != "none" else Start()
+    if own.checkpoint is not None or (own.run is not None and asked in (None, "auto")):
+        return own
+    if asked == "auto":
+        return _newest(options, manifest, plan)
+    if asked in (None, "none"):
+        _refuse(_place(manifest, options.out), 0)
+        return Start()
+    if own.run is not None:
+        return Start(_complete_in(Path(asked)), own.run)
+    return _named(Path(asked), options, manifest)
+
+
+def save_folder(manifest: Manifest, run: Path) -> Path:
+    """Where the checkpoints of a run go."""
+    return _chosen(manifest) or run / disk.FOLDER
+
+
+def known_folder(manifest: Manifest, run: Path | None) -> Path | None:
+    """The same before that directory is there; None if there are none, or they go into one yet to be made."""
+    return _place(manifest, run) if manifest.training.get("checkpoint", {}).get("every") else None
+
+
+def _chosen(manifest: Manifest) -> Path | None:
+    chosen = manifest.training.get("checkpoint", {}).get("dir")
+    return None if chosen is None else Path(chosen)
+
+
+def _place(manifest: Manifest, run: Path | None) -> Path | None:
+    """The same; None if that is in a run directory that is not there yet."""
+    return _chosen(manifest) if run is None else save_folder(manifest, run)
+
+
+def runs(manifest: Manifest, plan: Path) -> list[Path]:
+    """The run directories of a plan, the newest first."""
+    parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
+    name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
+    entries = parent.iterdir() if os.path.isdir(parent) else ()
+    found = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
+    return [found[number] for number in sorted(found, reverse=True)]
+
+
+def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    folder = _place(manifest, options.out)
+    if folder is not None:
+        found = disk.newest(folder)
+        return Start(found, options.out or _run_of(found))
+    for run in runs(manifest, plan):
+        found = disk.newest(run / disk.FOLDER)
+        if found is not None:
+            return Start(found, run)
+    return Start()
+
+
+def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+    """The run that this launch began with, which may have written nothing yet."""
+    found = [options.out] if options.out is not None else runs(manifest, plan)
+    run = next((one for one in found if same_launch(_about(one).get("launch"), options.launch)), None)
+    return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
+
+
+def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
+    found = _complete_in(path)
+    own = _place(manifest, options.out)
+    _refuse(own, disk.step_of(found) or 0)
+    goes_on = options.out is not None and own is not None and own.resolve() == found.parent.resolve()
+    return Start(found, options.out if goes_on else None)
+
+
+def _complete_in(path: Path) -> Path:
+    """The checkpoint that a path names, or the newest in it. Raises E612 if there is none."""
+    found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
+    if found is None:
+        if disk.step_of(path) is not None and os.path.isdir(path):
+            disk.read_index(path)  # which says that it is not complete
+        text = f"run: there is no complete checkpoint in {path}"
+        raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
+    return found
+
+
+def _refuse(folder: Path | None, step: int) -> None:
+    """Raise E614 if a run that begins behind `step` would write among later checkpoints of another one."""
+    later = [] if folder is None else [found for number, found in disk.complete(folder).items() if number > step]
+    if later:
+        text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
+        hint = "go on from there with --resume auto, or give this run another --out or checkpoint.dir, or remove them"
+        raise ZbcError("E614", text, hint=hint)
+
+
+def _run_of(checkpoint: Path | None) -> Path | None:
+    """The run directory that a checkpoint was written from, if it is still there."""
+    named = None if checkpoint is None else disk.read_index(checkpoint).run
+    return Path(named) if named and os.path.isfile(Path(named) / RUN) else None
+
+
+def _about(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,138 @@
+"""Batches made ready by a thread of their own, so that a stage that reads data does not wait for them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from zbc.plan.course import Course
+from zbc.training.data.data import Batches
+
+AHEAD = 4  # tensors made ready before they are asked for
+
+Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
+
+
+class Prefetched:
+    """Batches, ahead of the plan: `wants` is what a step of every leg of the course asks for, in its order.
+
+    What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
+    for. Tensors for a GPU are pinned, so that their copy does not block.
+    """
+
+    def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], *, pin: bool = False) -> None:
+        self._batches, self._wants, self._pin = batches, [tuple(step) for step in wants], pin
+        self._ready: dict[tuple[str, int, int], _Coming] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Make batches ahead, also after `close`."""
+        self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
+        self._asked: SimpleQueue[_Coming | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first tensor on that is asked for
+
+    @property
+    def count(self) -> int:
+        return self._batches.count
+
+    def inputs(self, step: int, mb: int) -> Tensor:
+        return self._take("inputs", step, mb)
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        return self._take("targets", step, mb)
+
+    def follow(self, course: Course) -> None:
+        """Have the steps begin where `course` says, with the same legs."""
+        self._forget()
+        self._batches.follow(course)
+
+    def close(self) -> None:
+        """End the thread; what it reads at the moment is finished, and from now on all is made on the spot."""
+        self._forget()
+        self._asked.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self._places.clear()
+
+    def _forget(self) -> None:
+        for waiting in self._ready.values():
+            waiting.cancel()
+        self._ready.clear()
+
+    def _take(self, kind: str, step: int, mb: int) -> Tensor:
+        ready = self._ready.pop((kind, step, mb), None)
+        place = self._places[self._batches.course.leg(step)].get((kind, mb)) if self._places else None
+        if place is not None:
+            self._order(step, place + 1)
+        made = None if ready is None else ready.result()
+        return self._make(kind, step, mb) if made is None else made
+
+    def _order(self, step: int, place: int) -> None:
+        """Have the next ones made; forget those that are no longer next."""
+        coming: list[tuple[str, int, int]] = []
+        while len(coming) < AHEAD:
+            wants = self._wants[self._batches.course.leg(step)]
+            coming += [(kind, step, mb) for kind, mb in wants[place : place + AHEAD - len(coming)]]
+            step, place = step + 1, 0
+        for key in self._ready.keys() - set(coming):
+            self._ready.pop(key).cancel()
+        if self._thread is None:
+            self._thread = self._start()
+        for key in coming:
+            if key not in self._ready:
+                self._ready[key] = wanted = _Coming(self._make, key)
+                self._asked.put(wanted)
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=_make_all, args=(self._asked,), name="zbc-data", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._asked.put, None)  # it ends also where nobody closes this
+        return thread
+
+    def _make(self, kind: str, step: int, mb: int) -> Tensor:
+        tensor = self._batches.inputs(step, mb) if kind == "inputs" else self._batches.targets(step, mb)
+        return tensor.pin_memory() if self._pin and torch.cuda.is_available() else tensor
+
+
+class _Coming:
+    """A tensor that the thread makes: a future of a quarter of the weight, since there is one for every microbatch."""
+
+    __slots__ = ("_call", "_done", "_error", "_key", "_value")
+
+    def __init__(self, call: Callable[[str, int, int], Tensor], key: tuple[str, int, int]) -> None:
+        self._call: Callable[[str, int, int], Tensor] | None = call
+        self._key, self._done = key, threading.Lock()
+        self._value: Tensor | None = None
+        self._error: BaseException | None = None
+        self._done.acquire()
+
+    def cancel(self) -> None:
+        """It is no longer wanted."""
+        self._call = None
+
+    def make(self) -> None:
+        """In the thread."""
+        call, self._call = self._call, None  # which holds what holds this
+        try:
+            self._value = None if call is None else call(*self._key)
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def result(self) -> Tensor | None:
+        """Wait for it. Raises what went wrong; None if it was no longer wanted."""
+        with self._done:
+            if self._error is not None:
+                raise self._error
+            return self._value
+
+
+def _make_all(asked: SimpleQueue[_Coming | None]) -> None:
+    while (coming := asked.get()) is not None:
+        coming.make()
+        del coming

@@ -1,0 +1,280 @@
+"""`zbc data tokenize`: text files to one token file, in pieces, so that it can go on where it was stopped.
+
+    out.bin.part        the tokens so far
+    out.bin.part.json   how many of them count, and where in the input they end; replaced after each piece
+
+A piece is some bytes of one file: cut behind a line end, so the same pieces come out whether or not the work was
+interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with
+the end token.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from zbc.errors import ZbcError, unwritten
+from zbc.host.folders import folders_for
+from zbc.training.data.textfiles import line_at, not_text, text_files, unreadable
+from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
+
+PIECE = 2**22  # bytes of text at a time
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_CODES = {"uint16": "H", "uint32": "I"}
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can write and UTF-8 cannot
+
+
+class Tokenizer(Protocol):
+    """Text to tokens. `end` is the token behind a document, None for none; `name` tells tokenizers apart."""
+
+    name: str
+    vocab: int
+    end: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]: ...
+
+
+class Bytes:
+    """Each byte a token; NUL, which no text has, ends a document."""
+
+    name: str = "bytes"
+    vocab: int = 256
+    end: int | None = 0
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode() for text in texts]
+
+
+class Json:
+    """A tokenizer.json, through the tokenizers library. No special tokens are added but the end of a document."""
+
+    def __init__(self, path: Path, end: str | None) -> None:
+        """`end` names the token behind each document; else a usual name that the vocabulary has. Raises E533, E610."""
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise ZbcError("E610", "data: tokenizers is not installed", hint="pip install 'zbc[tokenizers]'") from None
+        try:
+            raw = path.read_bytes()
+            self._library = Library.from_buffer(raw)
+        except OSError as error:
+            hint = "--tokenizer names a tokenizer.json; without it bytes are tokens"
+            raise ZbcError("E533", f"data: cannot read {path}: {error.strerror}", hint=hint) from None
+        except Exception as error:  # the library raises Exception itself
+            text, hint = f"data: {path} is not a tokenizer.json", "take the tokenizer.json of the model's folder"
+            raise ZbcError("E533", text, hint=hint, details=[str(error)[:200]]) from None
+        self.name = hashlib.sha256(raw).hexdigest()
+        self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
+        names = _ENDS if end is None else (end,)
+        found = [number for name in names if (number := self._library.token_to_id(name)) is not None]
+        if not found:
+            text = f"data: {path} has no token {' or '.join(names)} to end documents with"
+            raise ZbcError("E533", text, hint="name one of its tokens with --end")
+        self.end: int | None = found[0]
+
+    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """How far the work is: so many tokens are written, the next byte to read is `byte` of input `file`."""
+
+    inputs: str  # a fingerprint of the inputs and the tokenizer
+    file: int = 0
+    byte: int = 0
+    tokens: int = 0
+    documents: int = 0
+
+
+def tokenize(
+    texts: Sequence[str], out: Path, tokenizer: Tokenizer, *, done: Callable[[int], None] = lambda count: None
+) -> Tokens:
+    """Write `out` and the JSON beside it; `done(bytes)` hears of every piece of text that is through.
+
+    Raises E501 and E503 (the text), E533 (in the way), E608 (cannot be written).
+    """
+    if os.path.exists(out):
+        raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
+    files = _inputs(texts, out)
+    dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
+    part = out.with_name(out.name + ".part")
+    try:
+        with folders_for(out), part.open("ab") as target:
+            _alone(target, out)
+            journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
+            done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
+            for file in files[journal.file :]:
+                for piece in _pieces(file, journal.byte):
+                    journal = _write(target, part, piece, tokenizer, dtype, journal)
+                    done(piece.size)
+            os.fsync(target.fileno())
+        made = Tokens(dtype, journal.tokens, tokenizer.vocab, tokenizer.end, journal.documents, tokenizer.name)
+        write_sidecar(out, made)
+        os.replace(part, out)
+        sidecar(part).unlink()
+    except OSError as error:
+        hint = "choose a place that can be written and has room; what is done is kept, start again to go on"
+        raise ZbcError("E608", f"cannot write {out}: {unwritten(out, error)}", hint=hint) from None
+    return made
+
+
+def total_bytes(texts: Sequence[str], out: Path) -> int:
+    """Of all the text that `tokenize` would read. Raises E501."""
+    return sum(_size(file) for file in _inputs(texts, out))
+
+
+def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
+    """What `texts` name, but not what an interrupted attempt has left there of its own."""
+    part = out.with_name(out.name + ".part")
+    own = {path.resolve() for path in (part, sidecar(part), sidecar(part).with_suffix(".new"), sidecar(out))}
+    return [file for file in text_files(list(texts)) if file.resolve() not in own]
+
+
+def _alone(target: BinaryIO, out: Path) -> None:
+    """Raise E533 if another process is making the same file. Where the file system has no locks nothing is checked."""
+    try:
+        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            text = f"data: another process is making {out}"
+            raise ZbcError("E533", text, hint="wait for it, or name another file with -o") from None
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """Changes with the inputs' names, sizes and times, and with the tokenizer."""
+    known: list[Any] = [tokenizer.name, tokenizer.end, PIECE]
+    for file in files:
+        known.append([str(file.absolute()), _size(file), file.stat().st_mtime_ns])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _resume(part: Path, inputs: str, width: int) -> Journal:
+    """Where to go on: what is behind the last journal is dropped; all of it if it was made from something else."""
+    fresh = Journal(inputs)
+    try:
+        journal = Journal(**json.loads(sidecar(part).read_bytes()))
+        usable = journal.inputs == inputs and part.stat().st_size >= journal.tokens * width
+    except (OSError, ValueError, RecursionError, TypeError):
+        usable = False
+    if not usable:
+        part.write_bytes(b"")
+        return fresh
+    os.truncate(part, journal.tokens * width)
+    return journal
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Texts of consecutive bytes of a file. A document ends behind each of them if `each`, behind all if `last`."""
+
+    size: int
+    texts: list[str]
+    each: bool
+    last: bool  # the file ends here
+
+
+def _pieces(file: Path, start: int) -> Iterator[Piece]:
+    """The rest of a file from byte `start`, which is where a piece ended; an empty file is one piece."""
+    lines = file.suffix == ".jsonl"
+    try:
+        source = file.open("rb")
+    except OSError as error:
+        raise unreadable(file, error) from None
+    with source:
+        source.seek(start)
+        size, last = _size(file), False
+        while not last:
+            raw = _read(source, whole_lines=lines)
+            problem = not_text(file, raw, start)
+            if problem is not None:
+                raise problem
+            texts = list(_documents(file, raw, start)) if lines else [raw.decode()]
+            start += len(raw)
+            last = start >= size or not raw
+            yield Piece(len(raw), texts, lines, last)
+
+
+def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
+    """About PIECE bytes, up to the end of a line; of a text without line ends, to the end of a character."""
+    raw = source.read(PIECE)
+    if len(raw) < PIECE or raw.endswith(b"\n"):
+        return raw
+    rest = source.readline(-1 if whole_lines else PIECE)
+    raw += rest
+    while not rest.endswith(b"\n") and (more := source.read(1)):
+        if more[0] & 0xC0 != 0x80:  # the first byte of a character
+            source.seek(-1, os.SEEK_CUR)
+            break
+        raw += more
+    return raw
+
+
+def _documents(file: Path, raw: bytes, start: int) -> Iterator[str]:
+    """The texts of whole lines, which begin at byte `start` of `file`."""
+    for line in raw.split(b"\n"):
+        if line.strip():
+            yield _text_of(file, line, start)
+        start += len(line) + 1
+
+
+def _text_of(file: Path, line: bytes, start: int) -> str:
+    """The text of a line that begins at byte `start`. Raises E503 with its number."""
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str) or "\0" in text:
+        shown = f'data: {file} has a line that is no object with a "text" without NUL: {line[:60]!r}'
+        hint = "one JSON object a line; other text belongs into files with other names"
+        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
+    if (half := _SURROGATE.search(text)) is not None:
+        near = text[max(0, half.start() - 20) : half.end()]
+        shown = f"data: {file} has a line with half of a character, {half[0]!a}, behind {near[:-1]!a}: {line[:60]!r}"
+        hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
+        raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
+    return text
+
+
+def _write(target: BinaryIO, part: Path, piece: Piece, tokenizer: Tokenizer, dtype: str, journal: Journal) -> Journal:
+    """Append the tokens of a piece, then say so in the journal: a crash in between costs this piece, no more."""
+    count, texts = 0, tokenizer.encode(piece.texts)
+    for tokens in texts:
+        numbers = array.array(_CODES[dtype])
+        numbers.extend(tokens)
+        if tokenizer.end is not None and (piece.each or piece.last):
+            numbers.append(tokenizer.end)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        numbers.tofile(target)
+        count += len(numbers)
+    target.flush()
+    os.fsync(target.fileno())
+    after = Journal(
+        journal.inputs,
+        file=journal.file + piece.last,
+        byte=0 if piece.last else journal.byte + piece.size,
+        tokens=journal.tokens + count,
+        documents=journal.documents + (len(texts) if piece.each else int(piece.last)),
+    )
+    fresh = sidecar(part).with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(after)))
+    os.replace(fresh, sidecar(part))
+    return after

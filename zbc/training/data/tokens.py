@@ -1,0 +1,88 @@
+"""Training data from token files: windows read in place, when they are needed.
+
+A window is read with one call from the file; the system keeps in memory what is used often, as it does for a mapping.
+It is not mapped, because a mapped file that somebody shortens kills the process with SIGBUS, and a read says so.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.training.data.tokenfile import describe
+
+_TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
+
+
+class TokenFile:
+    """One file, open for reading. Raises E530, E531 when opened or read."""
+
+    def __init__(self, path: Path, dtype: str | None) -> None:
+        self.path, self.about = path, describe(path, dtype)
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ZbcError("E530", f"data: cannot read {path}: {error.strerror}") from None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Tokens `start` to `start + count` as int64."""
+        width = self.about.width
+        try:
+            raw = os.pread(self._file, count * width, start * width)
+        except OSError as error:
+            raise ZbcError("E530", f"data: cannot read {self.path}: {error.strerror}") from None
+        if len(raw) < count * width:
+            end = os.fstat(self._file).st_size
+            text = f"data: {self.path} ends at byte {end}, token {start + count - 1} is behind it"
+            raise ZbcError("E531", text, hint="the file became shorter while it was read: make it again")
+        return torch.frombuffer(bytearray(raw), dtype=_TYPES[self.about.dtype]).long()
+
+
+class TokenWindows:
+    """Windows of `seq_len` tokens, one after the other within each file; a target is its window one token later.
+
+    Raises E532 for a token that the model's vocabulary does not have.
+    """
+
+    def __init__(self, paths: Sequence[str], dtype: str | None, seq_len: int, vocab: int | None) -> None:
+        self._files = [TokenFile(Path(path), dtype) for path in paths]
+        self._seq_len, self._vocab = seq_len, vocab
+        counts = [max(0, (file.about.tokens - 1) // seq_len) for file in self._files]
+        self._starts = list(accumulate(counts, initial=0))
+        for file in self._files:
+            known = file.about.vocab
+            if vocab is not None and known is not None and known > vocab:
+                text = f"data: {file.path} has tokens up to {known - 1}, model.vocab is {vocab}"
+                raise ZbcError("E532", text, hint=f"set model.vocab = {known} or more and plan again")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._window(index, 0) for index in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._window(index, 1) for index in indices])
+
+    def _window(self, index: int, shift: int) -> Tensor:
+        place = bisect_right(self._starts, index) - 1
+        file, start = self._files[place], (index - self._starts[place]) * self._seq_len + shift
+        tokens = file.read(start, self._seq_len)
+        largest = int(tokens.max())
+        if self._vocab is not None and largest >= self._vocab:
+            where = start + int(tokens.argmax())
+            text = f"data: token {where} of {file.path} is {largest}, model.vocab is {self._vocab}"
+            hint = "tokenized for another model, damaged, or data.dtype is wrong"
+            raise ZbcError("E532", text, hint=hint)
+        return tokens

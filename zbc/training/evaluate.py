@@ -1,0 +1,162 @@
+"""Evaluation between steps: the loss on samples that are never trained on, by the placement's forward-only program.
+
+Nothing of a training changes by it: modules are put into evaluation mode and back each into its own, no graph is kept,
+and every random number that training draws has a seed of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.job import spec
+from zbc.plan.forward import forward_only
+from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss, to_device
+from zbc.runtime.progress import EvaluationResult
+from zbc.runtime.remembered import put_back, renew
+from zbc.runtime.seeding import seed_of
+from zbc.runtime.state import BatchSource, Evaluation, Worker, take
+from zbc.training.data.data import Batches, Samples
+
+
+def build_evaluation(
+    worker: Worker,
+    train: spec.Train,
+    samples: Callable[[], Samples | None],
+    *,
+    lowered: torch.dtype | None = None,
+    where: str | None = None,
+) -> Evaluation | None:
+    """What the job asks for, None if nothing; `samples` gives the data kept for it, None where they are not read.
+
+    Inputs in floating point come as `lowered`, if that is given, as in training.
+    Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
+    """
+    if not train.eval_every:
+        return None
+    manifest = worker.acts[-1].plan.manifest
+    per_step, size, kept = manifest.topology.batch, manifest.microbatch_size, samples()
+    batches, count = None, 0
+    if kept is not None:
+        if len(kept) < per_step * size:
+            text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
+            hint = "set data.validation higher, or validation_path to a larger file"
+            raise ZbcError("E504", text, where=where, hint=hint)
+        # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
+        seed = seed_of(train.seed, "evaluation")
+        batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
+        count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
+    ops = forward_only(worker.placement, manifest.microbatches).ranks[worker.plan.rank]
+    worker.prepare(ops)
+    handlers = {**HANDLERS, Kind.F: _forward}
+    script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
+    return Evaluation(train.eval_every, manifest.microbatches, batches, count, script)
+
+
+def due(worker: Worker, step: int, *, last: bool) -> bool:
+    """Whether to evaluate behind step `step` (from 0); `last`: it is the last one."""
+    evaluation = worker.evaluation
+    return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
+
+
+def evaluate(worker: Worker, step: int) -> EvaluationResult:
+    """Evaluate the weights as they are behind step `step`; all ranks do so together. The last step has to be final."""
+    evaluation = _of(worker)
+    began = time.monotonic()
+    manifest, progress = worker.plan.manifest, worker.progress
+    count = _agreed_count(worker, evaluation)
+    per_batch = evaluation.microbatches * manifest.topology.dp
+    batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
+    losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
+    with _evaluating(worker):
+        for batch in range(batches):
+            worker.step = batch
+            for handler, op, text in evaluation.script:
+                progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
+                handler(worker, op)
+            for mb, loss in worker.losses.items():
+                losses[batch * per_batch + evaluation.number(worker, mb)] = loss
+            worker.losses.clear()
+            worker.transport.finish_step(drain=True)
+    worker.all_reduce(losses, worker.everyone)
+    total = 0.0
+    for value in losses[:count].tolist():  # in order, so that the sum does not depend on the cut
+        total += value
+    worker.step = step
+    samples = count * manifest.microbatch_size
+    result = EvaluationResult(step, total / count, samples, time.monotonic() - began)
+    evaluation.results.append(result)
+    return result
+
+
+def _of(worker: Worker) -> Evaluation:
+    if worker.evaluation is None:
+        raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
+    return worker.evaluation
+
+
+def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
+    """The rank with the first stage, which reads the data, says how many microbatches count."""
+    first = worker.replica == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
+    worker.all_reduce(count, worker.everyone)
+    return int(count.item())
+
+
+@contextmanager
+def _evaluating(worker: Worker) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards each in its own again, buffers that forwards change, in that mode too,
+    are what they were, and no cast of a weight is left behind."""
+    modules: list[nn.Module] = [
+        module for stage in worker.stages.values() for layer in stage.layers for module in layer.module.modules()
+    ]
+    before = [module.training for module in modules]
+    places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
+    buffers = renew(places)
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+        put_back(places, buffers)
+        for stage in worker.stages.values():
+            for cast in stage.casts:
+                cast.forget()
+
+
+def _forward(worker: Worker, op: Op) -> None:
+    """F without a backward: the output goes on, and nothing is kept."""
+    key, stage, message, _, local, first, last = worker.routes[op]
+    number = _of(worker).number(worker, op.mb)
+    if message is not None:
+        x = stage.arrived(worker.wait(message))
+    elif first:
+        x = to_device(_batches(worker).inputs(worker.step, number), worker.device)
+    else:
+        x = take(worker.handed, key, NOT_HANDED)
+    finish: Callable[[Tensor], Tensor] = stage.fit
+    if last:
+        target = to_device(_batches(worker).targets(worker.step, number), worker.device)
+        finish = functools.partial(stage_loss, worker.loss, target)
+    y = stage.evaluate(x, finish, "evaluation", worker.step, number)
+    if last:
+        worker.losses[op.mb] = y
+    else:
+        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
+        store[place] = y
+
+
+def _batches(worker: Worker) -> BatchSource:
+    batches = _of(worker).batches
+    if batches is None:
+        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
+    return batches

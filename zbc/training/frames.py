@@ -1,0 +1,45 @@
+"""Where Python code is, without the lines that would not help a user: those of zbc and of torch."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from itertools import dropwhile
+from pathlib import Path
+
+import torch
+
+import zbc
+
+_ZBC, _TORCH = Path(zbc.__file__).parent, str(Path(torch.__file__).parent)
+_OURS = (str(_ZBC / "runtime"), str(_ZBC / "training"))
+_MOST = 8  # frames of a stack
+
+
+def of_error(error: BaseException) -> list[str]:
+    """Where an error comes from, as lines."""
+    return _lines(traceback.extract_tb(error.__traceback__))
+
+
+def of_users(error: BaseException) -> bool:
+    """Whether an error comes through code that is neither zbc's, nor torch's, nor Python's own."""
+    known = (str(_ZBC), _TORCH, sysconfig.get_path("stdlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(not frame.filename.startswith((*known, "<frozen")) for frame in frames)
+
+
+def of_thread(ident: int) -> list[str]:
+    """Where a thread of this process is, as lines; only the part that zbc's runtime has called."""
+    frame = sys._current_frames().get(ident)
+    if frame is None:
+        return []
+    frames = traceback.extract_stack(frame)
+    return _lines(list(dropwhile(lambda one: not one.filename.startswith(_OURS), frames)) or frames)
+
+
+def _lines(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """The innermost frame always, of the others those of neither zbc's runtime nor torch."""
+    chosen = [frame for frame in frames[:-1] if not frame.filename.startswith((*_OURS, _TORCH))] + list(frames[-1:])
+    return [line for text in traceback.format_list(chosen[-_MOST:]) for line in text.rstrip("\n").split("\n")]

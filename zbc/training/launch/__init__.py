@@ -1,0 +1,1 @@
+"""How the processes of a run begin, find each other and end."""

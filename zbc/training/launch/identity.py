@@ -1,0 +1,81 @@
+"""What has to be the same on all ranks: plan, versions, and the code itself.
+
+A machine that was not updated runs other code under the same version, and a run with two kinds of code may well go on
+and learn nothing. So the sources are compared: zbc's, and every module that the job's own modules have brought along
+(but for what is installed beside them: that goes by torch's version).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import zbc
+from zbc.job import userobject
+from zbc.plan.directory import Manifest
+
+_DIGITS = 12
+# The first is compared as a whole, the second by its version: what torch compiles lies in a cache of its own.
+_NOT_MODULES = ("zbc", "torch", "__main__", "__mp_main__")
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+def identity(manifest: Manifest, steps: int, trace: frozenset[int] = frozenset()) -> dict[str, str]:
+    """What this rank is about to run, by what it is called in messages. Raises E502 if the job's code is not there."""
+    return {
+        "plan id": manifest.id,
+        "plan.json (sha256)": manifest.sha256,
+        "steps": str(steps),
+        "steps to record": f"{len(trace)} of {min(trace) + 1}-{max(trace) + 1}" if trace else "none",
+        "zbc version": zbc.__version__,
+        "torch version": torch.__version__,
+        "Python version": platform.python_version(),
+        "the code of zbc (sha256)": _digest(sorted(Path(zbc.__file__).parent.rglob("*.py"))),
+        **{f"the code of {name} (sha256)": _digest([file]) for name, file in _modules(_named(manifest))},
+    }
+
+
+def _named(manifest: Manifest) -> set[str]:
+    """The top-level packages of the callables the job names, which are imported here."""
+    model, data = manifest.planning["model"], manifest.training["data"]
+    keys = {"model.family": model.get("family"), "model.loss": model.get("loss"), "data.kind": data.get("kind")}
+    found = {what: str(name) for what, name in keys.items() if ":" in str(name)}
+    for what, name in found.items():
+        userobject.load(name, what)
+    return {name.partition(":")[0].partition(".")[0] for name in found.values()}
+
+
+def _modules(packages: set[str]) -> list[tuple[str, Path]]:
+    """The modules of users that are loaded, and their files: those of `packages`, and those that are not installed."""
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        file, top = getattr(module, "__file__", None), name.partition(".")[0]
+        if not isinstance(file, str) or not os.path.isabs(file) or not file.endswith(".py"):
+            continue  # not Python, or made up: torch has some
+        if top not in _NOT_MODULES and (top in packages or not _installed(file)):
+            found.append((name, Path(file)))
+    return found
+
+
+def _installed(file: str) -> bool:
+    standard = sysconfig.get_paths()["stdlib"] + os.sep
+    return file.startswith(standard) or not _PACKAGES.isdisjoint(Path(file).parts)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Of the files' names and contents; a file that cannot be read counts as empty."""
+    seen = hashlib.sha256()
+    for file in files:
+        seen.update(file.name.encode() + b"\0")
+        try:
+            seen.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError:
+            seen.update(b"\0")
+    return seen.hexdigest()[:_DIGITS]

@@ -1,0 +1,224 @@
+"""`zbc run`: find out how this process was started, and take its part in the run.
+
+Under torchrun this process is one rank, and the only place that reads the environment is here; with `--local N` it
+starts the ranks itself. Modules that need torch are imported after it is known to be there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbc.errors import ZbcError
+from zbc.host.closed_pipe import to_stdout
+from zbc.job.model_section import Model, check_runnable
+from zbc.plan.directory import Manifest, read_manifest
+from zbc.training.launch.options import RunOptions
+from zbc.training.metrics import sinks
+from zbc.training.metrics.live import LiveLine
+
+if TYPE_CHECKING:
+    from zbc.training.launch.torchrun import Place
+
+_TORCH = (2, 11)
+_MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
+
+
+def run(
+    folder: Path,
+    *,
+    steps: int | None = None,
+    local: int | None = None,
+    out: Path | None = None,
+    save_hf: Path | None = None,
+    resume: str | None = None,
+    max_restarts: int = 0,
+    trace: frozenset[int] = frozenset(),
+    emit: Callable[[str], None] = to_stdout,
+) -> None:
+    """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
+
+    `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
+    `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`; `max_restarts`: how often
+    the ranks of a `local` run that fails are started anew.
+
+    Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
+    when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
+    first rank that fails, and the processes end here: torchrun hides exit codes, and an orderly exit could wait for
+    transfers that never end.
+    """
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    _check_start(folder, local, max_restarts, started=started)
+    try:
+        _check_torch()
+        manifest = read_manifest(folder)
+        _check_world(folder, manifest, local)
+        _check_plan(manifest, steps, save_hf, trace)
+        place = _place() if started else None
+        if place is not None:
+            from zbc.training.launch.torchrun import check_devices
+
+            check_devices(manifest, place)
+    except ZbcError as error:
+        if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
+            time.sleep(_MOMENT_S)
+            raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
+        raise
+    terminal = sys.stderr.isatty()
+    options = RunOptions(
+        steps,
+        out,
+        None if save_hf is None else save_hf.absolute(),
+        resume,
+        launch=os.environ.get("TORCHELASTIC_RUN_ID", "") if started else "",
+        restarted=started and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+        live=terminal,
+        trace=trace,
+        max_restarts=max_restarts,
+    )
+    live = LiveLine(sys.stderr)
+    _flight_recorder(manifest)
+    try:
+        _start(folder, manifest, place, options, live.around(emit) if terminal else emit, live.show)
+    finally:
+        live.clear()
+
+
+def _check_start(folder: Path, local: int | None, max_restarts: int, *, started: bool) -> None:
+    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones."""
+    if started and local is not None:
+        text = "run: --local inside of torchrun, which starts the ranks already"
+        raise ZbcError("E604", text, hint="leave out --local, or torchrun")
+    if max_restarts and local is None:
+        text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
+        named = shlex.quote(str(folder))
+        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
+
+
+def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:
+    """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
+    check_runnable(Model.model_validate(manifest.planning["model"]))
+    sinks.check(manifest.training["log"])
+    if save_hf is not None:
+        _check_target(save_hf, manifest)
+    _check_trace(trace, manifest, steps)
+
+
+def _start(
+    folder: Path,
+    manifest: Manifest,
+    place: Place | None,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
+    if place is not None:
+        from zbc.training.launch.torchrun import run_place
+
+        run_place(folder, manifest, place, options, emit, live)
+    else:
+        from zbc.training.launch.forking import start_fork_server
+
+        start_fork_server()  # it loads torch while this process does
+        from zbc.training.launch.local import run_local
+
+        run_local(folder, manifest, options, emit, live)
+
+
+def _flight_recorder(manifest: Manifest) -> None:
+    """Have NCCL keep its last operations, and write them down when one of them hangs, unless the user says otherwise.
+
+    `torchfrtrace` reads the files; they are /tmp/nccl_trace_rank_N unless TORCH_NCCL_DEBUG_INFO_TEMP_FILE names others.
+    """
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def _recorder_file(rank: int) -> str:
+    """Where torch would write what NCCL's flight recorder holds."""
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return next((os.environ[name] for name in names if name in os.environ), "/tmp/nccl_trace_rank_") + str(rank)
+
+
+def _check_torch() -> None:
+    wanted = ".".join(map(str, _TORCH))
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise ZbcError("E602", "run: torch is not installed", hint=f"pip install 'torch>={wanted}'") from None
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match is not None and (int(match[1]), int(match[2])) < _TORCH:
+        hint = f"pip install 'torch>={wanted}'"
+        raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
+
+
+def _check_target(folder: Path, manifest: Manifest) -> None:
+    from zbc.training.models.hfexport import check_target
+    from zbc.training.worker import Settings
+
+    check_target(folder, Settings.of(manifest).model)
+
+
+def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -> None:
+    total = int(manifest.training["train"]["steps"]) if steps is None else steps
+    if trace and max(trace) >= total:
+        text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
+        raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
+
+
+def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
+    wanted, env = manifest.topology.world, os.environ
+    plan_wants, named = f"plan wants {wanted} ranks", shlex.quote(str(folder))
+    if manifest.topology.dp > 1:
+        plan_wants += f" ({manifest.topology.pp} pp x {manifest.topology.dp} dp)"
+    torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {named}"
+    if "WORLD_SIZE" in env and "RANK" in env:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            text = f"run: RANK and WORLD_SIZE are set, {' and '.join(missing)} not"
+            raise ZbcError("E604", text, hint=f"let torchrun set them: {torchrun}")
+        if int(env["WORLD_SIZE"]) != wanted:
+            found = env["WORLD_SIZE"]
+            text = f"run: {plan_wants}, torchrun started {found} (WORLD_SIZE={found})"
+            raise ZbcError("E601", text, hint=f"run: {torchrun}")
+    elif local is None:
+        text = "run: nothing has started the ranks of this plan"
+        details = [
+            f"= with torchrun:             {torchrun}",
+            f"= on this machine's CPU:     zbc run {named} --local {wanted}",
+        ]
+        raise ZbcError("E604", text, details=details)
+    elif local != wanted:
+        text = f"run: {plan_wants}, --local asks for {local}"
+        raise ZbcError("E601", text, hint=f"run: zbc run {named} --local {wanted}")
+
+
+def _place() -> Place:
+    """What torchrun says in the environment."""
+    from zbc.training.launch.torchrun import Place
+
+    env = os.environ
+    rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
+    return Place(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
+        host=env["MASTER_ADDR"],
+        port=int(env["MASTER_PORT"]),
+        hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        run=f"zbc/{env.get('TORCHELASTIC_RUN_ID', '')}",
+        error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+        recorder_file=_recorder_file(rank) if env.get("TORCH_NCCL_DUMP_ON_TIMEOUT") != "0" else None,
+    )

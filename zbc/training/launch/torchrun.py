@@ -1,0 +1,190 @@
+"""This process as one rank among several that torchrun, or a launcher like it, has started."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED, ZbcError
+from zbc.host.closed_pipe import EXIT_PIPE
+from zbc.plan.directory import Manifest
+from zbc.runtime.network import bind_loopback
+from zbc.training.launch.board import Board, Connect, connector, open_store
+from zbc.training.launch.interface import bind_towards
+from zbc.training.launch.options import RunOptions
+from zbc.training.launch.reach import Doorstep
+from zbc.training.launch.rounds import joined, launch_of
+from zbc.training.launch.signals import Signals, shares_terminal
+from zbc.training.train import Failure, Seat, StopFlag, end, run_rank
+from zbc.training.watchdog import in_time
+
+_LINGER_S = 10.0  # for the others' last word with the store, where its host is a rank itself and the run has failed
+_LAST_S = 30.0  # the same where it has not, and all of them come to their end
+_SAY_S = 2.0  # for this rank's own
+_LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says about this process."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int  # on this machine, as far as is known
+    one_machine: bool  # all ranks are on it, for certain
+    host: str  # of the store
+    port: int
+    hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
+    run: str  # keeps runs apart in a store they share
+    error_file: str | None  # what torchrun shows of a failure in its own summary
+    recorder_file: str | None = None  # for NCCL's flight recorder
+
+
+def check_devices(manifest: Manifest, place: Place) -> None:
+    """Raises E603 unless every rank of this machine has a device of its own; all of them find the same."""
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return
+    count, wanted = torch.cuda.device_count(), place.local_ranks
+    if wanted > count:
+        have = f"this machine has {count}" if count else "torch finds none on this machine"
+        text = f"run: the plan runs on cuda and {wanted} ranks need a device each, {have}"
+        hint = 'train on the CPU with `zbc run PLAN --local N`, or plan again with hardware.device = "cpu"'
+        raise ZbcError("E603", text, hint=hint)
+
+
+def run_place(
+    folder: Path,
+    manifest: Manifest,
+    place: Place,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
+    """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
+
+    A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
+    hides exit codes, and an orderly exit could wait for transfers that never end.
+    """
+    hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
+    patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
+    store = connector(place.host, place.port, place.run)()
+    with joined(store, place.rank, place.ranks, patience) as number:
+        connect = connector(place.host, place.port, f"{place.run}/{number}")
+        launch = launch_of(store, options.launch, number, restarted=options.restarted)
+        options = replace(options, restarted=options.restarted or number > 1, launch=launch)
+        stopped = _run(folder, manifest, place, options, connect, emit, live)
+        part(place, connect, _LAST_S)
+    del hosted
+    if stopped is not None:
+        raise KeyboardInterrupt
+
+
+def _run(
+    folder: Path,
+    manifest: Manifest,
+    place: Place,
+    options: RunOptions,
+    connect: Connect,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> str | None:
+    """The rank's part in the run; why it was stopped before its last step, None if it was not."""
+    stop = StopFlag()
+
+    def asked(name: str) -> None:
+        stop.reason = name
+        if not stop.training:  # nothing is lost, and the ranks it waits for may never come
+            end(EXIT_INTERRUPTED)
+
+    def leave(code: int) -> NoReturn:
+        if code == RUN_FAILED and place.recorder_file is not None and device.type == "cuda":
+            in_time(functools.partial(write_flight_record, Path(place.recorder_file)), 5.0)
+        part(place, connect, _LINGER_S)
+        end(code)
+
+    def report(failure: Failure) -> NoReturn:
+        with suppress(OSError):  # all ranks have to end whether anybody hears why or not
+            sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
+        _tell_torchrun(failure, place.error_file)
+        in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
+        leave(failure.exit_code)
+
+    def show(line: str) -> None:
+        try:
+            emit(line)
+        except SystemExit:  # nobody reads what this run says: end all ranks, in silence
+            board = Board(connect(), place.rank, place.ranks)
+            if in_time(board.claim, 5.0):
+                in_time(lambda: board.report(EXIT_PIPE), 5.0)
+            leave(EXIT_PIPE)
+
+    device, door = _device(manifest, place), _doorstep(place)
+    seat = Seat(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
+    if options.live:
+        seat = replace(seat, live=live)
+    with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
+        return run_rank(folder, seat, options)
+
+
+def _doorstep(place: Place) -> Doorstep | None:
+    """Choose where gloo listens."""
+    if place.one_machine:
+        bind_loopback()
+        return None
+    interface = bind_towards(place.host)
+    return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
+
+
+def part(place: Place, connect: Connect, patience: float) -> None:
+    """This rank's last word with the store; the rank that hosts it stays until all have said theirs, or for a while."""
+
+    def say() -> None:
+        board = Board(connect(), place.rank, place.ranks)
+        if place.hosts_store:
+            board.meet(_LEFT, timedelta(seconds=patience))
+        else:
+            board.be_there(_LEFT)
+
+    if place.ranks > 1:
+        in_time(say, patience if place.hosts_store else _SAY_S)
+
+
+def _device(manifest: Manifest, place: Place) -> torch.device:
+    if manifest.planning["hardware"]["device"] != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def write_flight_record(path: Path) -> None:
+    """Write down NCCL's last operations, for `torchfrtrace`.
+
+    torch does so when NCCL times out, which it does not get to: the watchdog ends the run long before.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private, and only where torch has NCCL
+    if dump is not None:
+        with suppress(OSError, TypeError):
+            path.write_bytes(dump())
+
+
+def _tell_torchrun(failure: Failure, path: str | None) -> None:
+    """Leave the message where torchrun's own summary shows it, as `elastic.multiprocessing.errors.record` does."""
+    if path:
+        text = failure.render()
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

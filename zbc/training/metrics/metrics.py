@@ -1,0 +1,243 @@
+"""The numbers of a run: one JSON object per step in the run directory, and a line for the console now and then.
+
+    runs/plan-1/
+      run.json         what ran: plan, schedule, ranks, settings, prediction
+      metrics.jsonl    one line per step, complete at any moment
+      tensorboard/     the same, if log.tensorboard asks for it
+
+Rank 0 writes; every number of a step is the same on all ranks, so the loss is there wherever the last stage lives.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import zbc
+from zbc.errors import ZbcError, unwritten
+from zbc.job.flops import training_flops
+from zbc.job.spec import Model, Optimizer
+from zbc.plan.course import Course
+from zbc.plan.directory import Manifest
+from zbc.runtime.progress import EvaluationResult, StepResult
+from zbc.text import percent, short, size
+from zbc.training.launch import rundir
+from zbc.training.metrics import sinks
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a run is, besides its plan."""
+
+    plan: Path
+    steps: int
+    device: str
+    processes: list[str]  # per rank, host:pid
+    course: Course  # of the training
+    launch: str = ""  # what torchrun calls this launch
+    first: int = 0  # steps trained before, by the run that this one goes on with
+    resumed: str | None = None  # the checkpoint they are in
+
+
+class RunLog:
+    """The run directory while the run lasts, as a context manager."""
+
+    def __init__(
+        self, manifest: Manifest, settings: RunSettings, out: Path | None, *, go_on: Path | None = None
+    ) -> None:
+        """Make the directory: `out`, or the first free `<log.dir>/<plan name>-<n>`; or go on in `go_on`.
+
+        There the numbers of steps after the first `settings.first` are dropped: they come again.
+        Raises E606 if it cannot be written, E607 if `out` holds a run already.
+        """
+        self._manifest, self._settings, self._steps = manifest, settings, settings.steps
+        self._log = manifest.training["log"]
+        optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
+        planned = manifest.training["train"]["steps"]
+        self._course = settings.course
+        self._rate = functools.partial(settings.course.rate, optimizer.lr, optimizer.schedule, planned)
+        seq_len = manifest.planning["model"].get("seq_len")
+        self._unit = "samples" if seq_len is None else "tokens"
+        self._per_sample = seq_len or 1
+        try:
+            self._open(settings, out, go_on)
+        except OSError as error:
+            place = Path(error.filename or out or self._log["dir"])
+            text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
+            raise ZbcError("E606", text, hint="make room there, or choose another one with --out DIR") from None
+
+    def _open(self, settings: RunSettings, out: Path | None, go_on: Path | None) -> None:
+        about, told = self._about(), {} if go_on is None else rundir.told(go_on)
+        about |= sinks.names(self._log, told)
+        if go_on is not None:
+            about["before"] = rundir.before(told)
+            self.folder, self._file = go_on, rundir.gone_on(go_on, settings.first, about)
+            self._sinks = sinks.open_sinks(self._log, go_on, about, settings.first)
+            return
+        parent, name = Path(self._log["dir"]), settings.plan.resolve().name
+        with rundir.begun(parent, name, out, about) as (self.folder, self._file):
+            self._sinks = sinks.open_sinks(self._log, self.folder, about)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        with nullcontext() if error is None else suppress(OSError):  # of a full disk that was told of
+            for sink in self._sinks:
+                sink.close()
+
+    def headline(self) -> str:
+        m = self._manifest
+        run = m.topology
+        ranks = _count(run.world, f"{self._settings.device} rank")
+        ranks += f" ({run.pp} pp x {run.dp} dp)" if run.dp > 1 else ""
+        counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
+        work = f"{', then '.join(counts)} of {m.microbatch_size}"
+        line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
+        if self._settings.resumed is None:
+            return line
+        return f"{line}\ngoing on from {self._settings.resumed}, behind step {self._settings.first}"
+
+    def record(self, result: StepResult) -> str | None:
+        """Write a step down; its line for the console, if it is a step to show."""
+        numbers = self._numbers(result)
+        self._write(numbers)
+        step = numbers["step"]
+        shown = (
+            step in (self._settings.first + 1, self._steps)
+            or step % self._log["every"] == 0
+            or result.stop
+            or result.skipped
+        )
+        return self._line(numbers) if shown else None
+
+    def record_evaluation(self, result: EvaluationResult) -> str:
+        """Write an evaluation down; its line for the console."""
+        numbers = {
+            "step": result.step + 1,
+            "eval_loss": result.loss,
+            "eval_samples": result.samples,
+            "eval_ms": 1e3 * result.seconds,
+        }
+        self._write(numbers)
+        width = len(str(self._steps))
+        return (
+            f"step {result.step + 1:{width}d}/{self._steps}  evaluation: loss {result.loss:.4f} over "
+            f"{result.samples} samples, {1e3 * result.seconds:.1f} ms"
+        )
+
+    def _write(self, numbers: dict[str, Any]) -> None:
+        """Raises E606 if that is not possible; lines that are there stay whole."""
+        text = json.dumps({key: _plain(value) for key, value in numbers.items()})
+        try:
+            self._file.add(text + "\n")
+            for sink in self._sinks:
+                sink.write(numbers["step"], numbers)
+        except OSError as error:
+            what = f"step {numbers['step']}: cannot write {error.filename or self.folder}: {error.strerror or error}"
+            hint = "make room there, or choose another run directory with --out DIR"
+            if self._manifest.training.get("checkpoint", {}).get("every"):
+                hint += "; --resume auto goes on from the newest checkpoint"
+            raise ZbcError("E606", f"run: {what}", hint=hint) from None
+
+    def _numbers(self, result: StepResult) -> dict[str, Any]:
+        samples = self._course.samples(result.step)
+        rate = samples * self._per_sample / result.seconds if result.seconds > 0 else math.nan
+        busy = max(result.busy_seconds)
+        return {
+            "step": result.step + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "redone": result.redone,
+            "lr": self._rate(result.step),
+            "samples": self._course.position(result.step + 1),
+            f"{self._unit}_per_s": rate,
+            "mfu": self._mfu(samples, result.seconds),
+            "step_ms": 1e3 * result.seconds,
+            "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
+            "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
+            "peak_bytes": list(result.peak_bytes),
+        }
+
+    def _mfu(self, samples: int, seconds: float) -> float | None:
+        """Operations of the model per second and rank over the peak of a rank; None where either is not known."""
+        planning, m = self._manifest.planning, self._manifest
+        flops = training_flops(Model.model_validate(planning["model"], strict=False))
+        peak = self._log.get("peak_tflops") or planning.get("hardware", {}).get("tflops")
+        if flops is None or not peak or seconds <= 0:
+            return None
+        return flops * samples / (seconds * m.topology.world * float(peak) * 1e12)
+
+    def live(self, result: StepResult) -> str:
+        """How far the run is, in one line."""
+        numbers, done = self._numbers(result), result.step + 1
+        full = 20 * done // self._steps
+        rate = f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s"
+        left = str(timedelta(seconds=round((self._steps - done) * result.seconds)))
+        return f"[{'#' * full}{'.' * (20 - full)}] {done}/{self._steps}  loss {result.loss:.4f}  {rate}  {left} left"
+
+    def _line(self, numbers: dict[str, Any]) -> str:
+        width = len(str(self._steps))
+        peak = max(numbers["peak_bytes"])
+        how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
+        parts = [
+            f"step {numbers['step']:{width}d}/{self._steps}",
+            f"loss {numbers['loss']:.4f}",
+            f"grad norm {numbers['grad_norm']:.4g}{how}",
+            f"lr {numbers['lr']:.3g}",
+            f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
+            f"{numbers['step_ms']:.1f} ms",
+            *([] if numbers["mfu"] is None else [f"MFU {percent(numbers['mfu'])}"]),
+            f"bubble {percent(numbers['bubble_rate_makespan'])}",
+            f"peak {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
+        ]
+        return "  ".join(parts)
+
+    def _about(self) -> dict[str, Any]:
+        m = self._manifest
+        return {
+            "format": "zbc-run",
+            "version": 1,
+            "plan": m.id,
+            "plan_folder": str(self._settings.plan),
+            "schedule": m.schedule,
+            "ranks": m.ranks,
+            "copies": m.copies,
+            "node": m.node,
+            "stages": m.stages,
+            "microbatches": m.microbatches,
+            "microbatch_size": m.microbatch_size,
+            "steps": self._steps,
+            "device": self._settings.device,
+            "processes": self._settings.processes,
+            "zbc_version": zbc.__version__,
+            "torch_version": torch.__version__,
+            "launch": self._settings.launch,
+            "first_step": self._settings.first + 1,
+            "resumed": self._settings.resumed,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "training": m.training,
+            "predicted": m.predicted,
+        }
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

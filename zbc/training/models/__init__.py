@@ -1,0 +1,1 @@
+"""The layers of a model, built in or from a Hugging Face folder."""

@@ -1,0 +1,90 @@
+"""Stages of a rank from its plan: their layers built, split or compiled, and tied to those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from zbc.runtime.remembered import places
+from zbc.runtime.seeding import draws
+from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
+from zbc.runtime.stage import Layer, Stage, Traits
+from zbc.runtime.tensors import Laid, TensorSpec
+from zbc.training.models.model import LayerPlan
+
+
+def build_stage(
+    index: int,
+    plans: list[LayerPlan],
+    takes: TensorSpec,
+    gives: TensorSpec | None,
+    *,
+    traits: Mapping[str, Traits],
+    seed: int,
+    device: torch.device,
+    dtype: str,
+    splits: bool,
+    recompute: bool,
+    flows: bool,
+    needed: bool,
+    compiles: bool = False,
+    laid: Laid | None = None,
+) -> Stage:
+    """Build a stage's layers with their initial weights and move them to `device`.
+
+    `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
+    `compiles`: layers that can be are compiled, when they first run.
+    """
+    layers, patches, low = list[Layer](), list[Patch](), dtype == "bfloat16"
+    for plan in plans:
+        module = plan.build(seed).to(device)
+        seen = traits[plan.name] | Traits(random=draws(module))
+        chosen = compiles and plan.compiles
+        # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
+        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
+        found = split_backward(module, kinds)
+        compiled = _compiled(module, found) if chosen else None
+        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers), compiled))
+        patches += found
+    autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+    casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
+    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid)
+
+
+def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
+    """None where there is nothing to compile: a layer that its user compiled, or that is one of those left outside."""
+    from zbc.training.models.compiled import compile_layer, is_compiled  # takes a second or two to import
+
+    if is_compiled(module) or any(patch.module is module for patch in patches):
+        return None
+    return compile_layer(module, patches)
+
+
+def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:
+    """Let layers that are tied to a parameter of another one use it, under its name.
+
+    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get a
+    copy with the same initial values. To be called with all stages of a rank, before anything holds their parameters.
+    """
+    found = list(stages)
+    owned = {name: p for stage in found for name, p in stage.parameters.items()}
+    ties = {plan.name: plan.ties for plan in plans}
+    for stage in found:
+        for layer in stage.layers:
+            for local, target in ties[layer.name].items():
+                del stage.parameters[f"{layer.name}.{local}"]
+                shared = owned.get(target)
+                if shared is None:
+                    stage.parameters[target] = shared = _initial(target, plans, seed, device)
+                path, _, leaf = local.rpartition(".")
+                setattr(layer.module.get_submodule(path), leaf, shared)
+
+
+def _initial(name: str, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> nn.Parameter:
+    """A parameter of a layer that another rank holds, with its initial values."""
+    plan = next(plan for plan in plans if name.startswith(f"{plan.name}."))
+    found = plan.build(seed).get_parameter(name.removeprefix(f"{plan.name}."))
+    return nn.Parameter(found.detach().to(device), found.requires_grad)

@@ -1,0 +1,92 @@
+"""The built-in GPT: pre-norm blocks, causal attention, an untied head.
+
+    embed       token embedding, plus learned positions           (B, T) int64       -> (B, T, H)
+    layers.i    x + attention(norm(x)), then x + mlp(norm(x))     (B, T, H)          -> (B, T, H)
+    head        norm and projection without bias                  (B, T, H)          -> (B, T, V) logits
+
+The residual stream stays float32 under autocast. Initial weights follow GPT-2: normal with 0.02, biases 0, and the
+projections back into the residual stream divided by sqrt(2 layers).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.training.models.rotary import Rotary
+
+STD = 0.02
+
+
+class Embed(nn.Module):
+    """(B, T) int64 -> (B, T, H)."""
+
+    def __init__(self, vocab: int, hidden: int, seq_len: int, *, learned: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.positions = nn.Embedding(seq_len, hidden) if learned else None
+        self.index: Tensor
+        self.register_buffer("index", torch.arange(seq_len), persistent=False)
+        for table in (self.tokens, self.positions):
+            if table is not None:
+                nn.init.normal_(table.weight, std=STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        return x if self.positions is None else x + self.positions(self.index[: tokens.shape[-1]])
+
+
+class Block(nn.Module):
+    """(B, T, H) -> (B, T, H)."""
+
+    def __init__(
+        self, hidden: int, heads: int, *, ffn: int, layers: int, eps: float, tanh: bool, rotary: Rotary | None
+    ) -> None:
+        """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2."""
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(hidden, eps=eps)
+        self.qkv = linear(hidden, 3 * hidden)
+        self.proj = linear(hidden, hidden, layers)
+        self.norm2 = nn.LayerNorm(hidden, eps=eps)
+        self.up = linear(hidden, ffn)
+        self.down = linear(ffn, hidden, layers)
+        self.rotary = rotary
+        self.gelu = nn.GELU("tanh" if tanh else "none")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(self._attend(self.norm1(x)))
+        return x + self.down(self.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, hidden)
+
+
+class Head(nn.Module):
+    """(B, T, H) -> (B, T, V)."""
+
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.logits = nn.Linear(hidden, vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=STD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:
+    """A linear layer with initial weights; `residual_layers`: it leads back into the residual stream of so many."""
+    made = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.normal_(made.weight, std=STD if residual_layers is None else STD / math.sqrt(2 * residual_layers))
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made

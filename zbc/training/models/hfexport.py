@@ -1,0 +1,93 @@
+"""Weights as a Hugging Face folder that transformers loads: config.json, *.safetensors and their index.
+
+Every rank writes the tensors of its own stages into a file of its own. The index comes last, in one rename, so a folder
+with an index is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from zbc.errors import ZbcError, unwritten
+from zbc.host.folders import folders_for
+from zbc.job import hfconfig
+from zbc.job.spec import Model
+from zbc.training.models.hfnames import HEAD, parts
+from zbc.training.models.pretrained import INDEX, SINGLE, safetensors
+
+
+def check_target(folder: Path, model: Model) -> None:
+    """Look before training whether `write_shard` will work. Raises E524 (no counterpart), E525 (in the way), E610."""
+    hfconfig.config_of(model)
+    safetensors()
+    for name in (hfconfig.CONFIG, INDEX, SINGLE):
+        if os.path.exists(folder / name):
+            text = f"run: {folder} holds a model already ({name})"
+            raise ZbcError("E525", text, hint="choose another folder for --save-hf, or remove this one")
+    try:
+        with folders_for(folder):
+            folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def tensors_of(model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters by global name as the tensors of a folder by theirs, on the CPU. A tied head is the embedding's."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        start = 0
+        for part in parts(model, name):
+            if part.name == HEAD and model.tie_embeddings:
+                continue
+            rows = len(parameter) if part.rows is None else part.rows
+            piece = parameter.detach()[start : start + rows].cpu()
+            found[part.name] = (piece.T if part.transposed else piece).contiguous()
+            start += rows
+    return found
+
+
+def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Tensor]) -> str:
+    """Write file `number` (from 0) of `count`; returns what `write_index` needs to know of it, as text."""
+    name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    part = folder / f".{name}.part"
+    try:
+        safetensors().torch.save_file(dict(tensors), part, metadata={"format": "pt"})
+        _sync(part)
+        os.replace(part, folder / name)
+    except OSError as error:
+        raise _unwritable(folder / name, error) from None
+    except Exception as error:  # safetensors has a type of its own for a full disk
+        raise _unwritable(folder / name, OSError(0, str(error))) from error
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return json.dumps({"file": name, "bytes": size, "tensors": sorted(tensors)})
+
+
+def write_index(folder: Path, model: Model, shards: Iterable[str]) -> None:
+    """Complete a folder once all shards are there; `shards` is what `write_shard` said of them, "" for none."""
+    known = [json.loads(text) for text in shards if text]
+    places = {name: shard["file"] for shard in known for name in shard["tensors"]}
+    total = sum(shard["bytes"] for shard in known)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    for name, content in ((hfconfig.CONFIG, hfconfig.config_of(model)), (INDEX, index)):
+        part = folder / f".{name}.part"
+        try:
+            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            _sync(part)
+            os.replace(part, folder / name)
+        except OSError as error:
+            raise _unwritable(folder / name, error) from None
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _unwritable(path: Path, error: OSError) -> ZbcError:
+    text = f"run: cannot write {path}: {unwritten(path, error)}"
+    return ZbcError("E525", text, hint="choose a place that can be written and has room")

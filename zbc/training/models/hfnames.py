@@ -1,0 +1,75 @@
+"""Which tensors of a Hugging Face folder make up a parameter of a built-in family.
+
+zbc has one matrix where transformers has several that read the same input (q, k, v; gate and up), one below the other.
+GPT-2's matrices are stored as (inputs, outputs), all others as (outputs, inputs).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbc.job.spec import Model
+
+
+class Part(NamedTuple):
+    """One tensor of a folder: so many rows of the parameter (None: all there are), transposed there or not."""
+
+    name: str
+    rows: int | None = None
+    transposed: bool = False
+
+
+_GPT2 = {
+    "norm1": "ln_1",
+    "qkv": "attn.c_attn",
+    "proj": "attn.c_proj",
+    "norm2": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+}
+_LLAMA = {
+    "norm1": "input_layernorm",
+    "proj": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
+    "down": "mlp.down_proj",
+}
+HEAD = "lm_head.weight"
+
+
+def parts(model: Model, parameter: str) -> list[Part]:
+    """What the parameter with this global name (`layers.3.qkv.weight`) is made of, from its first row on."""
+    return _llama(model, parameter) if model.family == "llama" else _gpt2(parameter)
+
+
+def _gpt2(parameter: str) -> list[Part]:
+    ends = {
+        "embed.tokens.weight": "transformer.wte.weight",
+        "embed.positions.weight": "transformer.wpe.weight",
+        "head.norm.weight": "transformer.ln_f.weight",
+        "head.norm.bias": "transformer.ln_f.bias",
+        "head.logits.weight": HEAD,
+    }
+    if parameter in ends:
+        return [Part(ends[parameter])]
+    _, index, module, kind = parameter.split(".")
+    turned = kind == "weight" and not module.startswith("norm")
+    return [Part(f"transformer.h.{index}.{_GPT2[module]}.{kind}", transposed=turned)]
+
+
+def _llama(model: Model, parameter: str) -> list[Part]:
+    ends = {
+        "embed.tokens.weight": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+        "head.logits.weight": HEAD,
+    }
+    if parameter in ends:
+        return [Part(ends[parameter])]
+    _, index, module, _ = parameter.split(".")
+    stem = f"model.layers.{index}"
+    if module == "qkv":
+        queries = (model.heads or 0) * model.head_width
+        rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}
+        return [Part(f"{stem}.self_attn.{name}.weight", count) for name, count in rows.items()]
+    if module == "gate_up":
+        return [Part(f"{stem}.mlp.{name}.weight", model.mlp_width) for name in ("gate_proj", "up_proj")]
+    return [Part(f"{stem}.{_LLAMA[module]}.weight")]

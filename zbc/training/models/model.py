@@ -1,0 +1,249 @@
+"""From `[model]` to named layers, each with a way to build it, and to a loss function.
+
+Layers are named "embed", "layers.0", ..., "head" for the built-in families and "layers.0", ... for a factory's;
+parameters `{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.errors import ZbcError
+from zbc.job import spec, userobject
+from zbc.job.model_section import check_runnable
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.split import refuse_wrapped
+from zbc.runtime.tensors import Loss
+from zbc.training.models import gpt, llama
+from zbc.training.models.rotary import Rotary
+from zbc.training.probing.probe import refuse_untrainable
+
+TIED = "embed.tokens.weight"  # the weight that embedding and head share, under the name of the first
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer that can be built on any rank: `make` takes nothing and returns the module.
+
+    Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
+    overwrites the initial weights of a layer that has been built.
+    `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
+    `compiles`: it is one of those that `model.compile` is about.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    like: str | None = None
+    fill: Callable[[nn.Module], None] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    compiles: bool = False
+
+    def build(self, seed: int) -> nn.Module:
+        """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
+        with seeded(seed_of(seed, self.name)):
+            module = self._call()
+        refuse_wrapped(self.name, module)
+        if self.fill is not None:
+            self.fill(module)
+        return module
+
+    def on_meta(self, owners: Owners | None = None) -> nn.Module:
+        """The layer without storage: shapes, dtypes and parameter names only.
+
+        Raises E508 if `owners` knows its parameters as another layer's, E509 if it cannot be trained in a pipeline.
+        """
+        try:
+            with torch.device("meta"):
+                module = self.make()
+        except userobject.FAILURES:  # a constructor that looks at values, such as torch.linspace(...)[i].item()
+            with seeded(0):
+                module = self._call()
+        refuse_untrainable(self.name, module)
+        if owners is not None:
+            owners.add(self.name, module)
+        return hollow(module, "meta")
+
+    def _call(self) -> nn.Module:
+        module = userobject.call(self.make, {}, self.name, "model layer")
+        if not isinstance(module, nn.Module):
+            text = f"run: the builder of {self.name} returned {type(module).__name__}, not a torch.nn.Module"
+            raise ZbcError("E502", text, hint="return modules, or functions without arguments that return modules")
+        return module
+
+
+class Owners:
+    """Which layer has which parameter, also where builders hand out the same module twice."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+    def add(self, name: str, layer: nn.Module) -> None:
+        """Raises E508 if another layer has one of its parameters."""
+        for parameter in layer.parameters():
+            other, owner = self._known.get(id(parameter), (None, name))
+            if other is not None and other() is parameter:  # ids of parameters that are gone are used again
+                raise _shared([owner, name])
+            self._known[id(parameter)] = weakref.ref(parameter), name
+
+
+def _shared(names: list[str]) -> ZbcError:
+    """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
+    text = f"model: {' and '.join(names)} share a parameter"
+    return ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
+
+
+def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
+    """All layers in order. Raises E502 (factory) or E506 (another number of layers than the job says)."""
+    return _family(model) if model.builtin else _factory(model, seed)
+
+
+def _family(model: spec.Model) -> list[LayerPlan]:
+    """The layers of a built-in family: embed, the blocks, head. Raises E107 for what no layers are written for."""
+    check_runnable(model)
+    if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
+        text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
+        raise ZbcError("E105", text)
+    embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=not model.rotary)
+    block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
+    ties = {"logits.weight": TIED} if model.tie_embeddings else {}
+    return [
+        LayerPlan("embed", embed),
+        *(LayerPlan(f"layers.{i}", block, like="block", compiles=True) for i in range(model.layers)),
+        LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab), ties=ties),
+    ]
+
+
+def _gpt_block(model: spec.Model) -> nn.Module:
+    hidden, heads = model.hidden or 0, model.heads or 0
+    rotary = _rotary(model) if model.rotary else None
+    tanh = model.activation == "gelu_tanh"
+    return gpt.Block(
+        hidden, heads, ffn=model.mlp_width, layers=model.layers, eps=model.norm_eps, tanh=tanh, rotary=rotary
+    )
+
+
+def _llama_block(model: spec.Model) -> nn.Module:
+    heads = model.heads or 0
+    return llama.Block(
+        model.hidden or 0,
+        heads=heads,
+        kv_heads=model.kv_heads or heads,
+        size=model.head_width,
+        ffn=model.mlp_width,
+        layers=model.layers,
+        eps=model.norm_eps,
+        rotary=_rotary(model),
+    )
+
+
+def _rotary(model: spec.Model) -> Rotary:
+    return Rotary(model.seq_len or 0, model.head_width, model.rope_theta, model.rope_scaling)
+
+
+def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
+    norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
+    return gpt.Head(hidden, vocab, norm(hidden, eps=model.norm_eps))
+
+
+def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
+    """Call the user's factory. Ready-made modules were drawn under one seed in its order, so they are alike on all
+    ranks too; builders are cheaper, since a rank then builds only its own layers."""
+    factory = userobject.load(model.family, "model.family")
+    with seeded(seed_of(seed, "model")):
+        made = userobject.call(factory, model.args, model.family, "model.family")
+    found = _as_list(made, model.family)
+    if len(found) != model.layers:
+        text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
+        raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
+    _refuse_shared(found)
+    return [LayerPlan(f"layers.{i}", _builder(item), compiles=True) for i, item in enumerate(found)]
+
+
+def _as_list(made: Any, family: str) -> list[Any]:
+    hint = "return a list of modules, or of functions without arguments that return modules"
+    if not hasattr(made, "__iter__"):
+        text = f"model: {family} returned {type(made).__name__}, not a list of layers"
+        raise ZbcError("E502", text, hint=hint)
+    given: Callable[[], Any] = functools.partial(list, made)  # which may run more of the factory
+    found: list[Any] = userobject.call(given, {}, family, "model.family")
+    for index, item in enumerate(found):
+        if not callable(item):
+            text = f"model: layer {index} of {family} is {type(item).__name__}, not a module or a builder"
+            raise ZbcError("E502", text, hint=hint)
+    return found
+
+
+def _builder(item: Any) -> Callable[[], nn.Module]:
+    return (lambda: item) if isinstance(item, nn.Module) else item
+
+
+def _refuse_shared(found: list[Any]) -> None:
+    owners = Counter(
+        id(p) for item in found if isinstance(item, nn.Module) for p in {id(p): p for p in item.parameters()}.values()
+    )
+    if owners and max(owners.values()) > 1:
+        shared = {key for key, count in owners.items() if count > 1}
+        guilty = [
+            f"layers.{i}"
+            for i, item in enumerate(found)
+            if isinstance(item, nn.Module) and any(id(p) in shared for p in item.parameters())
+        ]
+        raise _shared(guilty)
+
+
+def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """A copy with parameters and buffers of the same shapes on `device`, their values undefined.
+
+    The module itself, which may be ready-made and in use, is left alone.
+    """
+
+    def empty(t: Tensor) -> Tensor:
+        return torch.empty(t.shape, dtype=t.dtype, device=device)
+
+    memo: dict[int, Any] = {id(t): empty(t) for t in module.buffers()}
+    memo |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
+    try:
+        return copy.deepcopy(module, memo)
+    except userobject.FAILURES as error:
+        text = f"model: {type(module).__name__} cannot be copied, and so not be looked at"
+        hint = "make what cannot be copied (locks, files, generators) in forward, or outside of the layer"
+        if str(error).startswith("Only Tensors created explicitly"):
+            text = f"model: {type(module).__name__} keeps a tensor with a history of autograd, and cannot be looked at"
+            hint = "compute it in forward: torch.nn.utils.parametrizations instead of the old weight_norm"
+        details = [f"{type(error).__name__}: {str(error).partition('.')[0]}"]
+        raise ZbcError("E509", text, hint=hint, details=details) from error
+
+
+def loss(name: str) -> Loss:
+    """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar."""
+    if name == "cross_entropy":
+        return cross_entropy
+    return mse if name == "mse" else userobject.load(name, "model.loss")
+
+
+# What functional.mse_loss calls once it has asked for warnings to give and expanded what need not be, which takes half
+# as long as a small loss itself. Where torch has no such function, its public one does.
+_mse, _MEAN = getattr(torch._C._nn, "mse_loss", None), 1
+
+
+def mse(output: Tensor, targets: Tensor) -> Tensor:
+    """The mean of squared differences; what is not of one shape is torch's to judge."""
+    if _mse is None or output.shape != targets.shape:
+        return functional.mse_loss(output, targets)
+    return _mse(output, targets, _MEAN)  # type: ignore[no-any-return]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood over all leading dimensions."""
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())

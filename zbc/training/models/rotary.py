@@ -1,0 +1,46 @@
+"""Rotary positions (arXiv 2104.09864), plain or stretched for longer sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from zbc.job.model_section import RopeScaling
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features, i and i + size/2, by position; input (B, heads, T, size)."""
+
+    def __init__(self, seq_len: int, size: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        rates = rotation_rates(size, theta, scaling)
+        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
+
+
+def rotation_rates(size: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each feature pair, fastest first: theta ** (-2i / size).
+
+    "linear" divides all by `factor`. "llama3" (Llama 3.1) divides those with fewer than `low_freq_factor` turns per
+    original sequence, leaves those with more than `high_freq_factor`, and goes linearly from one to the other between.
+    """
+    rates = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if scaling is None:
+        return rates
+    if scaling.kind == "linear":
+        return rates / scaling.factor
+    turns = scaling.original_seq_len * rates / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * rates + (1.0 - keep) * rates / scaling.factor

@@ -1,0 +1,1 @@
+"""What the layers of a user do, found out before training starts."""

@@ -1,0 +1,239 @@
+"""`zbc doctor --model`: one microbatch through the stages of a plan and through plain autograd; are gradients equal?
+
+All stages run here, on the CPU, one after the other: with B and W apart where the plan has them apart, with recompute
+where it recomputes, compiled where it compiles, boundary tensors of the planned types in between. The other side runs
+the same layers, unpatched and uncut, with the same data and random numbers, and calls `loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+from zbc.job.userobject import FAILURES
+from zbc.plan.directory import Plan, RankPlan, assemble
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.precision import lower_precision
+from zbc.runtime.seeding import drawing, seed_of
+from zbc.training import frames
+from zbc.training.data.data import Batches, build_samples, place
+from zbc.training.models import model
+from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans, refuse_ranks
+
+CPU = torch.device("cpu")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
+_ROUNDING = 1e-6  # of the largest gradient of all; some gradients are nothing else (a bias in front of a softmax)
+
+
+class Compared(NamedTuple):
+    """One parameter: `error` is the largest difference of its gradients as a share of the largest gradient."""
+
+    name: str
+    error: float  # 0 where all bits are equal, inf where only one side has a gradient or one of a number not finite
+    finite: bool = True  # whether the gradient of plain autograd is
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """What came out; `stages` says of each how it ran."""
+
+    stages: tuple[str, ...]
+    loss: float
+    plain_loss: float
+    parameters: tuple[Compared, ...]
+    tolerance: float
+
+    @property
+    def equal(self) -> int:
+        """Parameters whose gradients have the same bits."""
+        return sum(found.error == 0 for found in self.parameters)
+
+    @property
+    def wrong(self) -> tuple[Compared, ...]:
+        return tuple(found for found in self.parameters if not found.error <= self.tolerance)
+
+    @property
+    def overflowing(self) -> tuple[Compared, ...]:
+        """Parameters whose gradients are not finite in plain autograd."""
+        return tuple(found for found in self.parameters if not found.finite)
+
+    @property
+    def loss_is_right(self) -> bool:
+        if math.isnan(self.loss) and math.isnan(self.plain_loss):
+            return True
+        return math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance)
+
+    @property
+    def fine(self) -> bool:
+        return self.loss_is_right and not self.wrong
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": "zbc-checkup",
+            "version": 1,
+            "fine": self.fine,
+            "tolerance": self.tolerance,
+            "loss": {"plan": self.loss, "plain": self.plain_loss},
+            "stages": list(self.stages),
+            "parameters": [
+                {"name": found.name, "error": found.error if math.isfinite(found.error) else None}
+                for found in self.parameters
+            ],
+        }
+
+
+def check_up(plan: Plan) -> Checkup:
+    """Run one microbatch of step 0 both ways.
+
+    Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
+    """
+    single = _single(plan)
+    manifest, settings = single.manifest, Settings.of(single.manifest)
+    worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
+    refuse_ranks(plan, worker.stages, CPU)
+    with _shown():
+        result = run_step(worker, 0)
+    if result is None:
+        raise ZbcError("E703", "run: a step with a barrier has no result")
+    mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
+    with _shown():
+        loss, plain = plain_gradients(single)
+    largest = max((_largest(g) for g in plain.values() if g is not None), default=0.0)
+    least = _ROUNDING * largest
+    least *= settings.model.compile  # uncompiled there is no such rounding
+    found = tuple(
+        Compared(name, _error(mine.get(name), grad, least), grad is None or bool(grad.isfinite().all()))
+        for name, grad in plain.items()
+    )
+    return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """What a layer, the loss or the data of the job fail with is E703, with the place in their code."""
+    try:
+        yield
+    except ZbcError:
+        raise
+    except FAILURES as error:
+        first, *more = f"{type(error).__name__}: {error}".splitlines()
+        details = [*more, *reversed(getattr(error, "__notes__", [])), *frames.of_error(error)]
+        raise ZbcError("E703", f"model: it fails in training: {first}", details=details) from error
+
+
+def _single(plan: Plan) -> Plan:
+    """The plan's stages for one microbatch on one rank, without the end of a step."""
+    manifest, stages = plan.manifest, range(plan.manifest.stages)
+    split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
+    ops = [Op(Kind.F, s) for s in stages]
+    ops += [Op(Kind.B if s in split else Kind.BW, s) for s in reversed(stages)]
+    ops += [Op(Kind.W, s) for s in stages if s in split]
+    placement = Placement(((0,) * len(stages),))
+    program = Program(placement, 1, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied)
+    single, _ = assemble(
+        program,
+        parameters={},
+        layers=manifest.layers,
+        boundaries=manifest.boundaries,
+        microbatch_size=manifest.microbatch_size,
+        predicted={},
+        planning={**manifest.planning, "optimizer": {"sync": "before-step"}},
+        training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
+    )
+    return Plan(single, program)
+
+
+def plain_gradients(plan: Plan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
+    """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    seed, lowered, count = settings.train.seed, LOWERED[settings.model.parameters], manifest.microbatches
+    modules = {name: module.to(device) for name, module in _modules(settings).items()}
+    parameters = _named(modules)
+    lower_precision(parameters.values(), lowered)
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(
+        samples,
+        seed=seed,
+        microbatches=count,
+        size=manifest.microbatch_size,
+        lowered=lowered,
+        where=place(settings.data, settings.model),
+    )
+    total, low = 0.0, settings.model.dtype == "bfloat16"
+    for mb in range(count):
+        x, target = batches.inputs(0, mb).to(device), batches.targets(0, mb).to(device)
+        with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
+            for name, module in modules.items():
+                with drawing(device, seed_of(seed, 0, mb, name)):
+                    x = module(x)
+            loss = model.loss(settings.model.loss)(x, target)
+        if loss.requires_grad:
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total / count, {name: p.grad for name, p in parameters.items()}
+
+
+def _modules(settings: Settings) -> dict[str, nn.Module]:
+    """The layers of the model by name, ties included."""
+    plans = layer_plans(settings)
+    modules = {plan.name: plan.build(settings.train.seed) for plan in plans}
+    for plan in plans:
+        for local, target in plan.ties.items():
+            owner = next(name for name in modules if target.startswith(f"{name}."))
+            path, _, leaf = local.rpartition(".")
+            shared = modules[owner].get_parameter(target.removeprefix(f"{owner}."))
+            setattr(modules[plan.name].get_submodule(path), leaf, shared)
+    return modules
+
+
+def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter once, under the name of its first owner."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, module in modules.items():
+        for local, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (f"{name}.{local}", parameter))
+    return dict(found.values())
+
+
+def _error(mine: Tensor | None, plain: Tensor | None, least: float) -> float:
+    """As in `Compared`; differences of `least` and below, in numbers, are none."""
+    if mine is None or plain is None:
+        return 0.0 if mine is plain else math.inf
+    if torch.equal(mine, plain):  # none at all included
+        return 0.0
+    known = plain.isfinite()
+    if not torch.equal(known, mine.isfinite()):
+        return math.inf
+    distance = _largest(mine - plain)
+    if not distance:
+        return 0.0
+    if distance <= least:
+        return _ROUNDING
+    error = distance / (_largest(plain) or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _largest(grad: Tensor) -> float:
+    """The largest of the numbers that are finite; 0 where there are none."""
+    known = grad[grad.isfinite()]
+    return known.abs().max().item() if known.numel() else 0.0
+
+
+def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:
+    split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
+    compiled = ", compiled" * settings.model.compile
+    return tuple(
+        ("B and W apart" if s in split else "backward in one")
+        + (", recomputed" * (settings.memory.of(s) != "keep"))
+        + compiled
+        for s in range(plan.manifest.stages)
+    )

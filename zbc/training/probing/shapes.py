@@ -1,0 +1,284 @@
+"""Every boundary tensor and parameter name of a model, found without computing anything.
+
+All layers are built and run once, in order, on torch's meta device. Every rank does this for the whole model, so all
+know the same names in the same order and the same shapes, and a plan that disagrees is refused before training.
+
+Under autocast a layer's output type depends on the ops inside. The meta device knows no autocast, so there the layers
+run as fake tensors of the real device: boundaries get the type they would have without a cut, which keeps results
+independent of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zbc.errors import ZbcError
+from zbc.job.userobject import FAILURES
+from zbc.plan.directory import Boundary, Manifest
+from zbc.runtime.precision import lower_precision
+from zbc.runtime.seeding import seeded
+from zbc.runtime.slot import Slot, using
+from zbc.runtime.split import split_backward
+from zbc.runtime.stage import Traits
+from zbc.runtime.tensors import Laid, TensorSpec
+from zbc.training import frames
+from zbc.training.models.model import LayerPlan, Owners, hollow
+from zbc.training.probing.carried import depends, grown, may_lose_track, mixes, settles
+from zbc.training.probing.probe import observe, reaches
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
+    per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
+    a cut; transfers make tensors contiguous.
+
+    `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
+    a layer passes none on. `needed`: whether its output gets one.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    flows: tuple[bool, ...]
+    needed: tuple[bool, ...]
+    parameters: tuple[str, ...]
+    sizes: tuple[int, ...]
+    traits: dict[str, Traits]
+    laid: tuple[Laid, ...]
+
+
+class _Seen(NamedTuple):
+    """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
+    or would if that wanted one."""
+
+    traits: Traits
+    trains: bool
+    passes: bool
+
+    def in_one(self) -> _Seen:
+        return self._replace(traits=self.traits | Traits(whole=True))
+
+    def growing(self) -> _Seen:
+        """With the buffers that its first forward makes among those that it changes."""
+        names = dict.fromkeys((*self.traits.remembers, *self.traits.grows))
+        return self._replace(traits=replace(self.traits, remembers=tuple(names)))
+
+    def judged(self, *, carries: bool, mixes: bool) -> _Seen:
+        """Of attributes that change: whether its output follows them, and whether microbatches mix in them."""
+        names = self.traits.carries
+        traits = replace(self.traits, carries=names if carries else (), mixes=names if mixes else ())
+        return self._replace(traits=traits)
+
+
+def derive(
+    plans: Sequence[LayerPlan],
+    first: TensorSpec,
+    manifest: Manifest,
+    *,
+    autocast: torch.device | None,
+    lowered: torch.dtype | None = None,
+) -> Shapes:
+    """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
+
+    `lowered` is the type parameters are turned into for forward, if it is not their own.
+
+    Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
+    layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
+    """
+    _check_layers(plans, manifest)
+    sizes: dict[str, int] = {}
+    behind = [Laid(first)]  # behind[i]: the input of layer i
+    known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
+    seen: dict[str, _Seen] = {}
+    owners, flow = Owners(), False
+    for plan in plans:
+        place = (plan.like or plan.name, behind[-1], flow)
+        if place not in known:
+            module = plan.on_meta(owners)
+            inner = {local: p.numel() for local, p in module.named_parameters()}
+            lower_precision(module.parameters(), lowered)
+            output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
+            if found.traits.grows and grown(_with_values(plan, lowered), *behind[-1].spec):
+                found = found.growing()
+            if found.traits.carries:
+                found = _judged(plan, module, behind[-1].spec, found, lowered, manifest)
+            known[place] = inner, output, found
+        inner, output, seen[plan.name] = known[place]
+        sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
+        behind.append(output)
+        flow = seen[plan.name].trains
+    inputs, laid, position = [first], [Laid(first)], 0
+    for stage, layers in enumerate(manifest.layers[:-1]):
+        position += len(layers)
+        free = autocast is not None
+        laid.append(behind[position])
+        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free))
+    names = sorted(sizes)
+    flows, needed = _ways(manifest.layers, seen)
+    traits = {name: found.traits for name, found in seen.items()}
+    counts = tuple(sizes[name] for name in names)
+    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid))
+
+
+def _judged(
+    plan: LayerPlan,
+    module: nn.Module,
+    takes: TensorSpec,
+    seen: _Seen,
+    lowered: torch.dtype | None,
+    manifest: Manifest,
+) -> _Seen:
+    """What the attributes that a layer's forward changes mean to the plan, found with numbers where they may matter."""
+    several = manifest.microbatches > 1 and not settles(module, *takes)
+    return seen.judged(
+        carries=may_lose_track(manifest) and depends(_with_values(plan, lowered), *takes),
+        mixes=several and mixes(_with_values(plan, lowered), *takes),
+    )
+
+
+def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Per stage: does its input get a gradient in one process, does its output?"""
+    first = [name for names in stages for name in names]
+    starts = [*accumulate(map(len, stages), initial=0)]
+    through = [seen[name].passes for name in first]
+    flows = tuple(at > 0 and seen[first[at - 1]].trains for at in starts[:-1])
+    needed = tuple(all(through[at:]) for at in starts[1:])
+    return flows, needed
+
+
+def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
+    planned = [name for names in manifest.layers for name in names]
+    found = [plan.name for plan in plans]
+    if planned != found:
+        where = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), None)
+        what = f"{len(planned)} layers" if where is None else f"{planned[where]!r} as layer {where}"
+        have = f"{len(found)}" if where is None else f"{found[where]!r}"
+        hint = "the model changed after planning: plan again"
+        raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
+
+
+def _output(
+    plan: LayerPlan,
+    module: nn.Module,
+    takes: Laid,
+    flow: bool,
+    autocast: torch.device | None,
+    lowered: torch.dtype | None,
+) -> tuple[Laid, _Seen]:
+    """What a layer makes of its input, and does; `flow`: whether the input wants a gradient.
+
+    A layer that cannot run without values is built and run once on the CPU. One that cannot take the input as it lies
+    on the meta device is given a contiguous one: there tensors may lie in another way than in training.
+    """
+    device = torch.device("meta") if autocast is None else autocast
+    for given in dict.fromkeys((takes, Laid(takes.spec))):
+        try:
+            return _run(plan, module, given, flow, device)
+        except ZbcError:
+            raise
+        except FAILURES:
+            continue
+    takes = Laid(takes.spec)
+    try:
+        with seeded(0):
+            built = _with_values(plan, lowered)
+            with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
+                y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
+                x = takes.zeros(torch.device("cpu"))
+                seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
+    except ZbcError:
+        raise
+    except FAILURES as error:
+        text = f"run: layer {plan.name} cannot take a tensor {takes.spec}"
+        details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
+        hint = "each layer takes the one tensor that the layer before returns"
+        raise ZbcError("E505", text, hint=hint, details=details) from error
+    return y, seen
+
+
+def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
+    """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
+    with seeded(0):
+        built = copy.deepcopy(plan.build(0))
+    if lowered is not None:
+        lower_precision(built.parameters(), lowered)
+    return built
+
+
+def _run(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
+    """Without values: on the meta device, or as fake tensors of another one, under autocast."""
+    meta = device.type == "meta"
+    lower = nullcontext() if meta else torch.autocast(device.type, torch.bfloat16)
+    if meta:
+        y, seen = _looked_at(plan, module, takes, flow, device)
+    else:
+        with FakeTensorMode(), lower:
+            y, seen = _looked_at(plan, hollow(module, device), takes, flow, device)
+
+    def forward() -> None:
+        with FakeTensorMode(), lower:  # what splits asks for autocast, which meta knows not
+            place = torch.device("cpu") if meta else device
+            hollow(module, place)(takes.zeros(place))
+
+    return y, seen if _splits(module, forward) else seen.in_one()
+
+
+def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
+    differentiable = takes.spec.dtype.is_floating_point or takes.spec.dtype.is_complex
+    x = takes.zeros(device).requires_grad_(differentiable and flow)
+    with torch.enable_grad():
+        y, traits = observe(plan.name, module, x.clone(), module)
+        if not isinstance(y, Tensor):
+            text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
+            raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
+        if y.layout is not torch.strided or y.is_nested or y.is_quantized:
+            layout = str(y.layout).removeprefix("torch.")
+            kind = "nested" if y.is_nested else "quantized" if y.is_quantized else layout
+            text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
+            raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
+    passes = reaches(y, x) if x.requires_grad else differentiable
+    return Laid.of(y), _Seen(traits, y.requires_grad, passes)
+
+
+def _splits(module: nn.Module, forward: Callable[[], object]) -> bool:
+    """Whether `forward`, which runs the module, does so also where layers inside of it split their backward.
+
+    They may be called in other ways than by a plain forward: torch.vmap, arguments by name.
+    """
+
+    def runs() -> bool:
+        try:
+            with using(Slot()), torch.enable_grad():
+                forward()
+        except FAILURES:
+            return False
+        return True
+
+    patches = split_backward(module)
+    fine = not patches or runs()
+    for patch in patches:
+        del patch.module.forward
+    return fine or not runs()
+
+
+def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:
+    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'."""
+    if planned is None:
+        return derived
+    dtype = getattr(torch, planned.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ZbcError("E505", f"run: the plan's boundary behind stage {stage} has unknown dtype {planned.dtype!r}")
+    told = TensorSpec(tuple(planned.shape), dtype)
+    free = free_dtype and dtype.is_floating_point and derived.dtype.is_floating_point
+    if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
+        text = f"run: the tensor behind stage {stage} is {derived}, the plan says {told}"
+        raise ZbcError("E505", text, hint="the model or its data changed after planning: plan again")
+    return told

@@ -1,0 +1,170 @@
+"""How long transfers between two ranks take, by the transport of every training run.
+
+One rank computes for a moment and sends; the other has posted its buffer and waits, asleep, as a rank does that has
+nothing else to do. The message carries the time at which it was sent: processes of one machine share a clock. Sizes
+take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from statistics import median
+
+import torch
+
+from zbc.ir import Kind, Message, Op, Placement, Program
+from zbc.job.profile import Link, Point, spread
+from zbc.plan.directory import Manifest, assemble
+from zbc.runtime.network import Network
+from zbc.training.profiling.statistics import quick
+
+_BUSY = 0.002  # seconds that the sender computes
+_LATE = 0.004  # seconds after which a message is surely there
+_WARM_UP = 3
+
+Samples = dict[str, list[float]]  # bytes of a tensor -> us one way; "send", "post", "take" and "agree" -> us
+
+
+class Pair:
+    """One of two ranks. Both call the same methods in the same order; `dist.init_process_group` has run."""
+
+    def __init__(self, rank: int, device: torch.device, rounds: int) -> None:
+        self.rank, self.device, self._rounds = rank, device, _WARM_UP + rounds
+        self._network = Network(_manifest(2 * self._rounds), device, timedelta(seconds=300))
+        self._messages = [[Message(*way, mb, 0, 0) for mb in range(2 * self._rounds)] for way in ((0, 1), (1, 0))]
+
+    def measure(self, sizes: Sequence[int]) -> Samples:
+        """What this rank measures: rank 0 sends, rank 1 receives. No size below 8 bytes."""
+        found: Samples = defaultdict(list)
+        vector = torch.zeros(64, dtype=torch.float64, device=self.device)
+        for number in range(self._rounds):
+            samples: Samples = found if number >= _WARM_UP else defaultdict(list)
+            for size in sizes:
+                self._move(number, size, samples)
+            self._take(number, sizes[0], samples)
+            self._meet()
+            began = time.perf_counter()
+            self._network.all_reduce(vector, (0, 1))
+            self._wait()
+            samples["agree"].append(1e6 * (time.perf_counter() - began))
+        return dict(found)
+
+    def close(self) -> None:
+        self._network.close()
+
+    def _move(self, number: int, size: int, found: Samples) -> None:
+        network, message = self._network, self._messages[0][number]
+        tensor = torch.zeros(-(-size // 8), dtype=torch.float64, device=self.device)
+        if self.rank:
+            began = time.perf_counter()
+            network.post(message, tensor, 0)
+            found["post"].append(1e6 * (time.perf_counter() - began))
+            self._meet()
+            network.wait(message)
+            self._wait()
+            found[str(size)].append(1e6 * (time.perf_counter() - float(tensor[0])))
+        else:
+            self._meet()
+            end = time.perf_counter() + _BUSY
+            while (began := time.perf_counter()) < end:
+                pass
+            tensor[0] = began
+            self._wait()
+            network.send(message, tensor, 1)
+            found["send"].append(1e6 * (time.perf_counter() - began))
+        network.finish_step()
+
+    def _take(self, number: int, size: int, found: Samples) -> None:
+        """What it costs rank 0 to take a message that has come."""
+        message = self._messages[1][self._rounds + number]
+        tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if self.rank:
+            self._network.send(message, tensor, 0)
+        else:
+            self._network.post(message, tensor, 1)
+            time.sleep(_LATE)
+            began = time.perf_counter()
+            self._network.wait(message)
+            found["take"].append(1e6 * (time.perf_counter() - began))
+        self._network.finish_step()
+
+    def _meet(self) -> None:
+        self._network.all_reduce(torch.zeros(1, device=self.device), (0, 1))
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _manifest(messages: int) -> Manifest:
+    """Of two stages on two ranks; only who talks to whom matters, and how many messages there are."""
+    program = Program(Placement.linear(2), messages, ((Op(Kind.F, 0),), (Op(Kind.F, 1),)), ("link",))
+    manifest, _ = assemble(
+        program,
+        parameters={},
+        layers=[["first"], ["second"]],
+        boundaries=[None],
+        microbatch_size=1,
+        predicted={},
+        planning={},
+        training={},
+    )
+    return manifest
+
+
+def fit(samples: Mapping[str, Sequence[float]]) -> Link | None:
+    """The latency and the speed that come nearest to the medians, each weighed by its own size; None without any.
+
+    What the sender's call takes is not part of it, since that is the rank's own time. Least squares of relative errors,
+    so that small messages count as much as large ones.
+    """
+    less, found = (
+        quick(samples.get("send", ())),
+        {int(size): times for size, times in samples.items() if size.isdigit()},
+    )
+    if not found:
+        return None
+    points = [Point(bytes=n, us=max(0.1, median(us) - less), spread=spread(us)) for n, us in sorted(found.items())]
+    latency, per_byte = _line([(one.bytes, one.us) for one in points])
+    return Link(latency_us=latency, gbps=1 / (1e3 * per_byte), points=points)
+
+
+def _line(rows: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """us = a + b bytes with the least sum of (us fitted / us measured - 1)^2, a >= 0 and b > 0."""
+    weights = [1 / us**2 for _, us in rows]
+    total = sum(weights)
+    x = sum(w * size for w, (size, _) in zip(weights, rows, strict=True)) / total
+    y = sum(w * us for w, (_, us) in zip(weights, rows, strict=True)) / total
+    across = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, rows, strict=True))
+    both = sum(w * (size - x) * (us - y) for w, (size, us) in zip(weights, rows, strict=True))
+    slope = both / across if across else 0.0
+    if slope <= 0:
+        return y, _FASTEST
+    if y - slope * x < 0:  # through the origin
+        most = sum(w * size**2 for w, (size, _) in zip(weights, rows, strict=True))
+        return 0.0, sum(w * size * us for w, (size, us) in zip(weights, rows, strict=True)) / most
+    return y - slope * x, slope
+
+
+_FASTEST = 1e-9  # us per byte, where size makes no difference: 1000 TB/s
+
+
+def host_copy(device: torch.device, size: int = 64 * 2**20, rounds: int = 10) -> tuple[float, float]:
+    """GB/s from pinned memory of the host to a cuda device, and back."""
+    host, there = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        torch.empty(size, dtype=torch.uint8, device=device),
+    )
+    speeds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_WARM_UP + rounds):
+        for found, target, source in ((speeds[0], there, host), (speeds[1], host, there)):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            found.append(size / (time.perf_counter() - began) / 1e9)
+    return median(speeds[0][_WARM_UP:]), median(speeds[1][_WARM_UP:])

@@ -1,0 +1,135 @@
+"""One rank that runs one layer of each kind as a stage of its own, with the handlers of every training run.
+
+Between the first two layers stands one that does nothing: what its ops take is what a rank adds to every op. Weights
+take part in everything but stay as they are: the learning rate is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zbc.ir import Kind, Op, Placement, Program
+from zbc.job.learning_rate import Schedule
+from zbc.job.spec import Job
+from zbc.plan.directory import Plan, RankPlan, assemble
+from zbc.runtime.hub import Hub
+from zbc.runtime.state import Worker
+from zbc.runtime.tensors import TensorSpec
+from zbc.training.data.data import build_samples, input_spec
+from zbc.training.models.model import LayerPlan
+from zbc.training.probing.shapes import derive
+from zbc.training.profiling.alike import chain, kinds
+from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans
+
+IDLE = "idle"
+MICROBATCHES = 5  # the first makes the gradients, then two with B and W apart and two in one piece, in turns
+SPLIT = (1, 3)
+FUSED = (2, 4)
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What to measure: `layers` are the stages by kind, `order` the kind of each layer of the model."""
+
+    job: Job
+    layers: tuple[LayerPlan, ...]
+    kinds: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]  # of each stage
+    order: tuple[str, ...]
+
+    def worker(self, device: torch.device, *, microbatches: int = MICROBATCHES) -> Worker:
+        """A worker whose script is one step of every kind of op, all stages in turn."""
+        plan = _plan(
+            self.job, [layer.name for layer in self.layers], _ops(len(self.layers), microbatches), microbatches
+        )
+        rank = RankPlan(0, plan.program.ranks[0], plan.manifest)
+        return build_worker(rank, Hub(1).end(0), device, plans=self.layers)
+
+    def plain(self) -> Rig:
+        """The same without the layer that does nothing: it would share its tensors with its neighbours.
+
+        Nothing is compiled there: bytes are counted op by op, and code that is compiled for several shows none.
+        """
+        at = self.kinds.index(IDLE)
+        layers, kinds, inputs = self.layers, self.kinds, self.inputs
+        return replace(
+            self,
+            job=replace(self.job, model=self.job.model.model_copy(update={"compile": False})),
+            layers=layers[:at] + layers[at + 1 :],
+            kinds=kinds[:at] + kinds[at + 1 :],
+            inputs=inputs[:at] + inputs[at + 1 :],
+        )
+
+    def output(self, stage: int) -> TensorSpec | None:
+        """What a stage gives; None behind the last."""
+        return (*self.inputs[1:], None)[stage]
+
+
+def build_rig(job: Job, device: torch.device) -> Rig:
+    """Find the kinds of layers of a job. Raises E5xx where its model or its data do not work."""
+    plans = [
+        replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [Op(Kind.F, 0)], 1).manifest))
+    ]
+    inputs = _inputs(job, plans, device)
+    order = kinds(plans, inputs)
+    chosen = chain(order, inputs)
+    at = min(1, len(chosen) - 1)
+    idle = LayerPlan(IDLE, nn.Identity)
+    layers = [plans[i] for i in chosen]
+    return Rig(
+        job,
+        layers=(*layers[:at], idle, *layers[at:]),
+        kinds=(*(order[i] for i in chosen[:at]), IDLE, *(order[i] for i in chosen[at:])),
+        inputs=(*(inputs[i] for i in chosen[:at]), inputs[chosen[at]], *(inputs[i] for i in chosen[at:])),
+        order=tuple(order),
+    )
+
+
+def _inputs(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> list[TensorSpec]:
+    """What each layer of the model takes."""
+    names = [plan.name for plan in plans]
+    manifest = _plan(job, names, [Op(Kind.F, s) for s in range(len(names))], 1).manifest
+    samples = build_samples(job.data, job.model, job.train.seed)
+    first, lowered = (
+        input_spec(job.data, job.model, samples, job.schedule.microbatch_size),
+        LOWERED[job.model.parameters],
+    )
+    if lowered is not None and first.dtype.is_floating_point:
+        first = first._replace(dtype=lowered)
+    autocast = device if job.model.dtype == "bfloat16" else None
+    return list(derive(plans, first, manifest, autocast=autocast, lowered=lowered).inputs)
+
+
+def _ops(stages: int, microbatches: int) -> list[Op]:
+    ops = []
+    for mb in range(microbatches):
+        ops += [Op(Kind.F, s, mb) for s in range(stages)]
+        ops += [Op(Kind.B if mb in SPLIT else Kind.BW, s, mb) for s in reversed(range(stages))]
+        ops += [Op(Kind.W, s, mb) for s in range(stages) if mb in SPLIT]
+    return [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in range(stages))]
+
+
+def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) -> Plan:
+    """A plan of one rank with a stage for each layer."""
+    program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",))
+    planning, training = job.planning(), job.training()
+    still = {"lr": 0.0, "schedule": Schedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
+    manifest, _ = assemble(
+        program,
+        parameters={},
+        layers=[[name] for name in names],
+        boundaries=[None] * (len(names) - 1),
+        microbatch_size=job.schedule.microbatch_size,
+        predicted={},
+        planning={**planning, "memory": {"activations": "keep"}},
+        training={
+            **training,
+            "optimizer": {**training["optimizer"], **still},
+            "train": {**training["train"], "eval_every": 0},
+        },
+    )
+    return Plan(manifest, program)

@@ -1,0 +1,310 @@
+"""All of a profile: ranks that measure at the same time, then two that exchange tensors.
+
+As many processes compute at once as a run would have on the processor, since cores share caches and memory: a layer
+alone on the machine is faster than beside its neighbours. They come from the fork server that starts local runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as ready
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbc.errors import ZbcError
+from zbc.host.cores import cores
+from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
+from zbc.job.spec import Job
+from zbc.job.userobject import FAILURES
+from zbc.runtime.network import bind_loopback
+from zbc.training import frames
+from zbc.training.launch.forking import fork_server
+from zbc.training.profiling.link import Pair, fit, host_copy
+from zbc.training.profiling.link import Samples as LinkSamples
+from zbc.training.profiling.rig import IDLE, build_rig
+from zbc.training.profiling.statistics import measured, quick
+from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch
+from zbc.training.profiling.weigh import Weighed, weigh
+from zbc.training.train import RankFailed
+
+_MOVES = 40  # tensors of each size
+_LARGEST = 2**28  # bytes of a tensor that is sent
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How to measure. `together` processes compute at once, each with `threads` threads, for `rounds` rounds."""
+
+    device: str
+    threads: int
+    together: int
+    rounds: int
+
+
+def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Effort:
+    """The effort with what is left open as a local run of the job would have it. Raises E603 without a GPU."""
+    device = device or job.hardware.device
+    if device == "cuda" and not torch.cuda.is_available():
+        hint = "use --device cpu, or a machine with a GPU"
+        raise ZbcError("E603", "profile: torch finds no GPU", hint=hint)
+    world = job.parallel.pp * job.parallel.dp
+    threads = threads or (1 if device == "cuda" else max(1, cores() // world))
+    together = together or (1 if device == "cuda" else max(1, min(world, cores() // threads)))
+    return Effort(device, threads, together, rounds)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks measured."""
+
+    times: Samples
+    bytes: dict[str, Weighed]
+    order: tuple[str, ...]
+    sizes: tuple[int, ...]  # of the tensors between layers, in bytes
+    link: LinkSamples
+    copies: tuple[float, float] | None
+    name: str
+
+
+def measure(job: Job, how: Effort, done: Callable[[], None] = lambda: None) -> Profile:
+    """Profile a job; `done` is called `rounds + 1` times on the way.
+
+    Raises E5xx where the model or its data do not work, E702 where a process dies.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = _layers(job, how, done)
+        link: LinkSamples = {}
+        if how.device == "cpu" or torch.cuda.device_count() > 1:
+            link = _exchange(job, how, found["sizes"], folder)
+        done()
+    return assemble(job, how, Found(link=link, **found))
+
+
+def assemble(job: Job, how: Effort, found: Found) -> Profile:
+    """The profile of what was measured."""
+    times = found.times
+    host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
+    moves = [quick(found.link.get(name, ())) for name in ("post", "send", "take")]
+    return Profile(
+        on=Origin(
+            device="cuda" if how.device == "cuda" else "cpu",
+            name=found.name,
+            threads=how.threads,
+            together=how.together,
+            rounds=how.rounds,
+            torch=torch.__version__,
+        ),
+        model=model_of(job.model),
+        microbatch_size=job.schedule.microbatch_size,
+        optimizer=job.optimizer.name,
+        layers={kind: _layer(times, kind, host, found.bytes.get(kind)) for kind in dict.fromkeys(found.order)},
+        order=FAMILY if job.model.builtin else list(found.order),
+        link=fit(found.link),
+        copies=None if found.copies is None else Copy(to_device_gbps=found.copies[0], to_host_gbps=found.copies[1]),
+        host=Host(
+            f_us=1e3 * host["f"],
+            b_us=1e3 * host["b"],
+            w_us=1e3 * host["w"],
+            transfer_us=sum(moves) / 2,
+            agree_us=median(found.link["agree"]) if "agree" in found.link else 0.0,
+            close_us=1e3 * median(times["", CLOSE]),
+        ),
+    )
+
+
+def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed | None) -> LayerProfile:
+    """`host` is what the layer that does nothing takes."""
+
+    def of(name: str, less: str = "") -> Measured:
+        return measured(times[kind, name], host.get(less, 0.0))
+
+    more = median(times[kind, AGAIN]) - median(times[kind, KEEP])
+    # F is torch's own where its backward comes in one piece; what that saves is counted to the backward.
+    saved = max(0.0, quick(times[kind, "f"]) - quick(times[kind, "f fused"]))
+    return LayerProfile(
+        f=of("f", "f"),
+        b=of("b", "b"),
+        w=of("w", "w"),
+        bw=measured(times[kind, "bw"], host["b"] + saved),
+        again=Measured(ms=max(0.0, more), spread=measured(times[kind, AGAIN]).spread),
+        step=of("step", "step"),
+        norm=of("norm", "norm"),
+        tentative=of("tentative"),
+        parameters=0 if weighed is None else weighed.parameters,
+        parts=[] if weighed is None else weighed.parts,
+        bytes=None if weighed is None else weighed.bytes,
+    )
+
+
+# ---- the ranks that measure layers ---------------------------------------------------------------------------
+
+
+def _layers(job: Job, how: Effort, done: Callable[[], None]) -> dict[str, Any]:
+    """Times of all ranks together, and what the first one found besides."""
+    counts, results = [0] * how.together, list[Any]()
+    with _ranks(how.together, _rank, (job, how)) as pipes:
+        while len(results) < how.together:
+            for rank, content in _heard(pipes):
+                if isinstance(content, int):
+                    before, counts[rank] = min(counts), content
+                    if before < min(counts) <= how.rounds:
+                        done()
+                    if before < how.rounds <= min(counts):
+                        for pipe in pipes:
+                            pipe.send("enough")
+                else:
+                    results.append((rank, content))
+    first = dict(sorted(results)[0][1])
+    pooled: Samples = {}
+    for _, content in sorted(results, key=lambda one: one[0]):
+        for key, values in content["times"].items():
+            pooled.setdefault(key, []).extend(values)
+    return {**first, "times": pooled}
+
+
+def _rank(rank: int, job: Job, how: Effort, pipe: Connection) -> dict[str, Any]:
+    """Measure until told that it is enough; all go on meanwhile, so that none is alone."""
+    torch.set_num_threads(how.threads)
+    device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")
+    rig = build_rig(job, device)
+    watch, count = Stopwatch(rig, device), 0
+    while not pipe.poll():
+        began = time.perf_counter()
+        watch.round()
+        count += 1
+        if count == WARM_UP:  # ranks of a pipeline are not at the same op at the same time
+            time.sleep((time.perf_counter() - began) * rank / how.together)
+        pipe.send(max(0, count - WARM_UP))
+    pipe.recv()
+    watch.close()
+    sizes = {torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in rig.inputs[1:]}
+    return {
+        "times": dict(watch.samples),
+        "bytes": weigh(rig, device) if rank == 0 else {},
+        "order": rig.order,
+        "sizes": tuple(sorted(sizes)),
+        "copies": host_copy(device) if device.type == "cuda" else None,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+    }
+
+
+def processor() -> str:
+    """The model of the processor, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+# ---- the two ranks that exchange tensors ---------------------------------------------------------------------
+
+
+def _exchange(job: Job, how: Effort, sizes: tuple[int, ...], folder: str) -> LinkSamples:
+    """Tensors of a few sizes around those of the model."""
+    most = max(sizes, default=2**16)
+    wanted = sorted({64, *(size for size in (sizes[0] if sizes else most, most // 4, most, 4 * most) if size > 64)})
+    wanted = [size for size in wanted if size <= max(_LARGEST, most)]
+    with _ranks(2, _partner, (how, wanted, folder)) as pipes:
+        found: dict[int, Any] = {}
+        while len(found) < 2:
+            found.update(_heard(pipes))
+    first, second = found[0], found[1]
+    return {name: [*first.get(name, ()), *second.get(name, ())] for name in {**first, **second}}
+
+
+def _partner(rank: int, how: Effort, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
+    torch.set_num_threads(how.threads)
+    cuda = how.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    bind_loopback()
+    meeting = f"file://{folder}/meet"
+    limit = timedelta(seconds=300)
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=meeting, rank=rank, world_size=2, timeout=limit)
+    pair = Pair(rank, device, _MOVES)
+    found = pair.measure(sizes)
+    pair.close()
+    dist.destroy_process_group()
+    return found
+
+
+# ---- processes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ranks(count: int, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[list[Connection]]:
+    """Processes that run `target(rank, *arguments, pipe)`; none outlives the block."""
+    context = fork_server()
+    pairs = [multiprocessing.Pipe() for _ in range(count)]
+    processes = [
+        context.Process(target=_run, args=(target, rank, arguments, theirs), name=f"profile {rank}", daemon=True)
+        for rank, (_, theirs) in enumerate(pairs)
+    ]
+    try:
+        for process, (_, theirs) in zip(processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+        yield [mine for mine, _ in pairs]
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        for mine, _ in pairs:
+            mine.close()
+
+
+def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
+    """What processes have said, waiting for something. Raises what one of them raised, E702 if one died."""
+    heard = []
+    for pipe in ready(pipes):
+        rank = pipes.index(pipe)  # type: ignore[arg-type]
+        try:
+            content = pipes[rank].recv()
+        except EOFError:
+            text = f"profile: process {rank} of {len(pipes)} died"
+            hint = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
+            raise ZbcError("E702", text, hint=hint) from None
+        if isinstance(content, ZbcError | RankFailed):
+            raise content
+        heard.append((rank, content))
+    return heard
+
+
+def _explain(error: BaseException) -> ZbcError | RankFailed:
+    """The error as a user sees it: layers and data are the user's, as they are in training."""
+    if not frames.of_users(error):
+        return RankFailed(traceback.format_exc())
+    first, *more = f"{type(error).__name__}: {error}".splitlines()
+    text = f"profile: a layer, the loss or the data of the job failed: {first}"
+    return ZbcError("E703", text, details=[*more, *frames.of_error(error)])
+
+
+def _run(target: Callable[..., Any], rank: int, arguments: tuple[Any, ...], pipe: Connection) -> None:
+    try:
+        result: Any = target(rank, *arguments, pipe)
+    except ZbcError as error:
+        result = error
+    except FAILURES as error:
+        result = _explain(error)
+    try:
+        pipe.send(result)
+        pipe.recv()  # until the parent is done with all
+    except (EOFError, OSError):
+        pass
+    os._exit(0)

@@ -1,0 +1,120 @@
+"""How long each op of a rig takes, step after step.
+
+Steps take turns: stages keep their activations in one, and recompute them in the next. On cuda each op is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zbc.ir import Kind, Op
+from zbc.runtime.execute import run_step
+from zbc.runtime.optimizer import Masters, build_optimizer
+from zbc.runtime.state import Worker
+from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
+from zbc.training.worker import LOWERED
+
+WARM_UP = 2  # rounds that do not count
+NAMES = ("f", "f fused", "b", "w", "bw", "step", "norm", "tentative")
+KEEP, AGAIN = "f and b", "f and b with recompute"
+CLOSE = "close"  # the end of a step but for the norm and the optimizer
+
+Samples = dict[tuple[str, str], list[float]]  # kind of layer ("" for CLOSE), and one of these names -> ms
+
+
+@dataclass
+class Stopwatch:
+    """Runs a rig and keeps what it measures in `samples`."""
+
+    rig: Rig
+    device: torch.device
+    samples: Samples = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self._worker = worker = self.rig.worker(self.device)
+        self._took: dict[tuple[int, str], list[float]] = defaultdict(list)  # stage, name -> ms in this step
+        self._steps = 0
+        script = [(self._timed(handler), op, text) for handler, op, text in worker.script]
+        at = next(index for index, (_, op, _) in enumerate(script) if op.kind is Kind.VALIDATE)
+        ends = [(self._norm, Op(Kind.STEP, s), "NORM") for s in range(len(self.rig.layers))]
+        ahead = [(self._tentative(s), Op(Kind.STEP, s), "TENTATIVE") for s in range(len(self.rig.layers))]
+        worker.script[:] = [*script[:at], *ends, *ahead, *script[at:]]
+
+    def round(self) -> None:
+        """One step that keeps activations and one that recomputes them; the first rounds warm up."""
+        keep = self._step(recompute=False)
+        again = self._step(recompute=True)
+        self._steps += 1
+        if self._steps <= WARM_UP:
+            return
+        for stage, kind in enumerate(self.rig.kinds):
+            for name in NAMES:
+                self.samples[kind, name] += keep[stage, name]
+            for name, took in ((KEEP, keep), (AGAIN, again)):
+                self.samples[kind, name] += [f + b for f, b in zip(took[stage, "f"], took[stage, "b"], strict=True)]
+        self.samples["", CLOSE] += keep[-1, CLOSE]
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _step(self, *, recompute: bool) -> dict[tuple[int, str], list[float]]:
+        worker = self._worker
+        for stage, kind in enumerate(self.rig.kinds):
+            worker.stages[stage].recompute = recompute and kind != IDLE
+        self._took.clear()
+        began = time.perf_counter()
+        run_step(worker, self._steps)
+        whole = (time.perf_counter() - began) * 1e3
+        known = sum(sum(found) for found in self._took.values())
+        norms = sum(sum(self._took[stage, "norm"]) for stage in worker.stages)  # VALIDATE has them once more
+        self._took[-1, CLOSE] = [max(0.0, whole - known - norms)]
+        return {key: list(found) for key, found in self._took.items()}
+
+    def _timed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+        def run(worker: Worker, op: Op) -> None:
+            if not op.kind.computes and op.kind is not Kind.STEP:
+                handler(worker, op)
+                return
+            name = op.kind.value.lower()
+            if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
+                name = "first"  # it makes gradients, all others add to them
+            elif op.kind is Kind.F and op.mb in FUSED:
+                name = "f fused"
+            self._measure(op.stage, name, lambda: handler(worker, op))
+
+        return run
+
+    def _norm(self, worker: Worker, op: Op) -> None:
+        self._measure(op.stage, "norm", worker.optimizers[op.stage].squares)
+
+    def _tentative(self, stage: int) -> Callable[[Worker, Op], None]:
+        """A tentative step of a stage, by an optimizer of its own that has made one step before."""
+        built: list[Masters] = []
+
+        def run(worker: Worker, op: Op) -> None:
+            if not built:
+                of, lowered = worker.stages[stage], LOWERED[self.rig.job.model.parameters]
+                options = self.rig.job.optimizer.model_copy(update={"lr": 0.0})
+                made: Any = build_optimizer(options, of.parameters, of.casts, lowered=lowered, ahead=True)
+                made.commit(None)
+                built.append(made)
+            self._measure(stage, "tentative", built[0].tentative)
+
+        return run
+
+    def _measure(self, stage: int, name: str, call: Callable[[], object]) -> None:
+        self._wait()
+        began = time.perf_counter()
+        call()
+        self._wait()
+        self._took[stage, name].append((time.perf_counter() - began) * 1e3)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

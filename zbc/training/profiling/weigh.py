@@ -1,0 +1,235 @@
+"""How many bytes each stage of a rig keeps and needs, seen with the scale that weighs whole ranks (measure.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zbc.ir import Kind, Op
+from zbc.job.profile import LayerBytes
+from zbc.runtime.execute import run_step
+from zbc.runtime.handlers import stage_loss
+from zbc.runtime.optimizer import Masters
+from zbc.runtime.slot import Slot, swap_slot
+from zbc.runtime.stage import Stage
+from zbc.runtime.state import Worker
+from zbc.runtime.tensors import TensorSpec
+from zbc.training.profiling.rig import Rig
+from zbc.training.recording.measure import Ledger, Reading, Scale
+
+Handler = Callable[[Worker, Op], None]
+_APART, _WHOLE = 1, 2  # microbatches with B and W apart, and in one, after the one that makes the gradients
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One kind of layer."""
+
+    bytes: LayerBytes
+    parameters: int
+    parts: list[int]  # how many in each that trains
+
+
+def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
+    """Every kind of layer of a rig, from steps of a worker of its own."""
+    rig = rig.plain()
+    worker = rig.worker(device, microbatches=3)
+    gradients = _gradients(worker)
+    scale = Scale(worker)
+    for step in range(2):
+        run_step(worker, step)
+    keep = _changes(scale.readings)
+    first = _first(worker, scale, step=2)
+    for stage in worker.stages.values():
+        stage.recompute = True
+    run_step(worker, 3)
+    again = _changes(scale.readings)
+    found = {
+        kind: Weighed(
+            _layer(rig, worker, stage, keep, first, again, gradients[stage]),
+            sum(p.numel() for p in worker.stages[stage].parameters.values()),
+            [p.numel() for p in worker.stages[stage].parameters.values() if p.requires_grad],
+        )
+        for stage, kind in enumerate(rig.kinds)
+    }
+    worker.close()
+    return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What an op added to what is alive, and what it needed beyond that, in bytes."""
+
+    held: int
+    more: int
+    rise: int  # the most there was meanwhile beyond what was alive before, gradients included
+    came: int  # of them, what it made where there was nothing
+
+
+def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
+    found, before = {}, 0
+    for one in readings:
+        if one.op.kind.computes:
+            found[one.op] = _Change(one.activations - before, one.extra, one.rise, one.came)
+        before = one.activations
+    return found
+
+
+def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
+    """The changes of a step in which every backward is the first: it finds no gradients of its stage."""
+
+    def dropping(handler: Handler) -> Handler:
+        def run(worker: Worker, op: Op) -> None:
+            for parameter in worker.stages[op.stage].parameters.values():
+                parameter.grad = None
+            handler(worker, op)
+
+        return run
+
+    script = list(worker.script)
+    backward = {op for _, op, _ in script if op.kind.computes and op.kind is not Kind.F}
+    worker.script[:] = [(dropping(run) if op in backward else run, op, text) for run, op, text in script]
+    run_step(worker, step)
+    worker.script[:] = script
+    return _changes(scale.readings)
+
+
+def _gradients(worker: Worker) -> dict[int, int]:
+    """Will hold the bytes of each stage's gradients, once a step has run."""
+    found: dict[int, int] = {}
+
+    def look(worker: Worker, op: Op) -> None:
+        for stage, optimizer in worker.optimizers.items():
+            found[stage] = _size(p.grad for p in optimizer.parameters.values() if p.grad is not None)
+
+    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind is Kind.VALIDATE)
+    worker.script.insert(at, (look, worker.script[at][1], "look"))
+    return found
+
+
+def _layer(
+    rig: Rig,
+    worker: Worker,
+    stage: int,
+    keep: dict[Op, _Change],
+    first: dict[Op, _Change],
+    again: dict[Op, _Change],
+    gradients: int,
+) -> LayerBytes:
+    of, given = worker.stages[stage], rig.output(stage)
+    f, b = (keep[Op(kind, stage, _APART)] for kind in (Kind.F, Kind.B))
+    alone = again[Op(Kind.F, stage, _APART)]
+    entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
+    keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
+    # B ends with the gradient it hands on, without the one it got.
+    after = b.held + (0 if stage == 0 else entry) - result
+    optimizer = worker.optimizers[stage]
+    masters = optimizer.masters.values() if isinstance(optimizer, Masters) else ()
+    state = [] if optimizer.optimizer is None else tree_leaves(list(optimizer.optimizer.state.values()))
+    casts = (cast.low for cast in of.casts if cast.low is not None)
+    buffers = (buffer for layer in of.layers for buffer in layer.module.buffers())
+    trained = [p.numel() for p in of.parameters.values() if p.requires_grad]
+    return LayerBytes(
+        input=entry,
+        output=result,
+        kept_b=keeps.b,
+        kept_w=keeps.w,
+        keeps_input=keeps.input,
+        keeps_output=keeps.output and given is not None,
+        keeps_given=keeps.given and given is not None,
+        more_f=f.more,
+        kept_again=max(0, alone.held - entry),
+        more_alone=alone.more,
+        more_b=b.more + max(0, after),
+        more_w=keep[Op(Kind.W, stage, _APART)].more,
+        more_bw=keep[Op(Kind.BW, stage, _WHOLE)].more,
+        first_b=first[Op(Kind.B, stage, _APART)].more + max(0, after),
+        first_w=first[Op(Kind.W, stage, _APART)].more,
+        first_bw=first[Op(Kind.BW, stage, _WHOLE)].more,
+        rise_b=first[Op(Kind.B, stage, _APART)].rise,
+        rise_w=first[Op(Kind.W, stage, _APART)].rise,
+        rise_bw=first[Op(Kind.BW, stage, _WHOLE)].rise,
+        weights=_size([*of.parameters.values(), *buffers, *casts]),
+        gradients=gradients,
+        gradients_b=first[Op(Kind.B, stage, _APART)].came,
+        masters=_size(masters),
+        optimizer=_size(leaf for leaf in state if isinstance(leaf, Tensor)),
+        largest=max((p.numel() for p in of.parameters.values()), default=0),
+        pair=max((before + 2 * one for before, one in pairwise([0, *trained])), default=0),
+        ends=[trained[0], trained[-1]] if trained else [],
+    )
+
+
+class _Kept(NamedTuple):
+    """What the graph of a stage's forward keeps: bytes beside its input and output until B, bytes until W.
+
+    And whether it keeps its input, whether its output, and whether B leaves the very gradient that it got.
+    """
+
+    b: int
+    w: int
+    input: bool
+    output: bool
+    given: bool
+
+
+def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _Kept:
+    """One forward and backward of a stage by itself: in a step, neighbours hold on to the tensors that they share."""
+    stage.recompute = False
+    x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
+    leaf, finish = x.requires_grad_(stage.flows), stage.fit
+    with Ledger() as ledger:
+        if last and worker.batches is not None:
+            target = worker.batches.targets(0, 0).to(worker.device)
+            ledger.add([target])
+            finish = functools.partial(stage_loss, worker.loss, target)
+            del target
+        inner, slot = leaf.clone(), Slot()
+        given = ledger.numbers([inner])
+        y, tape = stage.forward(inner, 0, 0, finish, slot)
+        made = ledger.numbers([y])
+        grad = torch.zeros_like(y)
+        came = ledger.numbers([grad])
+        del inner, y, finish
+        alive, sizes = set(ledger.sizes), dict(ledger.sizes)
+        slot.split, before = True, swap_slot(slot)
+        try:
+            tape.backward(grad)
+        finally:
+            swap_slot(before)
+        del tape, grad, leaf, x
+        left = set(ledger.sizes)
+        sizes |= ledger.sizes
+        own = ledger.numbers(_own(stage))
+        slot.run()
+    for p in stage.parameters.values():
+        p.grad = None
+    kept_b, kept_w = (sum(sizes[n] for n in found - own) for found in (alive - given - made - came, left))
+    return _Kept(kept_b, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
+
+
+def _own(stage: Stage) -> Iterator[Tensor]:
+    """What is in another category than activations."""
+    for p in stage.parameters.values():
+        yield p
+        if p.grad is not None:
+            yield p.grad
+    yield from (buffer for layer in stage.layers for buffer in layer.module.buffers())
+    yield from (cast.low for cast in stage.casts if cast.low is not None)
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    found = {id(storage): storage.nbytes() for tensor in tensors for storage in [tensor.untyped_storage()]}
+    return sum(found.values())

@@ -1,0 +1,1 @@
+"""What a rank did and held, and when."""

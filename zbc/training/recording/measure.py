@@ -1,0 +1,317 @@
+"""What a rank really holds while it runs a step: bytes of live tensors by category, on any device.
+
+`Scale(worker)` wraps the ops of a worker; run steps as usual and read it, and `close` it to go on without. The first
+step does not count, since there the optimizer makes its state. Every tensor that an op makes is seen by a
+dispatch mode and counted by its storage, once however many views there are, until the storage is freed: tensors that
+autograd saved are as visible as any others. What a kernel allocates and frees inside itself is not seen. Ops run about
+three times slower meanwhile, those of small kernels more; with a pace (pace.py) all by the same factor, so that what
+waits for a neighbour waits as in other steps.
+
+    weights      parameters, buffers of modules, and copies of weights in the autocast type
+    gradients    what lies in `.grad`
+    masters      float32 copies of parameters in a lower type
+    optimizer    the optimizer's state
+    activations  all else that is alive between two ops, but for tensors on their way
+    buffers      tensors on their way to or from a neighbour while an op runs, and what it needs beyond what is alive
+                 before and after. What it sent before leaves when the neighbour takes it, at any moment: a tensor that
+                 does so while the op runs counts for the share of its time that it was still there. A result that its
+                 own backward needs as well stays whenever it is taken, and is an activation
+
+Each category is at its own peak of all ops but transfers, between which no time passes; `peak` is that of everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zbc.ir import Kind, Message, Op
+from zbc.ops import At
+from zbc.runtime.clock import Clock
+from zbc.runtime.state import Worker
+from zbc.training.data.prefetch import Prefetched
+from zbc.training.recording.pace import Pace, left
+
+CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
+
+
+@dataclass
+class Held:
+    """Bytes of one rank; see the head of this file."""
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+    peak: int = 0
+
+    def raise_to(self, other: Held) -> None:
+        """Take over what is larger in `other`."""
+        for name in (entry.name for entry in fields(self)):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that ops under this mode made and that are still alive.
+
+    Storages have numbers of their own, since ids are used again. `moving` are those that another rank's thread may free
+    at any time; `kept` counts all others, and `peak` is the largest `kept`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = self.peak = 0
+        self.sizes: dict[int, int] = {}  # number -> bytes
+        self.moving: set[int] = set()
+        self.left: list[tuple[int, int]] = []  # of what was on its way: bytes, and when they were freed, in ns
+        self._numbers: dict[int, int] = {}  # id of the storage's Python object -> number
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.count = 0
+        self.changes: list[tuple[int, int]] = []  # what was made, and freed, of what is kept: number, bytes
+        self._lock = threading.RLock()  # a storage may be freed by another thread, and in the middle of anything here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self.number(leaf) is None]
+        if made:  # views of what was there before this ledger began are not new
+            given = {_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.add(leaf for leaf in made if _id(leaf) not in given)
+        return result
+
+    def number(self, tensor: Tensor) -> int | None:
+        return self._numbers.get(_id(tensor))
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        return {number for tensor in tensors if (number := self.number(tensor)) is not None}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            if id(storage) in self._numbers or not size:
+                continue
+            with self._lock:
+                self.count = number = self.count + 1
+                self._numbers[id(storage)] = number
+                self.sizes[number] = size
+                self._watches[number] = weakref.ref(storage, functools.partial(self._free, id(storage), number))
+                self.kept += size
+                self.peak = max(self.peak, self.kept)
+                self.changes.append((number, size))
+
+    def move(self, numbers: set[int]) -> None:
+        """From here on another thread may free these."""
+        with self._lock:
+            fresh = numbers & self.sizes.keys() - self.moving
+            self.moving |= fresh
+            self.kept -= self.bytes(fresh)
+
+    def keep(self, numbers: set[int]) -> None:
+        """These stay after all."""
+        with self._lock:
+            back = numbers & self.moving
+            self.moving -= back
+            self.kept += self.bytes(back)
+            self.peak = max(self.peak, self.kept)
+
+    def bytes(self, numbers: Iterable[int]) -> int:
+        return sum(self.sizes.get(number, 0) for number in numbers)
+
+    def _free(self, identity: int, number: int, _: object) -> None:
+        with self._lock:
+            del self._numbers[identity], self._watches[number]
+            size = self.sizes.pop(number)
+            if number in self.moving:
+                self.moving.remove(number)
+                self.left.append((size, time.perf_counter_ns()))
+            else:
+                self.kept -= size
+                self.changes.append((number, -size))
+
+
+@dataclass
+class Reading:
+    """What one op did, in bytes."""
+
+    op: Op
+    held: Held  # after it; buffers and the peak are those while it ran
+    transit: int  # on its way then, see `buffers` at the head of this file
+    extra: int  # needed meanwhile beyond what was alive before and after
+    rise: int  # the most that was alive meanwhile, beyond what was before it
+    came: int  # gradients that it made where there were none
+
+    @property
+    def activations(self) -> int:
+        return self.held.activations
+
+
+@dataclass
+class Scale:
+    """Weighs a worker: `held` is the most of any step but the first, `readings` are the ops of the last one."""
+
+    worker: Worker
+    pace: Pace | None = None
+    held: Held = field(default_factory=Held)
+    readings: list[Reading] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ledger = Ledger()
+        self._plain = list(self.worker.script)
+        self._posted: dict[Message, set[int]] = {}
+        self._kept: set[int] = set()  # results that are sent, and kept as well
+        self._steps = 0
+        worker = self.worker
+        if isinstance(worker.batches, Prefetched):
+            worker.batches.close()  # the mode sees what is made on this thread only
+        if worker.batches is not None:
+            worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
+        self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
+        worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
+        self._clock = worker.clock = _Begins(worker.clock)
+
+    def __enter__(self) -> Scale:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the worker run as before."""
+        self.worker.script[:] = self._plain
+        self.worker.clock = self._clock.inner
+        if isinstance(self.worker.batches, Prefetched):
+            self.worker.batches.open()
+
+    def _weighed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+        def run(worker: Worker, op: Op) -> None:
+            if op == worker.script[0][1]:
+                if self._steps < 2:
+                    self.held = Held()
+                self._steps += 1
+                self.readings.clear()
+                self._kept.clear()
+            ledger = self._ledger
+            ledger.keep(self._taken(op))
+            ledger.peak = before = ledger.kept
+            last = ledger.count
+            ledger.changes.clear()
+            ledger.left.clear()
+            self._clock.began = time.perf_counter_ns()
+            with ledger:
+                handler(worker, op)
+            time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
+            gone, came = self._left(), self._came(last)
+            extra, rise = self._extra(before, came), ledger.peak - before
+            peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
+            self._mark(op, last)
+            self._note(Reading(op, Held(peak=peak), gone, extra, rise, ledger.bytes(came)))
+
+        return run
+
+    def _left(self) -> int:
+        """Bytes that left while an op ran that is over now, each for its share of the op's time."""
+        began, ended = self._clock.began, time.perf_counter_ns()
+        shares = ((size, (at - began) / max(1, ended - began)) for size, at in list(self._ledger.left))
+        return round(sum(size * min(1.0, max(0.0, share)) for size, share in shares))
+
+    def _came(self, last: int) -> set[int]:
+        """Gradients that were made after the storage `last`."""
+        gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
+        return {number for number in self._ledger.numbers(gradients) if number > last}
+
+    def _extra(self, before: int, fresh: set[int]) -> int:
+        """What an op needed beyond what was alive before and after it.
+
+        Gradients are a category of their own, at its peak: those that the first backward of a step makes (`fresh`)
+        count as if they had been there before, as they are in all others.
+        """
+        ledger = self._ledger
+        level = most = before = before + ledger.bytes(fresh)
+        for number, size in list(ledger.changes):
+            if number not in fresh:
+                level += size
+                most = max(most, level)
+        return most - max(before, ledger.kept)
+
+    def _taken(self, op: Op) -> set[int]:
+        """What the op takes over from a neighbour: no longer on its way, it stays or goes with what the op keeps."""
+        worker, route = self.worker, self.worker.routes.get(op)
+        if route is None or not op.kind.computes:
+            return set()
+        if route.message is not None:
+            return self._posted.pop(route.message, set())
+        store = worker.handed if op.kind.takes is At.SOURCES else worker.output_grads
+        return self._ledger.numbers([store[route.key]] if route.key in store else [])
+
+    def _mark(self, op: Op, last: int) -> None:
+        """What is on its way to or from a neighbour from now on; `last` is the newest storage before the op."""
+        worker, ledger, route = self.worker, self._ledger, self.worker.routes.get(op)
+        if op.kind.is_recv and route is not None and route.message is not None:
+            self._posted[route.message] = {number for number in list(ledger.sizes) if number > last}
+            ledger.move(self._posted[route.message])
+        if op.kind is Kind.F and route is not None:
+            result = worker.outputs.get(route.key) if route.local is None else worker.handed.get(route.local)
+            if result is not None and _shared(result):
+                self._kept |= ledger.numbers([result])
+        for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
+            ledger.move(ledger.numbers(store.values()) - self._kept)
+
+    def _note(self, reading: Reading) -> None:
+        """Complete a reading, of which the peak is known and what left meanwhile, and keep it."""
+        ledger, found = self._ledger, reading.held
+        counted = set[int]()
+        for name, tensors in self._categories():
+            numbers = ledger.numbers(tensors) - counted
+            setattr(found, name, ledger.bytes(numbers))
+            counted |= numbers
+        there = ledger.bytes(list(ledger.moving))
+        found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
+        reading.transit += there
+        found.buffers = reading.transit + reading.extra
+        self.readings.append(reading)
+        self.held.raise_to(found if not reading.op.kind.is_transfer else Held(peak=found.peak))
+
+    def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
+        stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()
+        parameters = [p for one in optimizers for p in one.parameters.values()]
+        buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
+        casts = [cast.low for stage in stages for cast in stage.casts if cast.low is not None]
+        updated = [one.optimizer for one in optimizers if one.optimizer is not None]
+        yield "weights", [*parameters, *buffers, *casts]
+        yield "gradients", [p.grad for p in parameters if p.grad is not None]
+        yield "masters", [p for one in updated for group in one.param_groups for p in group["params"]]
+        yield "optimizer", [leaf for one in updated for leaf in tree_leaves(one.state) if isinstance(leaf, Tensor)]
+
+
+class _Begins:
+    """A `Clock` that also knows when the op that runs began: what it waited before that is not counted."""
+
+    def __init__(self, inner: Clock) -> None:
+        self.inner, self.began = inner, 0
+        self.stop, self.read = inner.stop, inner.read
+
+    def start(self) -> float:
+        self.began = time.perf_counter_ns()
+        return self.inner.start()
+
+
+def _shared(tensor: Tensor) -> bool:
+    """Whether anything but this tensor refers to its storage; Python's handle of the storage is one reference more."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses > 2
+
+
+def _id(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())

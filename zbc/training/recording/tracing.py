@@ -1,0 +1,320 @@
+"""Record what a rank does in some of its steps: start and end of every op, what it waited for, what it held.
+
+A recorded step runs in a loop of its own, with a transport and a clock that look at the time: what is not recorded runs
+as if nothing of this were there. When it is over a thread beside the rank makes lines of what was stamped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zbc.host.cores import cores
+from zbc.runtime.clock import Clock
+from zbc.runtime.execute import StepResult, run_step
+from zbc.runtime.state import Entry, Worker
+from zbc.runtime.transport import Letter, Pending, Transport
+from zbc.trace import recording as trace
+from zbc.trace.recording import Cause, Head, Memory, Timing, Writer
+from zbc.trace.recording import Clock as Compared
+from zbc.training.launch.board import Board
+from zbc.training.recording.aligned import compare_clocks
+from zbc.training.recording.measure import CATEGORIES, Scale
+from zbc.training.recording.pace import pace_of
+from zbc.training.recording.scribe import Scribe
+from zbc.training.recording.stamps import Stamps, stamps_for
+
+_MESSAGE = Cause.MESSAGE.value  # waited for at every other op
+
+
+@dataclass
+class Tracer:
+    """Runs the steps of a rank in one leg of its course, and records those in `steps` (from 0).
+
+    `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
+    and behind the last. What ops hold is looked at in the step behind the last recorded one, or in the one before the
+    first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a leg
+    only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
+    """
+
+    worker: Worker
+    writer: Writer
+    steps: frozenset[int]
+    total: int  # steps of the run, up to the end of this leg
+    compare: Callable[[], Compared]
+    leg: int = -1
+    _opened: bool = False
+    _closed: bool = False
+    _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the one that is looked at
+
+    def __post_init__(self) -> None:
+        self._recorder, self._scribe = Recorder(self.worker), Scribe()
+        first, self._last = min(self.steps, default=0), max(self.steps, default=-1)
+        begin = self.worker.course.legs[self.leg].first
+        before = first - 1 if first - 1 > begin else None
+        self._weighed = self._last + 1 if self._last + 1 < self.total else before
+        self._begin = begin
+
+    def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
+        """`run_step`, recorded or not."""
+        if self.steps and step == self._weighed:
+            return self._weigh(worker, step, stop)
+        timed = self.steps and self._weighed is not None and self._begin < step == self._weighed - 1
+        if step not in self.steps and not timed:
+            return run_step(worker, step, stop=stop)
+        if step in self.steps and not self._opened:
+            self._opened = True
+            self._clock()
+        result, stamped = self._recorder.record(step, stop)
+        if timed:
+            self._timed = stamped, result
+        if step not in self.steps:
+            return result
+        self._scribe.add(lambda: self.writer.step(stamped.timing()))
+        if step == self._last:
+            self.close()
+        return result
+
+    def close(self) -> None:
+        """To be called by all ranks together, when no further step is recorded."""
+        if self._opened and not self._closed:
+            self._closed = True
+            self._clock()
+
+    def settle(self) -> None:
+        """The run has failed: write down what was recorded until then."""
+        self._scribe.close()
+
+    def end(self) -> None:
+        """The run is over."""
+        self.close()
+        self._scribe.flush()
+        self._scribe.close()
+        self.writer.close()
+
+    def _clock(self) -> None:
+        compared = self.compare()
+        self._scribe.add(lambda: self.writer.clock(compared))
+
+    def _weigh(self, worker: Worker, step: int, stop: bool) -> StepResult | None:
+        pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
+        with Scale(worker, pace) as scale:
+            result = run_step(worker, step, stop=stop)
+        rows = [[getattr(reading.held, name) for name in (*CATEGORIES, "peak")] for reading in scale.readings]
+        memory = Memory(step + 1, (*CATEGORIES, "peak"), rows)
+        self._scribe.add(lambda: self.writer.memory(memory))
+        return result
+
+
+@dataclass(frozen=True)
+class Tracers:
+    """A tracer for each leg of the course that has steps to record, or has had."""
+
+    legs: dict[int, Tracer]
+
+    def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
+        """`run_step`, recorded or not."""
+        tracer = self.legs.get(worker.course.leg(step))
+        return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
+
+    def settle(self) -> None:
+        """The run has failed: write down what was recorded until then."""
+        for tracer in self.legs.values():
+            tracer.settle()
+
+    def end(self) -> None:
+        """The run is over."""
+        for tracer in self.legs.values():
+            tracer.end()
+
+
+def open_tracers(
+    worker: Worker,
+    board: Board,
+    steps: frozenset[int],
+    run_steps: range,
+    limit: timedelta,
+    run: Path | None,
+    plan: Path,
+) -> Tracers:
+    """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of.
+
+    `run_steps` are those that are still to be trained; what was recorded before them stays.
+    """
+    if run is not None:
+        trace.start(run, plan)
+    folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    manifest, course = worker.acts[-1].plan.manifest, worker.course
+    turns = itertools.count()
+
+    def compare() -> Compared:
+        return compare_clocks(board, str(next(turns)), limit)
+
+    found = {}
+    ends = [*(leg.first for leg in course.legs[1:]), run_steps.stop]
+    for number, (act, end) in enumerate(zip(worker.acts, ends, strict=True)):
+        phase = "" if act is worker.acts[-1] else manifest.ramp[number].folder
+        mine = frozenset(step for step in steps if course.leg(step) == number)
+        if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
+            continue
+        own = cores() if worker.on_host else None
+        head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script), own)
+        writer = Writer(folder, head, run_steps.start, phase)
+        found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
+    return Tracers(found)
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """What was stamped in a step, as read: ns on the clock of the rank."""
+
+    step: int  # from 0
+    script: Sequence[Entry]  # its ops
+    marks: list[int]  # before the first op and behind each
+    leads: tuple[list[int], list[int]]  # ops, when they began to compute
+    waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
+    close: int
+
+    def timing(self) -> Timing:
+        """Put it together. A REDO stamps computation of its own, which its op does not count as."""
+        marks = self.marks
+        took = list(map(sub, marks[1:], marks))
+        began = dict(zip(*self.leads, strict=True))
+        computing = (index for index, (_, op, _) in enumerate(self.script) if op.kind.computes)
+        leads = [began[index] - marks[index] for index in computing]
+        (of, at), waits = self.waits, list[int]()
+        for op, cause, a, b in zip(of[::2], of[1::2], at[::2], at[1::2], strict=True):
+            waits += (op, cause, max(0, b - a))
+        if min(took, default=0) < 0 or min(leads, default=0) < 0:  # moments of a GPU are rounded
+            took, leads = [max(0, ns) for ns in took], [max(0, ns) for ns in leads]
+        return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]))
+
+
+@dataclass
+class Recorder:
+    """Times one step after the other."""
+
+    worker: Worker
+    stamps: Stamps | None = None  # those of the worker's device
+    _marks: list[Any] = field(default_factory=list)  # before the first op and behind each
+    _leads: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # ops, when they begin to compute
+    _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; from when, to when
+
+    def __post_init__(self) -> None:
+        self._stamps: Stamps = self.stamps or stamps_for(self.worker.device)
+
+    def step(self, step: int, stop: bool) -> tuple[StepResult | None, Timing]:
+        """Run a step and time it."""
+        result, stamped = self.record(step, stop)
+        return result, stamped.timing()
+
+    def record(self, step: int, stop: bool) -> tuple[StepResult | None, Stamped]:
+        """Run a step and stamp it."""
+        worker, stamps = self.worker, self._stamps
+        for found in (self._marks, *self._leads, *self._waits):
+            found.clear()
+        transport, clock = worker.transport, worker.clock
+        stamps.open()
+        worker.transport = _Transport(transport, worker, stamps.stamp, self._waits)
+        worker.clock = _Clock(clock, worker, stamps.stamp, self._leads)
+        try:
+            result = run_step(worker, step, stop=stop, loop=self._loop)
+            close = stamps.stamp()
+        finally:
+            worker.transport, worker.clock = transport, clock
+        read = stamps.read
+        leads, waits = (self._leads[0][:], read(self._leads[1])), (self._waits[0][:], read(self._waits[1]))
+        return result, Stamped(step, worker.script, read(self._marks), leads, waits, read([close])[0])
+
+    def _loop(self, worker: Worker) -> None:
+        progress, now, stamp, mark = worker.progress, time.monotonic, self._stamps.stamp, self._marks.append
+        for found in self._waits:
+            found.clear()  # those before the first op
+        mark(stamp())
+        for index, (handler, op, text) in enumerate(worker.script):
+            progress.index, progress.op, progress.since = index, text, now()
+            handler(worker, op)
+            mark(stamp())
+        progress.index = len(worker.script)  # what is waited for from here on belongs to the close
+
+
+class _Clock:
+    """A `Clock` that also notes when an op begins to compute."""
+
+    def __init__(
+        self, inner: Clock, worker: Worker, stamp: Callable[[], Any], leads: tuple[list[int], list[Any]]
+    ) -> None:
+        self._begin, self._progress, self._stamp = inner.start, worker.progress, stamp
+        self._ops, self._at = leads
+        self.stop, self.read = inner.stop, inner.read
+
+    def start(self) -> float:
+        self._ops.append(self._progress.index)
+        self._at.append(self._stamp())
+        return self._begin()
+
+
+class _Waited:
+    """A `Pending` that notes how long it was waited for."""
+
+    def __init__(self, inner: Pending, cause: Cause, transport: _Transport) -> None:
+        self._inner, self._cause, self._transport = inner, cause, transport
+
+    def wait(self) -> None:
+        self._transport.noted(self._cause, self._inner.wait)
+
+
+class _Transport:
+    """A `Transport` that notes how long it was waited for."""
+
+    def __init__(
+        self,
+        inner: Transport,
+        worker: Worker,
+        stamp: Callable[[], Any],
+        waits: tuple[list[int], list[Any]],
+    ) -> None:
+        self.rank = inner.rank
+        self._inner, self._progress, self._stamp = inner, worker.progress, stamp
+        self._of, self._at = waits
+        self.send, self.post, self.close = inner.send, inner.post, inner.close
+
+    def wait(self, message: Letter) -> Tensor:
+        began = self._stamp()
+        tensor = self._inner.wait(message)
+        self._at += (began, self._stamp())
+        self._of += (self._progress.index, _MESSAGE)
+        return tensor
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _Waited(self._inner.start_sum(tensor, ranks), Cause.SUM, self)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _Waited(self._inner.start_scatter(parts, mine, ranks), Cause.SUM, self)
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _Waited(self._inner.start_gather(mine, parts, ranks), Cause.GATHER, self)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.noted(Cause.ALL, lambda: self._inner.all_reduce(tensor, ranks))
+
+    def finish_step(self, *, drain: bool = True) -> None:
+        self.noted(Cause.DELIVERY, lambda: self._inner.finish_step(drain=drain))
+
+    def noted(self, cause: Cause, call: Callable[[], None]) -> None:
+        """Do what may wait, and note how long it took."""
+        began = self._stamp()
+        call()
+        self._at += (began, self._stamp())
+        self._of += (self._progress.index, cause.value)

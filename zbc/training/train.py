@@ -1,0 +1,345 @@
+"""One rank of a run from its first connection to its last step, however its process was started."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from zbc.errors import EXIT_BUG, ZbcError
+from zbc.job.userobject import FAILURES
+from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
+from zbc.runtime.execute import StepResult, finish, run_step
+from zbc.runtime.network import Network
+from zbc.runtime.state import Worker
+from zbc.training import frames
+from zbc.training.checkpoint import resume
+from zbc.training.checkpoint.tryout import try_out
+from zbc.training.evaluate import due, evaluate
+from zbc.training.launch.board import Board, Connect, prefixed
+from zbc.training.launch.identity import identity
+from zbc.training.launch.options import RunOptions
+from zbc.training.launch.reach import Doorstep, check_reach, unconnected
+from zbc.training.metrics.metrics import RunLog, RunSettings
+from zbc.training.models import hfexport
+from zbc.training.nonfinite import Skips
+from zbc.training.recording.tracing import Tracers, open_tracers
+from zbc.training.watchdog import Watchdog, in_time
+from zbc.training.worker import Settings, build_worker
+
+if TYPE_CHECKING:
+    from zbc.training.checkpoint.saving import Checkpoints
+
+
+_SETTLE_S = 5.0  # for a rank that fails to write down what it has recorded
+
+
+class RankFailed(Exception):
+    """An exception that zbc did not foresee, with its traceback as text: it comes from another process."""
+
+    exit_code = EXIT_BUG
+
+    def render(self) -> str:
+        return str(self)
+
+
+Failure = ZbcError | RankFailed
+
+
+def end(code: int) -> NoReturn:
+    """End this process now: an orderly exit could wait for transfers that never end."""
+    for stream in (sys.stdout, sys.stderr):  # what layers of the user printed
+        with suppress(OSError, AttributeError):  # to a full disk, a terminal that is gone, nowhere (None)
+            stream.flush()
+    os._exit(code)
+
+
+@dataclass
+class StopFlag:
+    """Why this process was asked to stop; the rank looks at it between steps, once it is `training`."""
+
+    reason: str | None = None
+    training: bool = False
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in the run, made by what started its process."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    connect: Connect
+    emit: Callable[[str], None]  # takes the lines rank 0 shows
+    report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
+    leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
+    stop: StopFlag = field(default_factory=StopFlag)
+    doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
+    live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
+
+    def board(self) -> Board:
+        return Board(self.connect(), self.rank, self.ranks)
+
+
+def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
+    """Train; returns why the run was stopped before its last step, None if it was not.
+
+    What goes wrong ends the process through `seat`, never with an exception.
+    """
+    watchdog: Watchdog | None = None
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows what called it
+    try:
+        manifest = read_manifest(folder)
+        watchdog = Watchdog(
+            seat.board,
+            rank=seat.rank,
+            ranks=seat.ranks,
+            name=manifest.topology.name,
+            limit=float(manifest.training["train"]["watchdog_s"]),
+            hung=seat.report,
+            orphaned=seat.leave,
+        )
+        watchdog.start()
+        return _run(folder, manifest, seat, watchdog, options)
+    except FAILURES as error:
+        _give_up(error, seat, watchdog)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, options: RunOptions) -> str | None:
+    steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
+    # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
+    limit = timedelta(seconds=600 + 4 * watchdog.limit)
+    board = seat.board()
+    watchdog.phase("waiting for all ranks to start", waiting=True)
+    board.agree(identity(manifest, steps, options.trace), limit, manifest.topology.name)
+    processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
+    plan = read_rank(folder, manifest.topology.of(seat.rank).pp, manifest)
+    ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
+    watchdog.phase("connecting to its peers", waiting=True)
+    backend = "nccl" if seat.device.type == "cuda" else "gloo"
+    if seat.doorstep is not None:
+        check_reach(board, seat.doorstep, limit, manifest.topology.name)
+    store = prefixed("groups", seat.connect())
+    try:
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
+    except RuntimeError as error:
+        raise unconnected(manifest.topology.name(seat.rank), error) from error
+    network = Network(manifest, seat.device, limit)
+    watchdog.phase("building its stages")
+    worker = build_worker(plan, network, seat.device, ramp, tell=watchdog.phase)
+    watchdog.phase("waiting for all ranks to build their stages", waiting=True)
+    board.meet("built", limit)
+    seat.stop.training = True
+    who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
+    with resume.begun(board, options, manifest, folder, who) as start:
+        first = _load(worker, board, seat, start, watchdog)
+        resumed = None if start.checkpoint is None else str(start.checkpoint)
+        course, launch = worker.course, options.launch
+        settings = RunSettings(folder, steps, seat.device.type, processes, course, launch, first, resumed)
+        with RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
+            tracer = None
+            if options.trace:
+                watchdog.phase("opening its trace", waiting=True)
+                run = None if log is None else log.folder
+                tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
+            checkpoints = _checkpoints(worker, board, seat, log, limit)
+            if checkpoints is not None:
+                checkpoints.last = first
+            watchdog.watch(worker.progress)
+            with nullcontext() if tracer is None else _recorded(tracer):
+                stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
+    if options.save_hf is not None:
+        watchdog.phase("writing its weights")
+        _save(worker, board, seat, options.save_hf, limit)
+    watchdog.phase("ending")
+    board.meet("ended", limit)
+    watchdog.nearly_done()
+    worker.close()
+    dist.destroy_process_group()
+    return stopped
+
+
+@contextmanager
+def _recorded(tracer: Tracers) -> Iterator[None]:
+    """What was recorded is written down when this block is over, whether it fails or not; a disk may refuse to."""
+    try:
+        yield
+        tracer.end()
+    except BaseException:
+        in_time(tracer.settle, _SETTLE_S)
+        raise
+
+
+def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdog: Watchdog) -> int:
+    """Load the checkpoint to go on from, if there is one: the steps it has."""
+    if start.checkpoint is None:
+        return 0
+    from zbc.training.checkpoint.loading import load  # takes a second to import
+
+    # As long as something is read this is no stand-still, however long it takes.
+    loaded = load(worker, board, start.checkpoint, lambda: watchdog.phase("loading the checkpoint"))
+    for note in loaded.notes if seat.rank == 0 else ():
+        seat.emit(note)
+    return loaded.steps
+
+
+def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, limit: timedelta) -> Checkpoints | None:
+    """This rank's part in the checkpoints of the run; None if the job wants none."""
+    manifest = worker.plan.manifest
+    options = Settings.of(manifest).checkpoint
+    if not options.every:
+        return None
+    run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
+    folder = resume.save_folder(manifest, run)
+    try_out(board, folder)
+    from zbc.training.checkpoint.saving import Checkpoints
+
+    return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit)
+
+
+def _train(
+    worker: Worker,
+    board: Board,
+    seat: Seat,
+    steps: range,
+    log: RunLog | None,
+    tracer: Tracers | None,
+    checkpoints: Checkpoints | None,
+    limit: timedelta,
+) -> str | None:
+    if log is not None:
+        seat.emit(log.headline())
+        if not steps:
+            seat.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
+    run = run_step if tracer is None else tracer.step
+    told, skips = False, Skips(worker.plan.manifest)
+
+    def show(result: StepResult | None) -> None:
+        _show(result, seat, log)
+        try:
+            skips.look(result)
+        except ZbcError:
+            try:
+                if checkpoints is not None:
+                    checkpoints.wait()  # all ranks end here, so what is being written may become whole
+            finally:
+                progress = worker.progress
+                progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
+                board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
+            raise
+
+    for step in steps:
+        reason = seat.stop.reason
+        if reason is not None and not told:
+            board.ask_stop(reason)
+            told = True
+        result = run(worker, step, stop=told)
+        show(result)
+        last = step + 1 == steps.stop
+        stopping = result is not None and result.stop and not last
+        saving = checkpoints is not None and checkpoints.due(step, last=last, stopping=stopping)
+        evaluating = due(worker, step, last=last)
+        if evaluating or saving or stopping:
+            show(finish(worker))
+        if evaluating:
+            found = evaluate(worker, step)
+            if log is not None:
+                seat.emit(log.record_evaluation(found))
+        if checkpoints is not None and saving:
+            checkpoints.save(step)
+        if stopping:
+            reason = board.stop_reason() or "another rank"
+            if checkpoints is not None:
+                checkpoints.wait()
+            if log is not None:
+                seat.emit(f"stopped after step {step + 1} (asked by {reason})")
+            return reason
+        if checkpoints is not None:
+            checkpoints.check()
+    show(finish(worker))
+    if checkpoints is not None:
+        checkpoints.wait()
+    return None
+
+
+def _show(result: StepResult | None, seat: Seat, log: RunLog | None) -> None:
+    """Write a step down and on the console, once it is known."""
+    if log is None or result is None:
+        return
+    line = log.record(result)
+    if line is not None:
+        seat.emit(line)
+    elif seat.live is not None:
+        seat.live(log.live(result))
+
+
+def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedelta) -> None:
+    """Every rank writes the weights it answers for; the first completes the folder when all have."""
+    model = Settings.of(worker.plan.manifest).model
+    holders = worker.placement
+    writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
+    parameters = worker.primary()
+    said = ""
+    if parameters:
+        tensors = hfexport.tensors_of(model, parameters)
+        said = hfexport.write_shard(folder, writers.index(seat.rank), len(writers), tensors)
+    shards = board.meet("saved", limit, said)
+    if seat.rank == 0:
+        hfexport.write_index(folder, model, shards)
+        seat.emit(f"wrote the weights to {folder}")
+
+
+# ---- when it fails -------------------------------------------------------------------------------------------
+
+
+def _give_up(error: BaseException, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
+    """End the process: the first rank that fails reports why, all others follow in silence."""
+    if watchdog is not None:
+        watchdog.stand_down()
+    failure = explain(error, seat.rank)
+    claimed = in_time(lambda: seat.board().claim(), 5.0)
+    if claimed is False:
+        reported = None if watchdog is None else watchdog.await_report()
+        seat.leave(failure.exit_code if reported is None else reported)
+    if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
+        gone = watchdog.await_silence()
+        rows, _ = watchdog.rows()
+        failure = _with_details(failure, [rows[rank] for rank in gone])
+    seat.report(failure)
+
+
+def explain(error: BaseException, rank: int) -> Failure:
+    """The error as a user sees it; an op's exception names rank, op and step, and shows the user's own frames."""
+    notes = [*reversed(getattr(error, "__notes__", []))]  # the op, then where in it
+    if isinstance(error, ZbcError):
+        return _with_details(error, notes)
+    if not any(note.startswith("while rank") for note in notes):
+        return RankFailed(f"rank {rank} failed\n" + "".join(traceback.format_exception(error)))
+    hint = None
+    if isinstance(error, torch.OutOfMemoryError):
+        hint = "a smaller microbatch_size, or a schedule that keeps fewer activations: `zbc compare` lists their peaks"
+    shown = f"{type(error).__name__}: {error}".splitlines()
+    details = [*shown[1:], *notes, *frames.of_error(error)]
+    return ZbcError("E703", f"run: rank {rank} failed: {shown[0]}", hint=hint, details=details)
+
+
+def _with_details(error: ZbcError, more: list[str]) -> ZbcError:
+    if not more:
+        return error
+    return ZbcError(error.code, error.message, where=error.where, hint=error.hint, details=[*error.details, *more])

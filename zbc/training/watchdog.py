@@ -1,0 +1,322 @@
+"""A thread beside each rank that says where the rank is, listens to the others, and ends a run that stands still.
+
+A rank that waits cannot tell whether the one it waits for is slow, stuck or gone. The watchdogs can: each publishes the
+op its rank is in and for how long. When for `limit` seconds no rank has begun another op, the first to notice reports
+where every rank is. A rank whose watchdog is silent too (stopped, swapped out, its machine gone) is named as such.
+
+On a busy machine a sign of life may be heard seconds after it was given. So a rank counts as one that stands still once
+it has said so itself, and as silent once looks at the store, not the clock alone, have shown nothing new for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from zbc.errors import ZbcError
+from zbc.runtime.progress import Progress
+from zbc.training import frames
+from zbc.training.launch.board import Beat, Board, plain_name
+
+_ENDED = ZbcError("E702", "run: another rank failed").exit_code
+_Result = TypeVar("_Result")
+_CLAIM_S = 5.0  # for the store to say who reports a failure
+_MUTE = "it was stopped, its machine is gone, or native code holds Python's lock"
+_ALONE_S = 5.0  # for what took the store with it to show in this rank itself
+_LATE = "it did not answer in time"
+_DEAF_S = 10.0  # without a sign of life of itself, after which a rank goes by what it heard of others before
+_GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A rank's last sign of life and when (`time.monotonic` here) it first showed."""
+
+    beat: Beat
+    at: float
+
+
+class Listener:
+    """Reads the signs of life of all ranks, in a thread of its own: a store that does not answer blocks only this."""
+
+    def __init__(self, board: Callable[[], Board], tick: float) -> None:
+        self._board, self._tick = board, tick
+        self._done = threading.Event()
+        self.heard: dict[int, Heard] = {}  # replaced, never changed: other threads read it
+        self.looked = 0.0  # when it was last read (`time.monotonic`)
+        self.failed: int | None = None
+        self.reported: int | None = None
+        self.cut_off = False  # the store is gone
+        self._thread = threading.Thread(target=self._run, name="zbc-listener", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        try:
+            board = self._board()
+            while not self._done.wait(self._tick):
+                now, old = time.monotonic(), self.heard
+                self.heard = {
+                    rank: old[rank] if rank in old and old[rank].beat.count == beat.count else Heard(beat, now)
+                    for rank, beat in board.beats().items()
+                }
+                self.looked = now
+                self.failed, self.reported = board.failed(), board.reported()
+        except (RuntimeError, ZbcError):
+            self.cut_off = True  # what was heard last stays, and ages
+
+
+class Watchdog:
+    """`hung(error)` and `orphaned(exit code)` run in the watchdog's thread and are expected to end the process."""
+
+    def __init__(
+        self,
+        board: Callable[[], Board],
+        *,
+        rank: int,
+        ranks: int,
+        limit: float,
+        hung: Callable[[ZbcError], None],
+        orphaned: Callable[[int], None],
+        name: Callable[[int], str] = plain_name,
+    ) -> None:
+        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self._name = name
+        self.tick = min(2.0, max(0.2, limit / 10))
+        self._silence = max(1.5, 3 * self.tick + 0.5)
+        self._board, self._hung, self._orphaned = board, hung, orphaned
+        # Building a model, reading data or writing weights takes longer than an op, and is one long op here.
+        self._patience = self._long = max(60.0, 2 * limit)
+        self._progress = Progress(since=time.monotonic())
+        self._awake_since = time.monotonic()
+        self._standing_down = self._nearly_done = False
+        self._main = threading.get_ident()  # the thread that is watched
+        self._done = threading.Event()
+        self._listener = Listener(board, self.tick)
+        self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._listener.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; the run is over for this rank."""
+        self._done.set()
+        self._thread.join(timeout=1.0)
+        self._listener.stop()
+
+    def phase(self, text: str, *, waiting: bool = False) -> None:
+        """What the rank does outside of training steps."""
+        self._progress, self._patience = Progress(op=text, waiting=waiting, since=time.monotonic()), self._long
+
+    def watch(self, progress: Progress) -> None:
+        """From here on the rank trains, and all others do too."""
+        progress.op, progress.since = "the first step", time.monotonic()
+        self._progress, self._patience = progress, self.limit
+
+    def silent(self) -> list[int]:
+        """The other ranks that were heard once and not for some ticks up to the last look; none if nothing is heard."""
+        looked, heard = self._listener.looked, self._listener.heard
+        quiet = [rank for rank, one in heard.items() if looked - max(one.at, self._awake_since) > self._silence]
+        return [] if self.rank in quiet else quiet
+
+    def await_silence(self) -> list[int]:
+        """For a rank that lost a connection: wait until it shows who is gone. Empty if all go on."""
+        deadline = time.monotonic() + 2 * self._silence + 2.0
+        while time.monotonic() < deadline:
+            if gone := self.silent():
+                return gone
+            time.sleep(self.tick / 4)
+        return []
+
+    def stand_down(self) -> None:
+        """The rank's own thread ends the process; from here on the watchdog only beats and listens."""
+        self._standing_down = True
+
+    def nearly_done(self) -> None:
+        """All ranks have met for the last time: the store may go from here on."""
+        self._nearly_done = True
+
+    def await_report(self) -> int | None:
+        """For a rank that failed because another did: stay until that one has told, so that it sees who is gone.
+
+        Returns the exit code of all; None if that one has not told in time.
+        """
+        deadline = time.monotonic() + _GRACE_S
+        while self._listener.reported is None and time.monotonic() < deadline:
+            time.sleep(self.tick / 4)
+        return self._listener.reported
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        count, ticked, failed_at, alone_since = 0, time.monotonic(), None, None
+        board: Board | None = self._connect()
+        while not self._done.wait(self.tick if count else 0.0):
+            now = time.monotonic()
+            if now - ticked > 3 * self.tick + 2.0:
+                self._awake_since = now  # this whole process was stopped; nothing it knows is about the others
+            count, ticked = count + 1, now
+            if board is not None and not _told(board, self._beat(count, now)):
+                board = None
+            if failed_at is not None or self._listener.failed not in (None, self.rank):
+                if failed_at is None:
+                    failed_at = now
+                    self._tell_stack(board)
+                if self._listener.reported is not None or now - failed_at > _GRACE_S:
+                    self._leave()
+            elif self._listener.cut_off and not (self._standing_down or self._nearly_done):
+                alone_since = alone_since or now
+                if now - alone_since > _ALONE_S:
+                    self._end_alone()
+                    return
+            elif self._stuck(now) and not self._standing_down:
+                if self._report(now):
+                    return
+                failed_at = now  # another one reports, and is to hear on that this one lives
+                self._tell_stack(board)
+
+    def _leave(self) -> None:
+        if not self._standing_down:
+            reported = self._listener.reported
+            self._orphaned(_ENDED if reported is None else reported)
+
+    def _end_alone(self) -> None:
+        """Without the store ranks cannot meet again, for a checkpoint or the end: rank 0 says so, and all go."""
+        if self.rank != 0:
+            self._orphaned(_ENDED)
+            return
+        text = "run: the store of the run is gone, so its ranks cannot meet again"
+        hint = "torchrun's own process has ended, or the first machine: start the run again with --resume auto"
+        self._hung(ZbcError("E702", text, hint=hint))
+
+    def _connect(self) -> Board | None:
+        try:
+            return self._board()
+        except (RuntimeError, ZbcError):
+            return None
+
+    def _beat(self, count: int, now: float) -> Beat:
+        p = self._progress
+        return Beat(count, p.step, p.index, p.total, p.op, p.waiting, now - max(p.since, self._awake_since))
+
+    def _stuck(self, now: float) -> bool:
+        """No rank has begun anything for `limit` seconds, as far as is known here."""
+        if now - max(self._progress.since, self._awake_since) < self._patience:
+            return False
+        slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
+        others = (rank for rank in self._listener.heard if rank != self.rank)
+        return all(self._stood_still(rank, now) >= self._patience - slack for rank in others)
+
+    def _stood_still(self, rank: int, now: float) -> float:
+        """How long another rank has been in its op: by its own word, as long as more of that is to be expected."""
+        known = self._listener.heard
+        heard, own = known[rank], known.get(self.rank)
+        deaf = now - max(self._listener.looked if own is None else own.at, self._awake_since) > _DEAF_S
+        return self._idle(heard, now) if deaf or rank in self.silent() else heard.beat.seconds
+
+    def _idle(self, heard: Heard, now: float) -> float:
+        return heard.beat.seconds + now - max(heard.at, self._awake_since)
+
+    def _report(self, now: float) -> bool:
+        """Tell where every rank is, unless another one does that: whether this one has."""
+        (rows, culprits), mute = self.rows(now), self.silent()  # as it is now, however long the store takes
+        claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
+        if claimed is False:
+            return False
+        p = self._progress
+        when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
+        rows = _blamed(rows, culprits) if self.ranks > 1 else rows
+        if claimed is None:
+            rows.append("the store of the run does not answer, so this is what was known before")
+        elif not culprits:
+            rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
+        rows += self._where(culprits, mute, ask=claimed is True)
+        error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
+        self._hung(error)
+        return True
+
+    def _tell_stack(self, board: Board | None) -> None:
+        with suppress(RuntimeError):
+            if board is not None:
+                board.tell_stack(frames.of_thread(self._main))
+
+    def _where(self, culprits: list[int], mute: list[int], *, ask: bool) -> list[str]:
+        """The Python stacks of the ranks that hold the others up, but for the silent ones; `ask`: the store answers."""
+        wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
+        stacks = in_time(lambda: self._stacks(wanted), 3 * self.tick + 7.0) if ask and wanted else None
+        found = {self.rank: frames.of_thread(self._main), **(stacks or {})}
+        lines = []
+        for rank in culprits:
+            if rank in found:
+                lines += [f"{self._name(rank)} is here, innermost call last:", *found[rank]]
+            elif ask and rank in self._listener.heard:
+                lines.append(f"{self._name(rank)} cannot say where it is: {_MUTE if rank in mute else _LATE}")
+        return lines
+
+    def _stacks(self, ranks: list[int]) -> dict[int, list[str]]:
+        """Wait until these ranks have told where they are, or for a while."""
+        board, deadline = self._board(), time.monotonic() + 3 * self.tick + 5.0
+        while len(found := board.stacks(ranks)) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(self.tick / 4)
+        return found
+
+    def rows(self, now: float | None = None) -> tuple[list[str], list[int]]:
+        """One line per rank that says where it is, and the ranks that hold the others up."""
+        now = time.monotonic() if now is None else now
+        heard = {**self._listener.heard, self.rank: Heard(self._beat(0, now), now)}
+        silent = {*self.silent(), *(rank for rank in range(self.ranks) if rank not in heard)}
+        culprits = sorted(silent) or sorted(rank for rank, one in heard.items() if not one.beat.waiting)
+        width = max(len(one.beat.op) for one in heard.values())
+        rows = [self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in range(self.ranks)]
+        return rows, culprits
+
+    def _row(self, rank: int, heard: Heard | None, now: float, width: int, *, silent: bool) -> str:
+        if heard is None:
+            return f"{self._name(rank)}  never heard of"
+        beat = heard.beat
+        place = f"op {beat.index:3d}/{beat.total}" if beat.total else "outside of a step"
+        state = f"{'waiting' if beat.waiting else 'running'} {self._idle(heard, now):.1f} s"
+        if silent:
+            state = f"not responding (last heard {now - heard.at:.1f} s ago)"
+        return f"{self._name(rank)}  {place}  {beat.op:{width}}  {state}"
+
+
+def _blamed(rows: list[str], culprits: list[int]) -> list[str]:
+    """The rows with an arrow at the ranks that hold the others up."""
+    who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
+    width = max(map(len, rows))
+    return [f"{row:{width}}   <- {who} the others up" if r in culprits else row for r, row in enumerate(rows)]
+
+
+def _told(board: Board, beat: Beat) -> bool:
+    try:
+        board.beat(beat)
+    except RuntimeError:
+        return False
+    return True
+
+
+def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
+    """What `call` returns, or None if it fails or takes longer; it may go on in a thread of its own."""
+    found: list[_Result] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except (RuntimeError, ZbcError):
+            return
+
+    thread = threading.Thread(target=run, name="zbc-in-time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
