@@ -141,7 +141,7 @@ def test_the_picture_and_the_table_of_the_readme_are_what_zbc_prints():
 def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says():
     text = BIDIRECTIONAL.read_text()
     assert fill(text, TWO_PIPES_BLOCKS) == text
-    for first, row in (("p = 4, m = 4", "| zb-v | 13.50 |"), ("p = 8, m = 8", "| zb-v | 27.50 |")):
+    for first, row in (("p = 8, m = 8", "| zb-v | 27.50 |"), ("p = 8, m = 32", "| zb-v | 99.5 |")):
         assert row in text.partition(f"<!-- two pipes, {first} -->")[2].partition("<!-- end -->")[0]
 
 

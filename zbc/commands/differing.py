@@ -35,7 +35,7 @@ class Metric(NamedTuple):
 
 def diff(
     left: PlanJobOrCsv,
-    right: Annotated[Path, typer.Argument(metavar="OTHER", help="What to compare it with.")],
+    right: Annotated[Path, typer.Argument(metavar="OTHER", help="The second plan, job or CSV file.")],
     everything: Annotated[
         bool, typer.Option("--all", help="Compare transfers and step-level ops too, not only compute.")
     ] = False,
@@ -44,7 +44,7 @@ def diff(
 ) -> None:
     """Compare two plans, jobs or CSV files.
 
-    Their numbers, and rank by rank the order of their ops.
+    Shows their numbers and, rank by rank, how the order of ops differs.
     """
     from zbc.api import open_plan
     from zbc.compiler.report.difference import difference

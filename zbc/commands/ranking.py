@@ -91,12 +91,12 @@ COLUMNS = (
     ),
     Column(
         "settled_ms",
-        "settled",
-        "settled",
+        "steady",
+        "steady",
         lambda row, _: row.settled_ms,
         _times,
         8,
-        "ms of a step with its optimizer, in a row of steps",
+        "ms of a step with its optimizer, in steady state",
     ),
     Column(
         "peak_activation_units",
@@ -119,12 +119,12 @@ COLUMNS = (
     ),
     Column(
         "gradient_traffic_gib",
-        "sums",
-        "sums",
+        "reduced",
+        "reduced",
         _bytes(lambda r: r.summed_bytes),
         _gib,
         4,
-        "GiB sent to add up gradients",
+        "GiB sent to all-reduce gradients",
     ),
     Column("sends_per_rank", "sends", "sends", lambda row, _: row.transfers, _plain, 12, "messages per rank and step"),
     Column(
@@ -214,13 +214,13 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
     others = [one for one in crossings if not one.leading]
     if others:
         yield ""
-        yield "and behind it"
+        yield "and after it"
     for one in others:
         place = f"{one.key} = {short(one.at)}{_where(one.world)}"
         yield f"  {_candidate(one.after)} passes {_candidate(one.before)} at {place}"
     if more:
         yield ""
-        yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places behind the fastest: -v says where"
+        yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places after the fastest: -v says where"
 
 
 def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
