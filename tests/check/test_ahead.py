@@ -105,6 +105,7 @@ def test_the_last_step_is_final_before_the_first_backward(seeds):
             assert len(commits) == len(schedule(seed).placement.stages_of(rank)) == kinds.count(Kind.TENTATIVE)
 
 
+@pytest.mark.repeats
 def test_the_programs_are_of_every_kind():
     codes, redone, breaks = Counter(), Counter(), Counter()
     for seed in range(0, SCHEDULES, 2):
