@@ -534,7 +534,7 @@ SHARD, INDEX = "rank-0001.safetensors", "index.json"
 DAMAGE = [(way, name) for way in (cut_off, one_bit, gone) for name in (SHARD, INDEX)] + [(other_header, SHARD)]
 
 
-@pytest.mark.parametrize(("damage", "name"), DAMAGE)
+@pytest.mark.parametrize(("damage", "name"), few(DAMAGE, lambda case: case[1] == SHARD or case[0] is cut_off))
 def test_a_damaged_file_is_named_and_the_checkpoint_before_too(damage, name, copy):
     damage(at(copy, 2) / name)
     with pytest.raises(ZbcError) as caught:

@@ -88,7 +88,7 @@ def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
     assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
 
 
-@pytest.mark.parametrize("seed", few(range(10), (0, 3, 4)))
+@pytest.mark.parametrize("seed", few(range(10), (3, 4)))
 def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed, plain, monkeypatch):
     """Stands in for the search: whatever it finds under each limit, with an effort of its own for the better."""
 
