@@ -22,7 +22,7 @@ from zbc.ir import Program
 
 PROGRAMS = 2500
 BATCHES = [range(start, start + 250) for start in range(0, PROGRAMS, 250)]
-batches = pytest.mark.parametrize("seeds", few(BATCHES, 2), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+batches = pytest.mark.parametrize("seeds", few(BATCHES, 1), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 
 
 @cache

@@ -83,7 +83,7 @@ def test_every_legal_schedule_can_do_without_the_barrier(seeds):
             assert outcome.ok, f"seed {seed}\n{show(program)}\n{outcome}"
 
 
-@pytest.mark.parametrize("seeds", few([seeds[::2] for seeds in BATCHES], 2))
+@pytest.mark.parametrize("seeds", few([seeds[::2] for seeds in BATCHES], 1))
 def test_a_program_passes_exactly_if_it_runs_whatever_the_verdict(seeds):
     for seed in seeds:
         result = damaged(seed)

@@ -183,7 +183,8 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", few(OTHERWISE, ("copies without a barrier",)))
+@pytest.mark.repeats
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_there_and_back_again_nothing_but_rounding_is_left(name, double, small_pieces, tmp_path):
     """A state that is nearly what it was could hide in the rounding of float32."""
     here, there = ({"model": TIED, "m": 4, "size": 2, **way} for way in ({"dp": 2, "zero1": True}, OTHERWISE[name]))
