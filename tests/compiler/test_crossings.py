@@ -152,6 +152,7 @@ def test_both_take_the_same_time_where_they_cross(path):
     assert one.ms == pytest.approx(pair[0], rel=1e-6)
 
 
+@pytest.mark.repeats
 def test_one_that_is_the_fastest_only_between_two_values_is_found(path):
     """zb-v at fast links, gpipe at very slow ones, and dualpipe in between, which no row of the sweep shows first."""
     job = path(**UNIT, m=8)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.jobs import job
 from tests.profiles import layer, profile_of
+from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.recorded.derive import derive_from, solve
@@ -104,7 +105,7 @@ def test_what_a_run_does_not_tell_is_said():
     assert "memory" not in notes
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", few([True, False], (True,)))
 def test_a_slow_rank_makes_the_layers_of_its_stages_kinds_of_their_own(known):
     described = job(kind="zb-h1", layers=16)
     described = replace(described, profile=profile_of(described, layers=TRUE) if known else None)

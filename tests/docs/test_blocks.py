@@ -138,6 +138,7 @@ def test_the_picture_and_the_table_of_the_readme_are_what_zbc_prints():
     assert fill(text, ("picture", "compare")) == text
 
 
+@pytest.mark.repeats
 def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says():
     text = BIDIRECTIONAL.read_text()
     assert fill(text, TWO_PIPES_BLOCKS) == text

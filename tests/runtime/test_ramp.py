@@ -143,10 +143,7 @@ def test_a_rate_by_samples_counts_what_was_read():
 
 @pytest.mark.parametrize(
     ("after", "sync"),
-    few(
-        [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")],
-        [(1, "before-step"), (2, "post-validate")],
-    ),
+    few([(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")], [(2, "post-validate")]),
 )
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
     """On another schedule and other ranks: step, position in the data and rate are those of the run without a break."""

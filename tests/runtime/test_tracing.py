@@ -187,7 +187,9 @@ def test_memory_is_looked_at_in_a_step_of_its_own(tmp_path):
         assert len(weights) == 1 and weights.pop() > 1000
 
 
-@pytest.mark.parametrize(("steps", "total", "weighed"), [({1}, 2, None), ({2, 3}, 4, 2), ({0}, 1, None), ({0}, 2, 2)])
+@pytest.mark.parametrize(
+    ("steps", "total", "weighed"), few([({1}, 2, None), ({2, 3}, 4, 2), ({0}, 1, None), ({0}, 2, 2)], 2)
+)
 def test_memory_is_looked_at_before_where_nothing_comes_behind(tmp_path, steps, total, weighed):
     _, found = traced(tmp_path, plan_of_case("1f1b"), steps, total)
     for rank in found.ranks:
