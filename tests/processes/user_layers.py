@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbc.runtime.progress import StepResult
 from zbc.trace.recording import Timing, Writer
 from zbc.training.checkpoint import saving
-from zbc.training.metrics.metrics import RunLog
+from zbc.training.metrics.metrics import RunRecord
 
 
 class Trouble(nn.Module):
@@ -49,9 +49,9 @@ def layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
 def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
     """The same, in a run whose rank 0 takes a second to write down a step that was skipped, and disks half of one."""
-    record, write = RunLog.record, saving.write_parts
+    record, write = RunRecord.record, saving.write_parts
 
-    def late(self: RunLog, result: StepResult) -> str | None:
+    def late(self: RunRecord, result: StepResult) -> str | None:
         time.sleep(float(result.skipped))
         return record(self, result)
 
@@ -59,7 +59,7 @@ def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
         time.sleep(0.5)
         return write(*args)
 
-    RunLog.record = late  # type: ignore[method-assign]
+    RunRecord.record = late  # type: ignore[method-assign]
     saving.write_parts = slowly
     return layers(how, good)
 

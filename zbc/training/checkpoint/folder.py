@@ -38,18 +38,18 @@ _File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # beside t
 Type = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
-class _Strict(BaseModel):
+class _Checked(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
 
-class File(_Strict):
+class File(_Checked):
     """What was written into a file."""
 
     bytes: _Index
     crc32: _Index  # to find damage, not forgery: a quarter of the time of sha256
 
 
-class StoredPart(_Strict):
+class StoredPart(_Checked):
     """Elements of a tensor in memory order, and where they are: a file, and the name of a tensor in it."""
 
     start: _Index
@@ -58,7 +58,7 @@ class StoredPart(_Strict):
     key: str
 
 
-class StoredTensor(_Strict):
+class StoredTensor(_Checked):
     """A tensor, in parts."""
 
     dtype: Type
@@ -71,7 +71,7 @@ class StoredTensor(_Strict):
         return [part.start for part in self.parts] == ends[:-1] and ends[-1] == math.prod(self.shape)
 
 
-class Contents(_Strict):
+class Contents(_Checked):
     """Files, and the tensors in them."""
 
     files: dict[_File, File]
