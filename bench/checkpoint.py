@@ -8,14 +8,18 @@ the disk; the order changes from round to round. What a checkpoint costs is how 
 without, in each round, as a share of a step; the median counts. Beside it the same in seconds of rank 0's core, which
 other programs of the machine disturb less. Ranks compute on one core each, so what is written beside a step takes part
 of it, where a machine with a GPU has cores to spare.
+
+Then one process writes what one rank has, in turn by zbc and by torch.save and fsync: milliseconds of its core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,6 +56,7 @@ QUICK = {"layers": 4, "hidden": 64, "vocab": 512, "seq_len": 64, "microbatches":
 NONE, BESIDE, BETWEEN = "no checkpoint", "beside the next step", "between two steps"
 WAYS = (NONE, BESIDE, BETWEEN)
 RANKS = 2
+FILE = (25, 512, 1024)  # tensors of a file that is written alone, and their shape: 52 MB
 
 
 class Pair(NamedTuple):
@@ -132,7 +137,11 @@ def main() -> None:
     record = Record("checkpoint")
     with tempfile.TemporaryDirectory() as name:
         turns, size = measure(Path(name), JOB.format(**sizes), rounds)
+        ours, theirs = files(Path(name), rounds)
     report(record, turns, size)
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    millis = f"{statistics.median(ours):.0f} ms of a core, by torch.save {statistics.median(theirs):.0f} ms"
+    record(f"a file of 52 MB and its checksum: {millis}; {ratio:.2f} times as much in the same round")
     record()
     record("# the job")
     record(JOB.format(**sizes).rstrip())
@@ -155,6 +164,32 @@ def measure(folder: Path, job: str, rounds: int) -> tuple[list[Turn], int]:
         run_rank, (folder, rounds), ranks=RANKS, count=1 + rounds, preload=preload, limit=300.0 + 120.0 * rounds
     )
     return turns, size
+
+
+def files(folder: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of this process's core for a file by zbc, which sums it up as well, and by torch.save."""
+    import torch
+
+    from zbc.training.checkpoint.files import TensorPart, write_parts
+
+    count, *shape = FILE
+    tensors = {f"tensor {number}": torch.randn(shape) for number in range(count)}
+    parts = [TensorPart(name, tuple(shape), 0, tensor) for name, tensor in tensors.items()]
+
+    def torchs() -> None:
+        with (folder / "torch").open("wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def core(work: Callable[[], object]) -> float:
+        os.sync()
+        began = time.process_time()
+        work()
+        return 1e3 * (time.process_time() - began)
+
+    turns = [(core(lambda: write_parts(folder, 0, parts)), core(torchs)) for _ in range(1 + rounds)][1:]
+    return [ours for ours, _ in turns], [theirs for _, theirs in turns]
 
 
 def report(record: Record, turns: list[Turn], size: int) -> None:
