@@ -15,7 +15,7 @@ from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
 from zbc.plan.directory import Plan
-from zbc.training.launch.interface import Interface, bind_towards, interfaces, towards
+from zbc.training.launch.reach import Interface, bind_towards, interfaces, towards
 
 HERE = Machine("127.0.0.1", "lo")
 PAGE = (ROOT / "docs" / "multinode.md").read_text()
@@ -146,8 +146,8 @@ def test_every_interface_with_an_address_is_known():
 def test_the_interface_is_the_one_on_the_way(monkeypatch):
     known = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1"), Interface("ib0", "10.1.0.1")]
     ways = {"node1": "10.1.0.1", "192.0.2.1": "10.0.0.1"}
-    monkeypatch.setattr("zbc.training.launch.interface.interfaces", lambda: known)
-    monkeypatch.setattr("zbc.training.launch.interface._local_end", lambda host: ways.get(host, "127.0.0.1"))
+    monkeypatch.setattr("zbc.training.launch.reach.interfaces", lambda: known)
+    monkeypatch.setattr("zbc.training.launch.reach._local_end", lambda host: ways.get(host, "127.0.0.1"))
     assert towards("node1") == known[2]
     assert towards("myself") == known[1], "the default route"
     ways.clear()
@@ -157,7 +157,7 @@ def test_the_interface_is_the_one_on_the_way(monkeypatch):
 
 
 def test_what_the_user_chose_stays(monkeypatch):
-    monkeypatch.setattr("zbc.training.launch.interface.interfaces", lambda: [Interface("lo", "127.0.0.1")])
+    monkeypatch.setattr("zbc.training.launch.reach.interfaces", lambda: [Interface("lo", "127.0.0.1")])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")
     assert bind_towards("node1") is None and os.environ["GLOO_SOCKET_IFNAME"] == "ib0,eth0"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")

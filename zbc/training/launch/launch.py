@@ -61,11 +61,7 @@ def run(
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
         _check_plan(manifest, steps, save_hf, trace)
-        place = _place() if started else None
-        if place is not None:
-            from zbc.training.launch.torchrun import check_devices
-
-            check_devices(manifest, place)
+        place = _place(manifest) if started else None
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
             time.sleep(_MOMENT_S)
@@ -84,9 +80,15 @@ def run(
         max_restarts=max_restarts,
     )
     live = LiveLine(sys.stderr)
+    shown = live.around(emit) if terminal else emit
     _flight_recorder(manifest)
     try:
-        _start(folder, manifest, place, options, live.around(emit) if terminal else emit, live.show)
+        if place is not None:
+            from zbc.training.launch.torchrun import run_place
+
+            run_place(folder, manifest, place, options, shown, live.show)
+        else:
+            _run_local(folder, manifest, options, shown, live.show)
     finally:
         live.clear()
 
@@ -107,29 +109,25 @@ def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, tra
     check_runnable(Model.model_validate(manifest.planning["model"]))
     sinks.check(manifest.training["log"])
     if save_hf is not None:
-        _check_target(save_hf, manifest)
-    _check_trace(trace, manifest, steps)
+        from zbc.training.models.hfexport import check_target
+        from zbc.training.worker import Settings
+
+        check_target(save_hf, Settings.of(manifest).model)
+    total = int(manifest.training["train"]["steps"]) if steps is None else steps
+    if trace and max(trace) >= total:
+        text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
+        raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
 
 
-def _start(
-    folder: Path,
-    manifest: Manifest,
-    place: Place | None,
-    options: RunOptions,
-    emit: Callable[[str], None],
-    live: Callable[[str], None],
+def _run_local(
+    folder: Path, manifest: Manifest, options: RunOptions, emit: Callable[[str], None], live: Callable[[str], None]
 ) -> None:
-    if place is not None:
-        from zbc.training.launch.torchrun import run_place
+    from zbc.training.launch.forking import start_fork_server
 
-        run_place(folder, manifest, place, options, emit, live)
-    else:
-        from zbc.training.launch.forking import start_fork_server
+    start_fork_server()  # it loads torch while this process does
+    from zbc.training.launch.local import run_local
 
-        start_fork_server()  # it loads torch while this process does
-        from zbc.training.launch.local import run_local
-
-        run_local(folder, manifest, options, emit, live)
+    run_local(folder, manifest, options, emit, live)
 
 
 def _flight_recorder(manifest: Manifest) -> None:
@@ -162,20 +160,6 @@ def _check_torch() -> None:
         raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
 
 
-def _check_target(folder: Path, manifest: Manifest) -> None:
-    from zbc.training.models.hfexport import check_target
-    from zbc.training.worker import Settings
-
-    check_target(folder, Settings.of(manifest).model)
-
-
-def _check_trace(trace: frozenset[int], manifest: Manifest, steps: int | None) -> None:
-    total = int(manifest.training["train"]["steps"]) if steps is None else steps
-    if trace and max(trace) >= total:
-        text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
-        raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
-
-
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
     wanted, env = manifest.topology.world, os.environ
     plan_wants, named = f"plan wants {wanted} ranks", shlex.quote(str(folder))
@@ -203,13 +187,13 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         raise ZbcError("E601", text, hint=f"run: zbc run {named} --local {wanted}")
 
 
-def _place() -> Place:
-    """What torchrun says in the environment."""
-    from zbc.training.launch.torchrun import Place
+def _place(manifest: Manifest) -> Place:
+    """What torchrun says in the environment. Raises E603."""
+    from zbc.training.launch.torchrun import Place, check_devices
 
     env = os.environ
     rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
-    return Place(
+    place = Place(
         rank=rank,
         ranks=ranks,
         local_rank=local_rank,
@@ -222,3 +206,5 @@ def _place() -> Place:
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         recorder_file=_recorder_file(rank) if env.get("TORCH_NCCL_DUMP_ON_TIMEOUT") != "0" else None,
     )
+    check_devices(manifest, place)
+    return place

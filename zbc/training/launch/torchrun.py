@@ -21,9 +21,8 @@ from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
 from zbc.training.launch.board import Board, Connect, connector, open_store
-from zbc.training.launch.interface import bind_towards
 from zbc.training.launch.options import RunOptions
-from zbc.training.launch.reach import Doorstep
+from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
 from zbc.training.launch.signals import Signals, shares_terminal
 from zbc.training.train import Failure, Seat, StopFlag, end, run_rank
