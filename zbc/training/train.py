@@ -22,8 +22,9 @@ import torch.distributed as dist
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
-from zbc.runtime.execute import StepResult, finish, run_step
+from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.network import Network
+from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
 from zbc.training import frames
 from zbc.training.checkpoint import resume
@@ -157,9 +158,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
                 watchdog.phase("opening its trace", waiting=True)
                 run = None if log is None else log.folder
                 tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
-            checkpoints = _checkpoints(worker, board, seat, log, limit)
-            if checkpoints is not None:
-                checkpoints.last = first
+            checkpoints = _checkpoints(worker, board, seat, log, limit, first)
             watchdog.watch(worker.progress)
             with nullcontext() if tracer is None else _recorded(tracer):
                 stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
@@ -195,17 +194,17 @@ def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdo
 
 
 def _checkpoints(
-    worker: Worker, board: Board, seat: Seat, log: RunRecord | None, limit: timedelta
-) -> Checkpoints | None:
-    """This rank's part in the checkpoints of the run; None if the job wants none."""
+    worker: Worker, board: Board, seat: Seat, log: RunRecord | None, limit: timedelta, first: int
+) -> Checkpoints:
+    """This rank's part in the checkpoints of the run, which begins with step `first`."""
     manifest = worker.plan.manifest
     options = Settings.of(manifest).checkpoint
     if not options.every:
-        return None
+        return Checkpoints(worker, board, options, Path(), last=first)
     run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
     folder = resume.save_folder(manifest, run)
     try_out(board, folder)
-    return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit)
+    return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit, first)
 
 
 def _train(
@@ -215,7 +214,7 @@ def _train(
     steps: range,
     log: RunRecord | None,
     tracer: Tracers | None,
-    checkpoints: Checkpoints | None,
+    checkpoints: Checkpoints,
     limit: timedelta,
 ) -> str | None:
     if log is not None:
@@ -231,46 +230,67 @@ def _train(
             skips.look(result)
         except ZbcError:
             try:
-                if checkpoints is not None:
-                    checkpoints.wait()  # all ranks end here, so what is being written may become whole
+                checkpoints.wait()  # all ranks end here, so what is being written may become whole
             finally:
                 progress = worker.progress
                 progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
                 board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
             raise
 
-    for step in steps:
-        reason = seat.stop.reason
-        if reason is not None and not told:
-            board.ask_stop(reason)
+    def asked() -> bool:
+        nonlocal told
+        if seat.stop.reason is not None and not told:
+            board.ask_stop(seat.stop.reason)
             told = True
-        result = run(worker, step, stop=told)
+        return told
+
+    def evaluated(found: EvaluationResult) -> None:
+        if log is not None:
+            seat.emit(log.record_evaluation(found))
+
+    stopped = train_steps(worker, steps, checkpoints, run=run, show=show, evaluated=evaluated, asked=asked)
+    if stopped is None:
+        return None
+    reason = board.stop_reason() or "another rank"
+    if log is not None:
+        seat.emit(f"stopped after step {stopped} (asked by {reason})")
+    return reason
+
+
+def train_steps(
+    worker: Worker,
+    steps: range,
+    checkpoints: Checkpoints,
+    *,
+    run: Step,
+    show: Callable[[StepResult | None], None],
+    evaluated: Callable[[EvaluationResult], None] = lambda found: None,
+    asked: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """Train, evaluate and save as the plan says; after which step the run was stopped, None if that was the last.
+
+    `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
+    """
+    stopped = None
+    for step in steps:
+        result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
         last = step + 1 == steps.stop
         stopping = result is not None and result.stop and not last
-        saving = checkpoints is not None and checkpoints.due(step, last=last, stopping=stopping)
-        evaluating = due(worker, step, last=last)
+        evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last, stopping=stopping)
         if evaluating or saving or stopping:
             show(finish(worker))
         if evaluating:
-            found = evaluate(worker, step)
-            if log is not None:
-                seat.emit(log.record_evaluation(found))
-        if checkpoints is not None and saving:
+            evaluated(evaluate(worker, step))
+        if saving:
             checkpoints.save(step)
         if stopping:
-            reason = board.stop_reason() or "another rank"
-            if checkpoints is not None:
-                checkpoints.wait()
-            if log is not None:
-                seat.emit(f"stopped after step {step + 1} (asked by {reason})")
-            return reason
-        if checkpoints is not None:
-            checkpoints.check()
+            stopped = step + 1
+            break
+        checkpoints.check()
     show(finish(worker))
-    if checkpoints is not None:
-        checkpoints.wait()
-    return None
+    checkpoints.wait()
+    return stopped
 
 
 def _show(result: StepResult | None, seat: Seat, log: RunRecord | None) -> None:

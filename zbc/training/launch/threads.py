@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.plan.directory import Plan, RankPlan
-from zbc.runtime.execute import Step, finish, run_step
+from zbc.runtime.execute import Step, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
-from zbc.training.evaluate import due, evaluate
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
+from zbc.training.train import train_steps
 from zbc.training.worker import Settings, build_worker
 
 CPU = torch.device("cpu")
@@ -141,19 +141,4 @@ def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> N
         worker.results += [] if result is None else [result]
         skips.look(result)
 
-    for step in range(checkpoints.last, steps):
-        result = run(worker, step)
-        keep(result)
-        if result is not None and result.stop:
-            break
-        last = step + 1 == steps
-        evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last)
-        if evaluating or saving:
-            keep(finish(worker))
-        if evaluating:
-            evaluate(worker, step)
-        if saving:
-            checkpoints.save(step)
-        checkpoints.check()
-    keep(finish(worker))
-    checkpoints.wait()
+    train_steps(worker, range(checkpoints.last, steps), checkpoints, run=run, show=keep)
