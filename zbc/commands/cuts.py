@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zbc.compiler.report.report import CutReport
-    from zbc.compiler.whatif.compare import Row
+    from zbc.compiler.whatif.compare import ComparedPlan
 
 _LINES, _WIDTH = 8, 80
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
+def notes(rows: Sequence[ComparedPlan]) -> Iterator[str]:
     """The partitions with unequal numbers of blocks, each with its plans; nothing if there are none."""
     found: dict[str, list[str]] = {}
     for row in rows:

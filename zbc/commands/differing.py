@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.api import Plan
-    from zbc.compiler.report.difference import Line, RankDifference
+    from zbc.compiler.report.difference import DiffLine, RankDifference
 
 _AROUND = 1  # lines around a change that are shown
 _SHOWN = 24  # lines of a rank without -v
@@ -174,7 +174,7 @@ def _listing(rank: RankDifference, *, verbose: bool) -> Iterator[str]:
         yield f"{sides[0]} {_mark(line)} {sides[1]}".rstrip()
 
 
-def _mark(line: Line) -> str:
+def _mark(line: DiffLine) -> str:
     """`<` on the left alone, `>` on the right alone: taken out here, put in there."""
     return " " if line.left is not None and line.right is not None else "<" if line.right is None else ">"
 

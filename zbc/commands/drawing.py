@@ -101,9 +101,9 @@ def visualize(
             return
         text = picture.plain + "\n"
     elif form is Form.SVG:
-        from zbc.viz.svg import Sheet, draw
+        from zbc.viz.svg import SvgView, draw
 
-        text = draw(drawn, Sheet(ranks=shown, zoom=window))
+        text = draw(drawn, SvgView(ranks=shown, zoom=window))
     elif form is Form.HTML:
         from zbc.viz import html
 
