@@ -113,7 +113,7 @@ def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_ar
     assert any(line.startswith("   rank 1  ") and "not responding (last heard" in line for line in block), block
     for machine in machines:
         machine.wait(60)
-    assert [line for line in shown if "going on from" in line and "behind step 4" in line], "\n".join(shown)
+    assert [line for line in shown if "going on from" in line and "after step 4" in line], "\n".join(shown)
     last = len(metrics(out))
     assert [row["step"] for row in metrics(out)] == list(range(1, last + 1)) and last >= 11
     assert f"stopped after step {last} (asked by SIGTERM)" in shown
