@@ -108,7 +108,7 @@ class Index(Contents):
 
 
 def folder_of(parent: Path, step: int) -> Path:
-    """Where the checkpoint behind `step` steps is kept."""
+    """Where the checkpoint after `step` steps is kept."""
     return parent / f"step-{step:08d}"
 
 

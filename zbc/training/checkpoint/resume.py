@@ -147,7 +147,7 @@ def _complete_in(path: Path) -> Path:
 
 
 def _refuse(folder: Path | None, step: int) -> None:
-    """Raise E614 if a run that begins behind `step` would write among later checkpoints of another one."""
+    """Raise E614 if a run that begins after `step` would write among later checkpoints of another one."""
     later = [] if folder is None else [found for number, found in disk.complete(folder).items() if number > step]
     if later:
         text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"

@@ -50,7 +50,7 @@ def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -
 
 
 def gone_on(folder: Path, first: int, about: Mapping[str, Any]) -> LineFile:
-    """The `metrics.jsonl` of a run that goes on behind `first` steps: lines of later ones are gone. Raises OSError."""
+    """The `metrics.jsonl` of a run that goes on after `first` steps: lines of later ones are gone. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _drop_after(folder / METRICS, first)
     replace_text(folder / RUN, _text(about))
