@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbc.compiler.cost.cost import Costs
@@ -61,21 +62,28 @@ def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
-    """By what share the least that any order holds is above the limits; 0 or less if there may be an order that fits.
+    """By what share the least that any order holds is above the limits; 0 or less if one may fit."""
+    units = _least(placement, costs, split)
+    if costs.bytes is None:
+        return above(job, placement, costs, units, ())
+    counted, unit = _counted(costs, placement.ranks)
+    return above(job, placement, costs, units, [need * unit for need in _least(placement, counted, split)])
+
+
+def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
+    """By what share ranks that hold these activations, in units and in bytes, are above the limits; 0 or less: none is.
 
     Of the device, what is on its way is not counted: that depends on the order.
     """
-    found, p = [-1.0], placement.ranks
+    found = [-1.0]
     asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if asked is not None and asked[1] == "x":
-        found.append(max(_least(placement, costs, split)) / (asked[0] * p) - 1)
+        found.append(max(units) / (asked[0] * placement.ranks) - 1)
     if costs.bytes is not None:
-        counted, unit = _counted(costs, p)
-        needs = [units * unit for units in _least(placement, counted, split)]
         if asked is not None and asked[1] == "bytes":
-            found.append(max(needs) / asked[0] - 1)
+            found.append(max(sizes) / asked[0] - 1)
         if job.hardware.memory_gib is not None:
-            whole = max(state_of(costs, placement, r) + need for r, need in enumerate(needs))
+            whole = max(state_of(costs, placement, rank) + size for rank, size in enumerate(sizes))
             found.append(whole / (job.hardware.memory_gib * GIB) - 1)
     return max(found)
 
