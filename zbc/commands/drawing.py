@@ -54,11 +54,11 @@ class By(StrEnum):
 def visualize(
     target: PlanJobCsvOrRun,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="A second one, drawn below on the same time axis.")
+        Path | None, typer.Argument(metavar="OTHER", help="A second plan, drawn below on the same time axis.")
     ] = None,
     form: Annotated[
         Form | None,
-        typer.Option("--as", help="The form of the picture; else as FILE ends (.svg, .html, .json), or term."),
+        typer.Option("--as", help="Form of the picture; default: by the name of FILE (.svg, .html, .json), else term."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
@@ -67,19 +67,20 @@ def visualize(
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[
-        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; the terminal's if left out.")
+        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
-        int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run, draw from this step on.")
+        int | None, typer.Option("--from", min=1, metavar="STEP", help="Recorded runs only: draw from this step on.")
     ] = None,
     barrier: Annotated[
-        bool | None, typer.Option(help="Whether each of --steps ends everywhere first; the job's optimizer decides.")
+        bool | None,
+        typer.Option(help="With --steps: whether all ranks end a step before the next; default: as the job says."),
     ] = None,
 ) -> None:
     """Draw when each rank does what.
 
-    Of a recorded run what was predicted is drawn above what was measured.
+    For a recorded run, the prediction is drawn above the measurement.
     """
     form = form or _FORMS.get("" if output is None else output.suffix.lower(), Form.TERM)
     _refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
@@ -100,9 +101,9 @@ def visualize(
             return
         text = picture.plain + "\n"
     elif form is Form.SVG:
-        from zbc.viz.svg import Sheet, draw
+        from zbc.viz.svg import SvgView, draw
 
-        text = draw(drawn, Sheet(ranks=shown, zoom=window))
+        text = draw(drawn, SvgView(ranks=shown, zoom=window))
     elif form is Form.HTML:
         from zbc.viz import html
 

@@ -161,7 +161,9 @@ class Optimizer(Section):
     sync: Literal["before-step", "post-validate"] = Field(
         "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
     )
-    schedule: learning_rate.Schedule = Field(learning_rate.Schedule(), description="the learning rate over the steps")
+    schedule: learning_rate.RateSchedule = Field(
+        learning_rate.RateSchedule(), description="the learning rate over the steps"
+    )
     zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
 
     @property
