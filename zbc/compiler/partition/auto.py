@@ -13,7 +13,7 @@ same budget, and it takes a few times as long. Without a budget it searches on f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from zbc.compiler.cost import estimate
@@ -36,7 +36,7 @@ CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job 
 SMALL_BUDGET = 0.02  # seconds up to which there is no local search; and, of two pipes, for each smaller limit
 RATE = 1_500_000  # op visits of a local search per second, in plain Python
 USUAL, MOST = 0.6, 2.0  # seconds of a local search where no budget was asked for, and at most
-SEARCHING = 0.2  # of a budget, with compiled kernels
+SEARCHING = 0.05  # of that, in op visits of compiled kernels
 LEAST = 400_000  # op visits of a local search for the least memory
 FINALISTS, WEIGHED = 2, 64  # partitions of schedules made by hand that are planned: where one fits, and where none does
 # Of the usual budget, to the most promising plans, where none was asked for; the local search takes some of it.
@@ -194,56 +194,51 @@ def _least_memory(best: Best, evaluator: Evaluator) -> None:
 # ---- all schedules ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Entrant:
-    """A schedule that takes part, what it was first planned with and ms of these steps, and of the best of them."""
-
-    evaluator: Evaluator
-    plans: tuple[tuple[float, Setup], ...]
-    step: float
-
-
 def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
     """The best order; each search takes `budget` seconds (None: the usual budget for the most promising together).
 
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
-    best, seen, entrants = Best(job), set[tuple[object, ...]](), list[_Entrant]()
+    best, seen, found = Best(job), set[tuple[object, ...]](), list[tuple[float, Evaluator]]()
     for schedule, chunks in _entrants(job):
         try:
             evaluator = Evaluator(job, table, schedule, chunks)
         except ZbcError as error:
             best.refuse(error)
             continue
-        if evaluator.least_step() < best.step:
-            entrants += _first(best, evaluator, seen, budget)
-    entrants.sort(key=lambda entrant: entrant.step)
-    if budget is None:
-        _promising(best, entrants, seen)
-    elif budget:
-        for entrant in entrants:
-            _asked(best, entrant.evaluator, budget)
+        step = _first(best, evaluator, seen, budget) if evaluator.least_step() < best.step else None
+        found += [] if step is None else [(step, evaluator)]
+    evaluators = [evaluator for _, evaluator in sorted(found, key=lambda pair: pair[0])]
+    by_hand = [one for one in evaluators[: EXPLORED if budget is None else None] if not one.schedule.searched]
+    searched = [one for one in evaluators if one.schedule.searched]
+    most_promising = DEFAULT_IF_OPEN if any(one.free for one in evaluators) else DEFAULT
+    seconds = [BUDGET * share for share in most_promising] if budget is None else [budget] * len(searched)
+    for evaluator, most in zip(searched, seconds, strict=False):
+        _asked(best, evaluator, most, usual=budget is None)
+    for evaluator in by_hand:
+        if evaluator.free and _local(budget) and evaluator.least_step() < best.step:
+            _by_hand(best, evaluator, _local(budget))
     if best.ordered is None:
-        for entrant in entrants:
-            if entrant.evaluator.schedule.searched:
-                _least_memory(best, entrant.evaluator)
+        for evaluator in searched:
+            _least_memory(best, evaluator)
     return best.answer()
 
 
-def _first(best: Best, evaluator: Evaluator, seen: set[tuple[object, ...]], budget: float | None) -> list[_Entrant]:
-    """Offers what a schedule makes of its starts; of searched ones, as the fast tier finds it."""
+def _first(best: Best, evaluator: Evaluator, seen: set[tuple[object, ...]], budget: float | None) -> float | None:
+    """Offers what a schedule makes of its starts; of searched ones, as the fast tier finds it. ms of the best.
+
+    None where no order could be better, or where all were looked for by schedules before this one.
+    """
     if not evaluator.schedule.searched:
-        return [_Entrant(evaluator, (), _by_hand(best, evaluator, 0.0))]
+        return _by_hand(best, evaluator, 0.0)
     choices = evaluator.fitting or _tightest(evaluator)
     setups = [setup for setup in map(evaluator.setup, choices) if not best.rules_out(setup)]
     if budget is None:
         setups = sorted(setups, key=lambda setup: setup.least_step)[:FIRST]
     fresh = [setup for setup in setups if setup.looks_for not in seen]
-    if choices and not fresh:
-        return []
     seen |= {setup.looks_for for setup in fresh}
-    plans = tuple((_offer(best, setup, 0.0, 0.0 if budget == 0 else None), setup) for setup in fresh)
-    return [_Entrant(evaluator, plans, min((step for step, _ in plans), default=INF))]
+    steps = [_offer(best, setup, 0.0, 0.0 if budget == 0 else None) for setup in fresh]
+    return min(steps, default=None if choices else INF)
 
 
 def _offer(best: Best, setup: Setup, seconds: float, rungs: float | None) -> float:
@@ -263,39 +258,21 @@ def _offer(best: Best, setup: Setup, seconds: float, rungs: float | None) -> flo
     return step
 
 
-def _promising(best: Best, entrants: Sequence[_Entrant], seen: set[tuple[object, ...]]) -> None:
-    """Explores the partitions of the most promising schedules, then searches for the most promising plans."""
-    found: list[tuple[float, Setup]] = []
-    for place, entrant in enumerate(entrants):
-        found += entrant.plans
-        evaluator = entrant.evaluator
-        if place >= EXPLORED or not evaluator.free:
-            continue
-        if not evaluator.schedule.searched:
-            _by_hand(best, evaluator, USUAL)
-        elif first := (evaluator.fitting or _tightest(evaluator)):
-            setup = evaluator.setup(_explored(evaluator, first[0], None))
-            if setup.looks_for not in seen and not best.rules_out(setup):
-                found.append((_offer(best, setup, 0.0, None), setup))
-    found.sort(key=lambda pair: pair[0])
-    some_open = any(entrant.evaluator.free for entrant in entrants)
-    for (_, setup), share in zip(found, DEFAULT_IF_OPEN if some_open else DEFAULT, strict=False):
-        if not best.rules_out(setup):
-            best.offer(setup.make(BUDGET * share, compiled=True, rungs=0.0, beat=best.step))
+def _asked(best: Best, evaluator: Evaluator, budget: float, *, usual: bool) -> None:
+    """Offers what a searched schedule by name would be with that budget, and what it is under smaller limits.
 
-
-def _asked(best: Best, evaluator: Evaluator, budget: float) -> None:
-    """Offers what a schedule by name would be with that budget, and what it is under smaller limits."""
-    if evaluator.least_step() >= best.step:
-        return
-    if not evaluator.schedule.searched:
-        if _local(budget) and evaluator.free:
-            _by_hand(best, evaluator, _local(budget))
+    Of the usual budget, smaller limits get the fast tier, those of two pipes nothing; nor do the other starts.
+    """
+    if not budget or evaluator.least_step() >= best.step:
         return
     for choice, seconds in shares(evaluator, budget).items():
         setup = evaluator.setup(choice)
-        if not best.rules_out(setup):
-            _offer(best, setup, seconds, seconds)
+        if best.rules_out(setup) or (usual and seconds <= SMALL_BUDGET):
+            continue
+        if usual and evaluator.two_pipes:
+            best.offer(next(setup.lowered()).make(seconds))
+        else:
+            _offer(best, setup, seconds, 0.0 if usual else seconds)
 
 
 def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:

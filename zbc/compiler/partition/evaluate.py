@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import add
 from typing import NamedTuple
 
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.partition.balance import even
+from zbc.compiler.partition.balance import Weights, even
 from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
 from zbc.compiler.partition.limits import shortage
 from zbc.compiler.partition.setup import Choice, Setup, with_recompute
-from zbc.compiler.partition.starts import even_in_memory
 from zbc.compiler.partition.timing import FixedOrder, Recipes, Remade, Timing, limited, reduced
 from zbc.compiler.schedules import Schedule
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import least_of
+from zbc.ir import Placement
 from zbc.job.spec import Job
 
 INF = float("inf")
 SMALL = 4000  # ops up to which partitions that are even in memory are always planned
 TINY = 1e-9  # of a limit
+STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
 
 
 class Judged(NamedTuple):
@@ -117,20 +119,30 @@ class Evaluator:
         return list(dict.fromkeys(found))
 
     def _even_in_memory(self) -> Iterator[Choice]:
-        """By the order if it is known beforehand; else by one microbatch a stage, and by as many as 1F1B holds."""
-        stages, searched = self.placement.stages, self.schedule.searched
+        """By what layers keep, as often as a stage holds it; on a device also by what stays; and mixed with their time.
+
+        How often is known of schedules made by hand. A search holds one microbatch at least; as many as 1F1B is a
+        guess, which is not worth a proof that the last layer is where it should be.
+        """
+        job, stages, searched = self.job, self.placement.stages, self.schedule.searched
         flights = [[1] * stages]
         if searched:
-            flights.append([min(stages - s, self.job.schedule.microbatches) for s in range(stages)])
+            flights.append([min(stages - s, job.schedule.microbatches) for s in range(stages)])
         else:
             for stage, counts in chain.from_iterable(chain.from_iterable(self.order.held)):
                 flights[0][stage] = max(flights[0][stage], *counts)
-        for k, flight in enumerate(flights):
-            times, one_pipe = self.times(frozenset()), self.two_pipes and searched
-            yield from map(
-                Choice,
-                even_in_memory(self.job, self.table, self.placement, flight, times, guessed=k > 0, one_pipe=one_pipe),
-            )
+        given = estimate.given_activations(job, list(self.table))
+        kept = [layer.size.act_b for layer in self.table] if given is None else [act_b for act_b, _ in given]
+        held = [[[count * size for size in kept] for count in flight] for flight in flights]
+        state = [STATE * layer.params for layer in self.table]
+        if job.hardware.memory_gib is not None:
+            held += [[list(map(add, row, state)) for row in memory] for memory in held]
+        for k, memory in enumerate(held):
+            if any(map(any, memory)):
+                yield Choice(even(memory, self.placement, exact=not searched or k % 2 == 0))
+                yield Choice(even(_mixed(self.times(frozenset()), memory), self.placement, exact=False))
+                if self.two_pipes and searched:  # one microbatch alone is in one of them
+                    yield Choice(even(memory, Placement(self.placement.pipes[:1])))
 
     @cached_property
     def fitting(self) -> list[Choice]:
@@ -169,3 +181,11 @@ class Evaluator:
             return None
         over = 0.0 if searched else timing.over(setup)
         return Judged(over if over > TINY else 0.0, step, choice)
+
+
+def _mixed(times: Weights, memory: Weights) -> list[list[float]]:
+    """Time and memory, each by its share of the whole."""
+    whole = [sum(map(sum, table)) or 1.0 for table in (times, memory)]
+    return [
+        [a / whole[0] + b / whole[1] for a, b in zip(*rows, strict=True)] for rows in zip(times, memory, strict=True)
+    ]

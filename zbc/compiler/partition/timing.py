@@ -1,8 +1,11 @@
-"""What a step of one schedule costs on other partitions, quicker than by planning each of them from the start.
+"""What a step of one schedule costs on any partition, quicker than by planning each of them from the start.
 
 Where an order does not depend on costs, it is timed again. Orders that are packed at the costs are made again. Of
 searched orders of one pipe, the recipes that did best on the first partition are decoded. With many microbatches, 4p of
 them run; each of the others adds what it takes of the busiest rank.
+
+A timing has `step`, ms of a step of its `microbatches`, infinite where no order was found; `over`, by what share the
+fullest rank is above its limits; `visits`, what a question costs; and `counts[rank][stage]`, how many microbatches run.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 from zbc.compiler.check.memory import check_memory, excess
 from zbc.compiler.lowering import Lowering
@@ -35,20 +37,6 @@ SUMS = 8  # op visits per op where all-reduces of gradients take time as well
 RECIPES = 3
 
 
-class Timing(Protocol):
-    """Of one schedule, on any partition."""
-
-    visits: int  # what a question costs
-    microbatches: int  # that are timed
-    counts: list[list[float]]  # [rank][stage] how many of them run there
-
-    def step(self, setup: Setup) -> float:
-        """ms of a step of these microbatches; infinite where no order was found."""
-
-    def over(self, setup: Setup) -> float:
-        """By what share the fullest rank is above its limits; 0 or less if it fits."""
-
-
 class FixedOrder:
     """One order on every partition. `few` is the same with fewer microbatches, for its time."""
 
@@ -58,9 +46,14 @@ class FixedOrder:
         self.visits = few.size * (1 if program.alone else SUMS) * (4 if job.objective == "period" else 1) + OVERHEAD
 
     @cached_property
-    def _begun(self) -> tuple[Context, Context]:
-        """The two lowered, as far as that does not depend on costs."""
-        return self._lowering.begin(self._timed), self._lowering.begin(Context.of(self.program))
+    def _begun(self) -> Context:
+        """What is timed, lowered as far as that does not depend on costs."""
+        return self._lowering.begin(self._timed)
+
+    @cached_property
+    def _whole(self) -> Context:
+        same = self._timed.program is self.program
+        return self._begun if same else self._lowering.begin(Context.of(self.program))
 
     @cached_property
     def held(self) -> list[list[holding.Held]]:
@@ -68,7 +61,7 @@ class FixedOrder:
         return holding.fullest(self.program)
 
     def step(self, setup: Setup) -> float:
-        timed = self._timed if self.program.alone else self._begun[0]
+        timed = self._timed if self.program.alone else self._begun
         timed = timed.priced(setup.costs)
         return (timed if self.program.alone else self._lowering.finish(timed)).step_ms(setup.job.objective)
 
@@ -81,7 +74,7 @@ class FixedOrder:
         over = above(job, setup.placement, costs, units, sizes)
         if over > 1e-9 or job.hardware.memory_gib is None or costs.bytes is None:
             return over
-        whole = self._lowering.finish(self._begun[1].priced(costs))
+        whole = self._lowering.finish(self._whole.priced(costs))
         return excess(job, peaks(whole.program, costs, whole.timeline), costs)
 
 
@@ -130,6 +123,9 @@ class Recipes:
         costs, limits = setup.limit.costs, setup.limits
         costs = costs if setup.schedule.splits_backward else costs.joined()
         return Problem.make(setup.placement, costs, self.microbatches, None if limits is None else list(limits))
+
+
+Timing = FixedOrder | Remade | Recipes
 
 
 def _counts(program: Program) -> list[list[float]]:
