@@ -30,7 +30,7 @@ RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
 class Choice(NamedTuple):
-    """A partition, and the stages that recompute. Stage s holds the layers `points[s]` up to `points[s + 1]`."""
+    """A partition, by its points as in balance.py, and the stages that recompute."""
 
     points: tuple[int, ...]
     recompute: frozenset[int] = frozenset()
