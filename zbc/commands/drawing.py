@@ -90,12 +90,25 @@ def visualize(
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
+    _put(form, drawn, output, shown, window, width, by)
+
+
+def _put(
+    form: Form,
+    drawn: Sequence[Drawn],
+    output: Path | None,
+    ranks: tuple[int, ...] | None,
+    window: tuple[float, float] | None,
+    width: int | None,
+    by: By,
+) -> None:
+    """Show a picture, or write it to a file."""
     if form is Form.TERM:
-        columns = width or (_columns() if output is None else _WIDTH)
-        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
         from zbc.viz.terminal import View
 
-        picture = _text(drawn, View(columns, by.value, shown, window, unicode))
+        columns = width or (_columns() if output is None else _WIDTH)
+        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
+        picture = _text(drawn, View(columns, by.value, ranks, window, unicode))
         if output is None:
             show(picture)
             return
@@ -103,15 +116,15 @@ def visualize(
     elif form is Form.SVG:
         from zbc.viz.svg import SvgView, draw
 
-        text = draw(drawn, SvgView(ranks=shown, zoom=window))
+        text = draw(drawn, SvgView(ranks=ranks, zoom=window))
     elif form is Form.HTML:
         from zbc.viz import html
 
-        text = html.draw(drawn, shown)
+        text = html.draw(drawn, ranks)
     else:
         from zbc.viz import perfetto
 
-        text = perfetto.draw(drawn, shown)
+        text = perfetto.draw(drawn, ranks)
     if output is None:
         show(text.rstrip("\n"))
     else:

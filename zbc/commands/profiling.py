@@ -68,9 +68,7 @@ def profile(
     """
     if from_trace is not None:
         if job is not None or device or threads or together or settings:
-            raise typer.BadParameter(
-                "--from-trace measures nothing, so JOB.toml and how to measure have no place beside it"
-            )
+            raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
         _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
     if job is None:

@@ -28,11 +28,11 @@ class RateSchedule(Section):
     by: Literal["steps", "samples"] = Field(
         default="steps", description="samples: a step of half the microbatches counts as half a step"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the way up to lr")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the linear warm-up to lr")
     decay_steps: Count | None = Field(
-        default=None, description="steps of the way down; default all after the warm-up, wsd a tenth of train.steps"
+        default=None, description="steps of the decay; default all after the warm-up, wsd a tenth of train.steps"
     )
-    min_lr: NotNegative = Field(default=0.0, description="where the way down ends")
+    min_lr: NotNegative = Field(default=0.0, description="rate at the end of the decay")
 
 
 def decay_steps(schedule: RateSchedule, steps: float) -> float:
@@ -46,12 +46,12 @@ def decay_steps(schedule: RateSchedule, steps: float) -> float:
 
 
 def rate(lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
-    """The learning rate of step `step` (from 0) of a training of `steps`; behind its end the last one."""
+    """The learning rate of step `step` (from 0) of a training of `steps`; after its end the last one."""
     return rate_after(lr, schedule, steps, step + 1)
 
 
 def rate_after(lr: float, schedule: RateSchedule, steps: float, done: float) -> float:
-    """The learning rate of the step behind which `done` of `steps` are done; both may be fractions."""
+    """The learning rate of the step after which `done` of `steps` are done; both may be fractions."""
     down = decay_steps(schedule, steps)
     if done < schedule.warmup_steps:
         return lr * done / schedule.warmup_steps

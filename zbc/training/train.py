@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -231,20 +232,7 @@ def _train(
             seat.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step
     told, skips = False, Skips(worker.plan.manifest)
-
-    def show(result: StepResult | None) -> None:
-        _show(result, seat, log)
-        try:
-            skips.look(result)
-        except ZbcError:
-            try:
-                if checkpoints is not None:
-                    checkpoints.wait()  # all ranks end here, so what is being written may become whole
-            finally:
-                progress = worker.progress
-                progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
-                board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
-            raise
+    show = functools.partial(_tell, worker, board, seat, log, skips, checkpoints, limit)
 
     for step in steps:
         reason = seat.stop.reason
@@ -278,6 +266,31 @@ def _train(
     if checkpoints is not None:
         checkpoints.wait()
     return None
+
+
+def _tell(
+    worker: Worker,
+    board: Board,
+    seat: Seat,
+    log: RunRecord | None,
+    skips: Skips,
+    checkpoints: Checkpoints | None,
+    limit: timedelta,
+    result: StepResult | None,
+) -> None:
+    """Show a step that is known. Raises E704 after too many skipped ones, once all ranks have come to that."""
+    _show(result, seat, log)
+    try:
+        skips.look(result)
+    except ZbcError:
+        try:
+            if checkpoints is not None:
+                checkpoints.wait()  # all ranks end here, so what is being written may become whole
+        finally:
+            progress = worker.progress
+            progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
+            board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
+        raise
 
 
 def _show(result: StepResult | None, seat: Seat, log: RunRecord | None) -> None:
