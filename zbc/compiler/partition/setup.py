@@ -193,7 +193,7 @@ class Setup:
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:
     """The job with the stages that recompute written down. Raises E110 for one that there is not."""
     cost.check_stages(job, placement)
-    memory = job.memory.settled(recompute, placement.stages)
+    memory = job.memory.decided(recompute, placement.stages)
     return job if memory is job.memory else replace(job, memory=memory)
 
 
