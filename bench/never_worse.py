@@ -29,7 +29,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import smallest
-from zbc.compiler.partition.single import cut
+from zbc.compiler.partition.setup import start_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search import ladder, portfolio
 from zbc.compiler.search.engine import Engine
@@ -93,7 +93,7 @@ def limits(path: Path, rng: Random) -> list[float | None]:
     job = load_job(path)
     p, table = job.parallel.pp, estimate.layers(job)
     least = min(
-        smallest(job, where, cut(job, where, table)[1]) for where in (Placement.linear(p), Placement.vshape(p, 2))
+        smallest(job, where, start_of(job, where, table)[1]) for where in (Placement.linear(p), Placement.vshape(p, 2))
     )
     some = sorted(least * rng.uniform(1.0, rng.choice((1.2, 2.0, 1.5 * p))) for _ in range(2))
     return [*(round(limit + 5e-7, 6) for limit in some), None]

@@ -15,11 +15,11 @@ NEXT = re.compile(
 MAKERS = ("compiler/schedules/", "compiler/search/")  # orders of stages in a row
 CUTS = {  # the layers of a model come in a row: where the stages begin and end in it, one point more than stages
     "compiler/partition/balance.py",
-    "compiler/partition/cuts.py",
+    "compiler/partition/local_search.py",
 }
 COUNTED = {  # numbers of stages in words, and of what lies between them
     "compiler/cost/cost.py": "stages are numbered from 0 to",
-    "compiler/partition/partition.py": "bars",
+    "compiler/partition/initial.py": "bars",
     "plan/reading.py": "boundaries",
 }
 

@@ -12,7 +12,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.work import keys_seen
-from zbc.compiler.partition.partition import partition
+from zbc.compiler.partition.initial import initial
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.dealing import most
@@ -22,7 +22,7 @@ LINEAR, V = Placement.linear(4), Placement.vshape(4)
 
 def costs(description, placement=LINEAR):
     table = estimate.layers(description)
-    return cost.build(description, placement, partition(description, placement, table), table)
+    return cost.build(description, placement, initial(description, placement, table), table)
 
 
 def comm(found):
@@ -338,7 +338,7 @@ def bytes_of(placement=None, **changes):
 def test_zero1_shares_out_the_optimizer_state_and_nothing_else():
     whole, parts = (bytes_of(parallel={"pp": 2, "dp": 4}, optimizer={"zero1": zero1}) for zero1 in (False, True))
     table = estimate.layers(job())
-    cut = partition(job(parallel={"pp": 2}), Placement.linear(2), table)
+    cut = initial(job(parallel={"pp": 2}), Placement.linear(2), table)
     for one, part, layers in zip(whole.bytes, parts.bytes, cut, strict=True):
         dealt, _ = most((count for i in layers for count in table[i].parts), 4)
         assert part.optimizer == pytest.approx(8 * dealt) == pytest.approx(one.optimizer / 4, rel=0.01)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.jobs import job
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition import balance as balancing
-from zbc.compiler.partition.balance import FEW, balance, even, largest
-from zbc.compiler.partition.partition import partition
+from zbc.compiler.partition.balance import FEW, balance, even, of_ranks
+from zbc.compiler.partition.initial import initial
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 
@@ -43,7 +43,7 @@ def test_balance_finds_the_best_cut_of_all(weights, data):
 
 def names(description, stages, placement=None):
     table = estimate.layers(description)
-    parts = partition(description, placement or Placement.linear(stages), table)
+    parts = initial(description, placement or Placement.linear(stages), table)
     return [[table[i].name for i in part] for part in parts]
 
 
@@ -76,8 +76,9 @@ def test_the_fullest_rank_is_as_light_as_in_the_best_of_all_cuts(few, monkeypatc
     for _ in range(120):
         where = a_placement(rng)
         weights = drawn(rng, where)
-        best = min(largest(weights, cuts, where) for cuts in splits(len(weights[0]), where.stages))
-        assert largest(weights, even(weights, where), where) == pytest.approx(best, rel=1e-9)
+        loads = of_ranks(weights, where)
+        best = min(loads.busiest(cuts) for cuts in splits(len(weights[0]), where.stages))
+        assert loads.busiest(even(weights, where)) == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize(("p", "v", "layers"), [(64, 2, 200), (64, 8, 600), (16, 4, 100)])
@@ -87,7 +88,7 @@ def test_large_placements_are_cut_too(p, v, layers):
     where = Placement.vshape(p, v)
     cuts = even(weights, where)
     assert cuts[0] == 0 and cuts[-1] == layers and all(a < b for a, b in itertools.pairwise(cuts))
-    assert largest(weights, cuts, where) == max(7 + (v - 1), -(-(layers + 6) // p))
+    assert of_ranks(weights, where).busiest(cuts) == max(7 + (v - 1), -(-(layers + 6) // p))
 
 
 def test_a_rank_with_the_head_gets_fewer_blocks_over_both_its_stages():

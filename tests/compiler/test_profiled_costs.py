@@ -13,9 +13,8 @@ from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.footprint import Footprint, more
-from zbc.compiler.partition.judging import Case
-from zbc.compiler.partition.partition import partition
-from zbc.compiler.partition.tailor import Tailor
+from zbc.compiler.partition.evaluate import Evaluator
+from zbc.compiler.partition.initial import initial
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
@@ -33,7 +32,7 @@ def costs(profile=None, placement=LINEAR, **changes):
     described = job(**changes)
     described = replace(described, profile=profile or profile_of(described))
     table = estimate.layers(described)
-    return cost.build(described, placement, partition(described, placement, table), table)
+    return cost.build(described, placement, initial(described, placement, table), table)
 
 
 def comm(found):
@@ -124,7 +123,7 @@ def test_bytes_come_from_the_profile_and_shared_tensors_count_once():
 def test_layers_of_a_factory_have_bytes_once_they_were_measured():
     described = job(**MINE)
     table = estimate.layers(described)
-    assert cost.build(described, LINEAR, partition(described, LINEAR, table), table).bytes is None
+    assert cost.build(described, LINEAR, initial(described, LINEAR, table), table).bytes is None
     found = costs(**MINE)
     assert found.bytes_of("kept") == (12000.0,) * 4
     assert [z.boundary for z in found.bytes] == [1000.0] * 4
@@ -163,5 +162,5 @@ def test_no_cut_is_ruled_out_by_the_slower_way_to_go_back(kind, share):
     kinds = {name: layer(1.0, 2.0, 3.0, bw=5.0 * share) for name in ("embed", "block", "head")}
     described = job(schedule={"kind": kind, "microbatches": 32})
     described = replace(described, profile=profile_of(described, layers=kinds))
-    least = Tailor(Case(described, estimate.layers(described), find(kind), None)).least_step(described)
+    least = Evaluator(described, estimate.layers(described), find(kind), None).least_step()
     assert 0 < least <= compile_job(described, budget=0.0).report.makespan_ms

@@ -15,7 +15,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import curve, over_time, peaks
-from zbc.compiler.partition.partition import partition
+from zbc.compiler.partition.initial import initial
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
@@ -217,4 +217,4 @@ def cost_of(**changes):
     text = replace(text, parallel=text.parallel.model_copy(update=changes["parallel"]))
     placement = Placement.linear(2)
     table = estimate.layers(text)
-    return cost.build(text, placement, partition(text, placement, table), table)
+    return cost.build(text, placement, initial(text, placement, table), table)

@@ -23,12 +23,11 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
-from zbc.compiler.partition.cuts import Cut, of_stages
-from zbc.compiler.partition.judging import Case
+from zbc.compiler.partition.auto import shares
+from zbc.compiler.partition.evaluate import Evaluator
 from zbc.compiler.partition.limits import limit_of, smallest
-from zbc.compiler.partition.oracles import over_of
-from zbc.compiler.partition.single import cut
-from zbc.compiler.partition.tailor import Tailor
+from zbc.compiler.partition.setup import Choice, start_of
+from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate
@@ -171,7 +170,7 @@ def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
     parts, schedule = uneven(seed)
     free = job(kind="zb-auto", **parts, schedule=schedule)
     table, where = estimate.layers(free), Placement.linear(free.parallel.pp)
-    units = 1.2 * smallest(free, where, cut(free, where, table)[1])
+    units = 1.2 * smallest(free, where, start_of(free, where, table)[1])
     for limit in (f"{units:.3f}x", "1x", None):
         more = schedule if limit is None else {**schedule, "memory_limit": limit}
         budget = (0.0, 0.001)[seed % 2]
@@ -192,13 +191,12 @@ def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
 def test_a_small_budget_gives_every_cut_as_much_under_a_larger_limit(seed, name):
     """Whichever of them comes first: which do not fit depends on the limit."""
     parts, schedule = uneven(seed)
-    before: dict[Cut, float] = {}
+    before: dict[Choice, float] = {}
     most = 0
     for limit in ("0.3x", "0.4x", "0.6x", "1x", "3x", None):
         more = schedule if limit is None else {**schedule, "memory_limit": limit}
         asked = job(kind=name, **parts, schedule=more)
-        tailor = Tailor(Case(asked, estimate.layers(asked), SCHEDULES[name], None))
-        plans = {of_stages(one.stages): share for one, share in tailor.plans(ENOUGH / COMPILED_RATE)}
+        plans = shares(Evaluator(asked, estimate.layers(asked), SCHEDULES[name], None), ENOUGH / COMPILED_RATE)
         assert all(plans.get(each, -1.0) >= share for each, share in before.items()), limit
         before, most = plans, max(most, len(plans))
     assert most > 1 or asked.parallel.pp == 1 or name == "zb-auto"

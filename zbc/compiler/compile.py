@@ -18,7 +18,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
-from zbc.compiler.partition.single import Ordered, settled
+from zbc.compiler.partition.setup import Ordered, with_recompute
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
@@ -86,7 +86,7 @@ class Compiled:
             boundaries=[boundary] * len(self.program.placement.edges),
             microbatch_size=self.job.schedule.microbatch_size,
             predicted=self.report.predicted(),
-            planning=settled(self.job, self.found.again, self.program.placement).planning(),
+            planning=with_recompute(self.job, self.found.recompute, self.program.placement).planning(),
             training=self.job.training(),
             ramp=parts,
         )
@@ -177,7 +177,7 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
     partition = job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None})
-    memory = settled(job, compiled.found.again, compiled.program.placement).memory
+    memory = with_recompute(job, compiled.found.recompute, compiled.program.placement).memory
     parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
     for phase in job.schedule.ramp:
         changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
@@ -202,7 +202,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         check_forward(forward_only(program.placement, program.microbatches))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    remembered = settled(job, found.again, program.placement).memory
+    remembered = with_recompute(job, found.recompute, program.placement).memory
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
     chosen = report.Chosen(layers, again, found.tried, found.all_tried)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)

@@ -10,10 +10,8 @@ from pathlib import Path
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.partition.auto import best_of_all
-from zbc.compiler.partition.judging import Case
-from zbc.compiler.partition.single import Ordered, bounds_of, cut, finished
-from zbc.compiler.partition.tailor import best_cut
+from zbc.compiler.partition.auto import best_of_all, best_of_one
+from zbc.compiler.partition.setup import Ordered, bounds_of, finished, start_of
 from zbc.compiler.schedules import AUTO, Request, find
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
@@ -34,7 +32,7 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
         return _file(job, table)
     if (job.schedule.kind or "").lower() == AUTO:
         return best_of_all(job, table, budget)
-    return best_cut(Case(job, table, find(job.schedule.kind or ""), job.schedule.chunks), budget)
+    return best_of_one(job, table, find(job.schedule.kind or ""), job.schedule.chunks, budget)
 
 
 # ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------
@@ -90,8 +88,8 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 
 
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
-    """What was made elsewhere, with the cut the job starts from."""
-    stages, costs = cut(job, program.placement, table)
+    """What was made elsewhere, with the partition the job starts from."""
+    stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs)
     return Ordered(name, finished(job, program, costs), stages, costs, least, Lowering.of(job))
 

@@ -139,11 +139,11 @@ class Memory(Section):
         """What happens to the activations of one stage."""
         return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
 
-    def settled(self, again: Collection[int], stages: int) -> Memory:
-        """With the stages that recompute, those of `again` where it was left open, in place of "auto"."""
+    def decided(self, recompute: Collection[int], stages: int) -> Memory:
+        """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""
         if "auto" not in self.chosen():
             return self
-        chosen = {str(s): "recompute" for s in range(stages) if s in again or self.of(s) == "recompute"}
+        chosen = {str(s): "recompute" for s in range(stages) if s in recompute or self.of(s) == "recompute"}
         return Memory(activations="keep" if not chosen else "recompute" if len(chosen) == stages else chosen)
 
     def chosen(self) -> set[str]:

@@ -1,47 +1,197 @@
-"""`auto`: the best order over all schedules, placements and smaller limits that fit.
+"""The best order of a job: over partitions and recompute for one schedule, and for `auto` over all schedules.
 
-Every schedule keeps to the limit by itself, so what `auto` answers is no worse than what any of them answers with the
-same budget; and what it answers for a smaller limit or budget is among what it considers (search/ladder.py). Left out
-is only what a lower bound rules out. So a budget is that of each search, and `auto` takes a few times as long.
+Every schedule starts from a few partitions (Evaluator.starts), and a local search looks for a better one. Of schedules
+made by hand, the local search times the order on each partition, so what it finds is planned. A searched order is
+searched for on several partitions, each with a share of the budget: half of it for the first that fits, the rest for
+what the local search finds. A small budget has no local search and gives each as much, so with more memory, which lets
+more of them fit, it is never worse.
+
+`auto` leaves out only what a lower bound rules out. So its answer is no worse than that of a schedule by name with the
+same budget, and it takes a few times as long. Without a budget it searches on for the most promising ones only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import lru_cache
 
 from zbc.compiler.cost import estimate
-from zbc.compiler.partition.best import Best
-from zbc.compiler.partition.judging import Case
-from zbc.compiler.partition.single import Ordered, Prepared
-from zbc.compiler.partition.tailor import Tailor
+from zbc.compiler.partition.evaluate import INF, Evaluator, Judged
+from zbc.compiler.partition.limits import smallest
+from zbc.compiler.partition.local_search import LocalSearch
+from zbc.compiler.partition.setup import Choice, Ordered, Setup
+from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, Schedule
+from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.ladder import LARGE
+from zbc.compiler.search.portfolio import Effort
 from zbc.errors import ZbcError
 from zbc.job.spec import Job
 
 # Searched schedules in the order in which they are asked: of equally good ones the first is taken.
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
-# Of the usual budget, to the most promising ones, where none was asked for; finding cuts as well takes some of it.
-DEFAULT, DEFAULT_WITH_CUTS = (0.6, 0.2), (0.25, 0.1)
-BRIEF = 0.02  # seconds for two pipes under each smaller limit: all of a budget within which more memory is never worse
-FIRST = 3  # cuts of each schedule that are tried where no budget was asked for
-WALKED = 2  # schedules whose cuts are walked where no budget was asked for
-INF = float("inf")
+SMALL_BUDGET = 0.02  # seconds up to which there is no local search; and, of two pipes, for each smaller limit
+RATE = 1_500_000  # op visits of a local search per second, in plain Python
+USUAL, MOST = 0.6, 2.0  # seconds of a local search where no budget was asked for, and at most
+SEARCHING = 0.05  # of that, in op visits of compiled kernels
+LEAST = 400_000  # op visits of a local search for the least memory
+FINALISTS, WEIGHED = 2, 64  # partitions of schedules made by hand that are planned: where one fits, and where none does
+# Of the usual budget, to the most promising plans, where none was asked for; the local search takes some of it.
+DEFAULT, DEFAULT_IF_OPEN = (0.6, 0.2), (0.25, 0.1)
+FIRST = 3  # partitions of each schedule that are tried where no budget was asked for
+EXPLORED = 2  # schedules whose partitions are searched where no budget was asked for
+SAME = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A schedule that takes part, what it was first planned with and ms of these steps, and of the best of them."""
+class Best:
+    """The best order that fits, so far, of equally good ones the first; and why others do not do."""
 
-    tailor: Tailor
-    plans: tuple[tuple[float, Prepared], ...]
-    step: float
+    def __init__(self, job: Job) -> None:
+        self.job, self.step = job, INF
+        self.ordered: Ordered | None = None
+        self._too_large: tuple[float, Ordered] | None = None
+        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether it is about more than memory, the least limit
+
+    def offer(self, ordered: Ordered) -> float:
+        """Keep it if it is better and fits; what its step takes, in ms."""
+        step = ordered.step_ms(self.job)
+        if step < self.step * (1 - SAME):
+            over = over_of(self.job, ordered)
+            if not over:
+                self.ordered, self.step = ordered, step
+            elif over < self.over:
+                self._too_large = over, ordered
+        return step
 
     @property
-    def case(self) -> Case:
-        return self.tailor.case
+    def over(self) -> float:
+        """By what share of a limit the least too large is above it; 0 if one fits."""
+        return 0.0 if self.ordered is not None else INF if self._too_large is None else self._too_large[0]
+
+    def rules_out(self, setup: Setup) -> bool:
+        """Whether none of its orders can be better; bounds know nothing of overlap."""
+        return self.job.costs.overlap == 0 and setup.least_step >= self.step * (1 - SAME)
+
+    def refuse(self, error: ZbcError, needed: float = INF) -> None:
+        """A schedule that cannot be, and the limit from which it could."""
+        self._refused.append((error.code != "E303", needed, error))
+
+    def answer(self) -> Ordered:
+        """The best. If nothing fits, raises what names the least limit, or answers with what checks will refuse."""
+        if self.ordered is not None:
+            return self.ordered
+        if self._refused:
+            limited, _, error = min(self._refused, key=lambda entry: entry[:2])
+            if not limited or self._too_large is None:
+                raise error
+        if self._too_large is None:
+            raise ZbcError("E303", "schedule: no schedule can be made for this job")
+        return self._too_large[1]
+
+
+# ---- one schedule ----------------------------------------------------------------------------------------------------
+
+
+def best_of_one(
+    job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None, budget: float | None = None
+) -> Ordered:
+    """The best order of one schedule. Raises E1xx (it cannot be) or E303 (nothing keeps to the limit)."""
+    evaluator, best = Evaluator(job, table, schedule, chunks), Best(job)
+    if not evaluator.free:
+        return evaluator.setup(evaluator.start).make(budget)
+    if not schedule.searched:
+        _by_hand(best, evaluator, _local(budget))
+        return best.answer()
+    for choice, seconds in shares(evaluator, budget).items():
+        setup = evaluator.setup(choice)
+        if not best.rules_out(setup):
+            best.offer(setup.make(seconds))
+    if best.ordered is None:
+        _least_memory(best, evaluator)
+    return best.answer()
+
+
+def _local(budget: float | None) -> float:
+    """Seconds of a local search."""
+    return USUAL if budget is None else 0.0 if budget <= SMALL_BUDGET else min(budget, MOST)
+
+
+def _by_hand(best: Best, evaluator: Evaluator, seconds: float) -> float:
+    """Offers the best plans of a schedule made by hand, after a local search of so many seconds; ms of the best."""
+    if not evaluator.free:
+        return best.offer(evaluator.setup(evaluator.start).make(0.0))
+    search = LocalSearch(evaluator, evaluator.timing(evaluator.start, Engine(False)))
+    search.run(evaluator.starts, int(RATE * seconds))
+    for rank, judged in enumerate(search.ranked()[:WEIGHED]):
+        # What is too large was weighed without what is on its way, which is more with some than with others.
+        if best.over <= judged.over and (rank >= FINALISTS or judged.over):
+            break
+        ordered = evaluator.setup(judged.choice).make(0.0)
+        if seconds:
+            ordered = replace(ordered, tried=search.tried, all_tried=search.all_tried)
+        best.offer(ordered)
+    return min((judged.step for judged in search.ranked()), default=INF)
+
+
+def shares(evaluator: Evaluator, budget: float | None) -> dict[Choice, float]:
+    """For searched schedules: what to search an order for, and for how many seconds. Nothing where nothing fits."""
+    seconds = evaluator.schedule.budget if budget is None else budget
+    fitting = evaluator.fitting or _tightest(evaluator)
+    if not evaluator.free or not fitting:
+        return dict.fromkeys(fitting, seconds)
+    # What a small budget gives to each does not depend on how many fit.
+    each = min(seconds, SMALL_BUDGET) / max(2, len(evaluator.starts))
+    given = dict.fromkeys(fitting, each)
+    if budget is None or seconds > SMALL_BUDGET:
+        left = seconds - (len(evaluator.starts) - 1) * each
+        given[fitting[0]] = max(each, left / 2)
+        found = _explored(evaluator, fitting[0], budget)
+        given[found] = given.get(found, 0.0) + left - given[fitting[0]]
+    return given
+
+
+def _explored(evaluator: Evaluator, first: Choice, budget: float | None) -> Choice:
+    """What a local search finds for a searched schedule; the first where that finds nothing that fits."""
+    seconds = evaluator.schedule.budget if budget is None else budget
+    engine = Engine(available() and seconds > 0)
+    visits = int(RATE * _local(budget))
+    if budget is not None and engine.compiled and not evaluator.two_pipes:
+        visits = Effort.seconds(SEARCHING * _local(budget), engine).visits
+    search = LocalSearch(evaluator, evaluator.timing(first, engine))
+    search.run([first, *evaluator.starts], visits)
+    # Of few microbatches no order may have been found for what fits, so that what does not is all that is left.
+    return first if search.best is None or search.best.over else search.best.choice
+
+
+@lru_cache(maxsize=32)
+def _least(evaluator: Evaluator) -> Judged:
+    """The choice with which a searched schedule needs the least memory."""
+    search = LocalSearch(evaluator)
+    search.run(evaluator.starts, LEAST)
+    return search.best or Judged(0.0, 0.0, evaluator.start)
+
+
+def _tightest(evaluator: Evaluator) -> list[Choice]:
+    """Where no start fits: the choice that needs the least memory, if that fits."""
+    found = _least(evaluator)
+    return [] if found.over else [found.choice]
+
+
+def _least_memory(best: Best, evaluator: Evaluator) -> None:
+    """Offer a plan for the choice that needs the least memory, or tell `best` why even that cannot be."""
+    choice, schedule = _least(evaluator).choice, evaluator.schedule
+    try:
+        best.offer(evaluator.setup(choice).make(0.0))
+    except ZbcError as error:
+        costs = evaluator.costs(choice)
+        needed = smallest(best.job, evaluator.placement, costs, split=schedule.splits_backward)
+        best.refuse(error, INF if schedule.name in OWN_LIMIT else needed)
+
+
+# ---- all schedules ---------------------------------------------------------------------------------------------------
 
 
 def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
@@ -49,112 +199,80 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
 
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
-    best = Best(job)
-    entries: list[_Entry] = []
+    best, seen, found = Best(job), set[tuple[object, ...]](), list[tuple[float, Evaluator]]()
     for schedule, chunks in _entrants(job):
         try:
-            case = Case(job, table, schedule, chunks)
+            evaluator = Evaluator(job, table, schedule, chunks)
         except ZbcError as error:
-            best.refuse(error, INF)
+            best.refuse(error)
             continue
-        entry = _first(best, Tailor(case), entries, budget)
-        entries += [] if entry is None else [entry]
-    entries.sort(key=lambda entry: entry.step)
-    if budget is None:
-        _usual(best, entries)
-    else:
-        for entry in entries:
-            _asked(best, entry, budget)
-    if not best.found:
-        for entry in entries:
-            if entry.case.schedule.searched:
-                entry.tailor.offer_least(best)
+        step = _first(best, evaluator, seen, budget) if evaluator.least_step() < best.step else None
+        found += [] if step is None else [(step, evaluator)]
+    evaluators = [evaluator for _, evaluator in sorted(found, key=lambda pair: pair[0])]
+    by_hand = [one for one in evaluators[: EXPLORED if budget is None else None] if not one.schedule.searched]
+    searched = [one for one in evaluators if one.schedule.searched]
+    most_promising = DEFAULT_IF_OPEN if any(one.free for one in evaluators) else DEFAULT
+    seconds = [BUDGET * share for share in most_promising] if budget is None else [budget] * len(searched)
+    for evaluator, most in zip(searched, seconds, strict=False):
+        _asked(best, evaluator, most, usual=budget is None)
+    for evaluator in by_hand:
+        if evaluator.free and _local(budget) and evaluator.least_step() < best.step:
+            _by_hand(best, evaluator, _local(budget))
+    if best.ordered is None:
+        for evaluator in searched:
+            _least_memory(best, evaluator)
     return best.answer()
 
 
-def _first(best: Best, tailor: Tailor, entries: Sequence[_Entry], budget: float | None) -> _Entry | None:
-    """Offers what a schedule makes of the cuts that are always planned; of searched ones, as the fast tier finds it."""
-    case = tailor.case
-    if tailor.least_step(best.job) >= best.step:
-        return None
-    if not case.schedule.searched:
-        return _Entry(tailor, (), tailor.by_hand(best))
-    cuts = tailor.searchable()
-    if not cuts:
-        tailor.offer_least(best)
-    left = [one for one in map(case.prepared, cuts) if not best.rules_out(one)]
+def _first(best: Best, evaluator: Evaluator, seen: set[tuple[object, ...]], budget: float | None) -> float | None:
+    """Offers what a schedule makes of its starts; of searched ones, as the fast tier finds it. ms of the best.
+
+    None where no order could be better, or where all were looked for by schedules before this one.
+    """
+    if not evaluator.schedule.searched:
+        return _by_hand(best, evaluator, 0.0)
+    choices = evaluator.fitting or _tightest(evaluator)
+    setups = [setup for setup in map(evaluator.setup, choices) if not best.rules_out(setup)]
     if budget is None:
-        left = sorted(left, key=lambda one: one.least_step)[:FIRST]
-    others = [other for entry in entries for _, other in entry.plans]
-    if all(any(_alike(one, other) for other in others) for one in left):
-        return None
-    if budget == 0 and not case.two_pipes:  # all there is to it comes in the second pass
-        return _Entry(tailor, tuple((INF, one) for one in left), float(len(entries)))
-    plans = tuple((_offered(best, one, 0.0), one) for one in left)
-    return _Entry(tailor, plans, min(step for step, _ in plans))
+        setups = sorted(setups, key=lambda setup: setup.least_step)[:FIRST]
+    fresh = [setup for setup in setups if setup.looks_for not in seen]
+    seen |= {setup.looks_for for setup in fresh}
+    steps = [_offer(best, setup, 0.0, 0.0 if budget == 0 else None) for setup in fresh]
+    return min(steps, default=None if choices else INF)
 
 
-def _offered(best: Best, prepared: Prepared, seconds: float) -> float:
-    """Offers a plan, of two pipes without a limit also with room for everything; ms of the first."""
-    two_pipes = len(prepared.placement.pipes) > 1
-    step = best.offer(prepared.make(seconds, compiled=not two_pipes))
-    widest = prepared.widest()
-    if widest is not prepared:
-        best.offer(widest.make(seconds))
+def _offer(best: Best, setup: Setup, seconds: float, rungs: float | None) -> float:
+    """Offers a plan, with `rungs` seconds for each smaller limit too; ms of the first.
+
+    Two pipes without a limit by name keep to what 1F1B holds. Here they may use all they can.
+    """
+    if len(setup.placement.pipes) == 1:
+        return best.offer(setup.make(seconds, compiled=True, rungs=rungs, beat=INF if rungs is None else best.step))
+    step = best.offer(setup.make(seconds))
+    small = 3 * setup.placement.stages * setup.job.schedule.microbatches <= LARGE
+    for place, lower in enumerate(setup.lowered()):
+        if place and (rungs is None or not small or best.rules_out(lower)):
+            break
+        if lower.limit.units != setup.limit.units:
+            best.offer(lower.make(min(rungs, SMALL_BUDGET) if place and rungs is not None else seconds))
     return step
 
 
-def _usual(best: Best, entries: Sequence[_Entry]) -> None:
-    """Walks among the cuts of the most promising schedules, then searches for the most promising plans."""
-    found: list[tuple[float, Prepared]] = []
-    for place, entry in enumerate(entries):
-        walked = place < WALKED and entry.case.free
-        if not entry.case.schedule.searched:
-            if walked:
-                entry.tailor.walk_by_hand(best, None)
-            continue
-        found += entry.plans
-        fresh = [one for one, _ in entry.tailor.plans(None)] if walked else []
-        known = [one for _, one in entry.plans]
-        found += [
-            (best.offer(one.make(0.0, compiled=True)), one)
-            for one in fresh
-            if not any(_alike(one, other) for other in known) and not best.rules_out(one)
-        ]
-    found.sort(key=lambda pair: pair[0])
-    shares = DEFAULT_WITH_CUTS if any(entry.case.free for entry in entries) else DEFAULT
-    for (_, prepared), share in zip(found, shares, strict=False):
-        if not best.rules_out(prepared):
-            best.offer(prepared.make(BUDGET * share, compiled=True, rungs=0.0, beat=best.step))
+def _asked(best: Best, evaluator: Evaluator, budget: float, *, usual: bool) -> None:
+    """Offers what a searched schedule by name would be with that budget, and what it is under smaller limits.
 
-
-def _asked(best: Best, entry: _Entry, budget: float) -> None:
-    """Offers what a schedule by name would be with that budget, and what it is under smaller limits."""
-    if entry.tailor.least_step(best.job) >= best.step:
+    Of the usual budget, smaller limits get the fast tier, those of two pipes nothing; nor do the other starts.
+    """
+    if not budget or evaluator.least_step() >= best.step:
         return
-    if not entry.case.schedule.searched:
-        entry.tailor.walk_by_hand(best, budget)
-        return
-    for prepared, seconds in entry.tailor.plans(budget):
-        if best.rules_out(prepared):
+    for choice, seconds in shares(evaluator, budget).items():
+        setup = evaluator.setup(choice)
+        if best.rules_out(setup) or (usual and seconds <= SMALL_BUDGET):
             continue
-        if not entry.case.two_pipes:
-            best.offer(prepared.make(seconds, compiled=True, rungs=seconds, beat=best.step))
-            continue
-        fresh = not any(_alike(prepared, other) for _, other in entry.plans)  # found by a walk
-        if fresh or seconds:
-            _offered(best, prepared, seconds)
-        if not fresh:
-            _lowered(best, prepared.widest(), min(seconds, BRIEF))
-
-
-def _lowered(best: Best, prepared: Prepared, seconds: float) -> None:
-    """Offers two pipes under each smaller limit, for so many seconds each; large ones under their own limit alone."""
-    size = 3 * prepared.placement.stages * prepared.job.schedule.microbatches
-    for smaller in prepared.smaller() if size <= LARGE else ():
-        if best.rules_out(smaller):
-            return
-        best.offer(smaller.make(seconds))
+        if usual and evaluator.two_pipes:
+            best.offer(next(setup.lowered()).make(seconds))
+        else:
+            _offer(best, setup, seconds, 0.0 if usual else seconds)
 
 
 def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:
@@ -168,10 +286,3 @@ def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:
     for schedule in SCHEDULES.values():
         if not schedule.searched and schedule.allows(asked):
             yield schedule, asked
-
-
-def _alike(one: Prepared, other: Prepared) -> bool:
-    """Whether two searched schedules look for the same orders under the same limit."""
-    same = one.placement == other.placement and one.limits == other.limits
-    same = same and one.stages == other.stages and one.again == other.again
-    return same and one.schedule.splits_backward == other.schedule.splits_backward

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbc.compiler.cost.cost import Costs
@@ -32,28 +33,25 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
     Raises E303 where `memory_limit` is below what a single microbatch needs.
     """
-    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    p = placement.ranks
-    if asked is not None and asked[1] == "x":
-        needs = _least(placement, costs, split)
-        if max(needs) > asked[0] * p + 1e-6:
-            _refuse(job, needs, short(asked[0] * p), f"{at_least(max(needs) / p, 6)}x", 1.0)
-        return _within((asked[0] * p,) * p, _room(job, placement, costs, split), costs)
-    if costs.bytes is None:
+    asked, p = _asked(job), placement.ranks
+    multiple = asked is not None and asked[1] == "x"
+    if costs.bytes is None and not multiple:
         return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
-    counted, unit = _counted(costs, p)
-    if asked is not None:
-        needs = _least(placement, counted, split)
-        if max(needs) > asked[0] / unit + 1e-9:
-            _refuse(job, needs, size(asked[0]), f"{at_least(max(needs) * unit / GIB, 6)} GiB", unit)
-        return _within((asked[0] / unit,) * p, _room(job, placement, counted, split), counted)
-    room = _room(job, placement, counted, split)
-    return Limit(costs, None) if room is None else Limit(counted, room, unit)
+    counted, unit = (costs, 1.0) if multiple else _counted(costs, p)
+    room = _room(job, placement, costs if asked is None else counted, split)
+    if asked is None:
+        return Limit(costs, None) if room is None else Limit(counted, room, unit)
+    most, needs = asked[0] * p if multiple else asked[0] / unit, _least(placement, counted, split)
+    if max(needs) > most + (1e-6 if multiple else 1e-9):
+        raise _too_small(job, needs, most, None if multiple else unit)
+    if room is None:
+        return Limit(counted, (most,) * p)
+    return Limit(counted, tuple(min(most, left) for left in room), _counted(costs, p)[1])
 
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
     """The least `memory_limit` with which any order exists: a multiple or bytes, as the job has it."""
-    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    asked = _asked(job)
     if asked is None or asked[1] == "x" or costs.bytes is None:
         return max(_least(placement, costs, split)) / placement.ranks
     counted, unit = _counted(costs, placement.ranks)
@@ -61,23 +59,34 @@ def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
-    """By what share the least that any order holds is above the limits; 0 or less if there may be an order that fits.
+    """By what share the least that any order holds is above the limits; 0 or less if one may fit."""
+    units = _least(placement, costs, split)
+    if costs.bytes is None:
+        return above(job, placement, costs, units, ())
+    counted, unit = _counted(costs, placement.ranks)
+    return above(job, placement, costs, units, [need * unit for need in _least(placement, counted, split)])
+
+
+def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
+    """By what share ranks that hold these activations, in units and in bytes, are above the limits; 0 or less: none is.
 
     Of the device, what is on its way is not counted: that depends on the order.
     """
-    found, p = [-1.0], placement.ranks
-    asked = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
+    found = [-1.0]
+    asked = _asked(job)
     if asked is not None and asked[1] == "x":
-        found.append(max(_least(placement, costs, split)) / (asked[0] * p) - 1)
+        found.append(max(units) / (asked[0] * placement.ranks) - 1)
     if costs.bytes is not None:
-        counted, unit = _counted(costs, p)
-        needs = [units * unit for units in _least(placement, counted, split)]
         if asked is not None and asked[1] == "bytes":
-            found.append(max(needs) / asked[0] - 1)
+            found.append(max(sizes) / asked[0] - 1)
         if job.hardware.memory_gib is not None:
-            whole = max(state_of(costs, placement, r) + need for r, need in enumerate(needs))
+            whole = max(_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
             found.append(whole / (job.hardware.memory_gib * GIB) - 1)
     return max(found)
+
+
+def _asked(job: Job) -> tuple[float, str] | None:
+    return parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
 
 
 def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
@@ -100,17 +109,11 @@ def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[fl
     return tuple(max(a, b) for a, b in zip(room, _least(placement, costs, split), strict=True))
 
 
-def _within(limit: tuple[float, ...], room: tuple[float, ...] | None, costs: Costs) -> Limit:
-    if room is None:
-        return Limit(costs, limit)
-    return Limit(costs, tuple(map(min, limit, room)), _counted(costs, len(limit))[1])
-
-
 def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
     return least_of(placement, costs if split else costs.joined())
 
 
-def state_of(costs: Costs, placement: Placement, rank: int) -> float:
+def _state(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes of weights, gradients and what the optimizer keeps."""
     stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
     return sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
@@ -119,15 +122,20 @@ def state_of(costs: Costs, placement: Placement, rank: int) -> float:
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds whatever the order."""
     stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
-    state = state_of(costs, placement, rank)
+    state = _state(costs, placement, rank)
     most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
     return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 
 
-def _refuse(job: Job, needs: list[float], given: str, enough: str, unit: float) -> None:
+def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -> ZbcError:
+    """`unit` is the bytes of one where the limit is in bytes."""
     rank = max(range(len(needs)), key=lambda r: needs[r])
-    amount = size(needs[rank] * unit) if unit != 1.0 else f"{short(needs[rank])} activation units"
-    raise ZbcError(
+    most = needs[rank]
+    if unit is None:
+        amount, given, enough = f"{short(most)} activation units", short(limit), f"{at_least(most / len(needs), 6)}x"
+    else:
+        amount, given, enough = size(most * unit), size(limit * unit), f"{at_least(most * unit / GIB, 6)} GiB"
+    return ZbcError(
         "E303",
         f"does not fit: one microbatch holds {amount} on rank {rank}, the limit is {given}",
         where=job.where("schedule", "memory_limit"),
