@@ -734,11 +734,12 @@ class Grows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        now = torch.linspace(0, 1, W, device=x.device) if self.how == "table" else y.detach().mean(0)
         before = getattr(self, "mean", None)
-        if before is not None and self.how != "table":
-            now = (before + now) / 2
-        self.register_buffer("mean", now)
+        if self.how != "table":
+            now = y.detach().mean(0)
+            self.register_buffer("mean", now if before is None else (before + now) / 2)
+        elif before is None:
+            self.register_buffer("mean", torch.linspace(0, 1, W, device=x.device))
         return torch.tanh(y - self.mean)
 
 

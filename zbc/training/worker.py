@@ -19,7 +19,7 @@ from zbc.plan.directory import Manifest, Plan, RankPlan, meeting
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.pending import Ahead, Buffers
+from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage, Traits
 from zbc.runtime.state import Act, Worker
@@ -30,8 +30,7 @@ from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained
 from zbc.training.models.building import build_stage, share_ties
-from zbc.training.probing.carried import refuse_carried, refuse_mixed
-from zbc.training.probing.probe import refuse_listening, refuse_unordered
+from zbc.training.probing.refusals import refuse_forwards, refuse_hooks
 from zbc.training.probing.shapes import Shapes, derive
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
@@ -137,21 +136,20 @@ def refuse_ranks(plan: Plan, stages: Mapping[int, Stage], device: torch.device) 
     for rank, ops in enumerate(plan.program.ranks):
         part = RankPlan(rank, ops, manifest)
         for s in plan.program.placement.stages_of(rank):
-            _refuse_forwards([part], s, traits)
+            _refuse_layers([part], settings, s, traits)
             _refuse_hooks(manifest, stages[s])
 
 
-def _refuse_forwards(parts: Sequence[RankPlan], stage: int, traits: Mapping[str, Traits]) -> None:
+def _refuse_layers(parts: Sequence[RankPlan], settings: Settings, stage: int, traits: Mapping[str, Traits]) -> None:
+    recompute = settings.memory.of(stage) == "recompute"
     for name in parts[-1].manifest.layers[stage]:
         for plan in parts:
-            refuse_unordered(plan.manifest, plan.ops, stage, name, traits[name])
-            refuse_carried(plan.manifest, plan.ops, stage, name, traits[name].carries)
-            refuse_mixed(plan.ops, stage, name, traits[name].mixes)
+            refuse_forwards(plan.manifest, plan.ops, stage, name, traits[name], recompute=recompute)
 
 
 def _refuse_hooks(manifest: Manifest, stage: Stage) -> None:
     for layer in stage.layers:
-        refuse_listening(manifest, stage.index, layer.name, layer.module)
+        refuse_hooks(manifest, stage.index, layer.name, layer.module)
 
 
 def _rate(settings: Settings, course: Course, step: int) -> float:
@@ -195,8 +193,8 @@ def _ahead(worker: Worker, act: Act) -> Ahead | None:
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
     posted = [message for kind, message in messages if kind.is_recv and message is not None]
     used = {message for kind, message in messages if kind.computes}
-    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
-    return Ahead(again, [message for message in posted if message not in used], buffers=Buffers(modules))
+    buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
+    return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
 def _tied(manifest: Manifest) -> str | None:
@@ -270,7 +268,7 @@ def _build_stages(
     stages = {}
     placement = manifest.to_placement()
     for s in placement.stages_of(parts[-1].rank):
-        _refuse_forwards(parts, s, shapes.traits)
+        _refuse_layers(parts, settings, s, shapes.traits)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
