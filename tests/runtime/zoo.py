@@ -793,6 +793,17 @@ def reuses_in_a_hook() -> list[nn.Module]:
     return [nn.Linear(W, W), Reuses("hook"), nn.Linear(W, W), nn.Linear(W, W)]
 
 
+class ReusesInSecret(Reuses):
+    """Shows in training only: no shape depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.is_meta else super().forward(x)
+
+
+def reuses_in_secret() -> list[nn.Module]:
+    return [nn.Linear(W, W), ReusesInSecret("hook"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
 def reuses_aside() -> list[nn.Module]:
     return [nn.Linear(W, W), Reuses("aside"), nn.Linear(W, W), nn.Linear(W, W)]
 

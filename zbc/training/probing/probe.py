@@ -133,12 +133,8 @@ def _states() -> dict[str, object]:
     found: dict[str, object] = {"Python's random module": random.getstate()}
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        found["numpy.random"] = repr([*map(_plain, numpy.get_state())])
+        found["numpy.random"] = repr(numpy.get_state())
     return found
-
-
-def _plain(value: Any) -> Any:
-    return value.tobytes() if hasattr(value, "tobytes") else value
 
 
 def reaches(y: Tensor, x: Tensor) -> bool:

@@ -59,7 +59,7 @@ def refuse_forwards(
         text = f"model: the output of layer {layer} depends on attributes that its forward changes ({names}), and {why}"
         hint = "keep such state in buffers (register_buffer), or use a plan where each forward runs once, in order"
         raise ZbcError("E509", text, hint=hint)
-    if traits.mixes and _overlap(ops, stage):
+    if traits.mixes and overlaps(ops, stage):
         names = ", ".join(traits.mixes[:3])
         text = f"model: layer {layer} keeps what its output or its backward needs in attributes ({names}), and"
         text += f" forwards of other microbatches change them before the backward in stage {stage}"
@@ -79,7 +79,7 @@ def _loses_track(manifest: Manifest, *, recompute: bool, ordered: bool) -> str |
     return "checkpoints do not hold attributes" if training.get("checkpoint", {}).get("every", 0) else None
 
 
-def _overlap(ops: Sequence[Op], stage: int) -> bool:
+def overlaps(ops: Sequence[Op], stage: int) -> bool:
     """Whether a forward of a stage runs before everything of the one before it has been used."""
     waiting = set[Key]()
     for op in ops:
