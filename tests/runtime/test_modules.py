@@ -259,7 +259,9 @@ def carrying(kind):
     return {"model": {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("carries_last", "seen"), ("carries_count", "count")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("carries_last", "seen"), ("carries_graph", "seen"), ("carries_count", "count")]
+)
 def test_what_is_carried_in_attributes_is_refused_where_forwards_run_again(kind, name):
     ways = {
         "recompute": plan(kind, activations="recompute"),

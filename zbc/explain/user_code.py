@@ -89,7 +89,7 @@ docs/models.md lists what layers may do.
     "E510": entry(
         "gradients are not those of plain autograd",
         """
-`zbc doctor --model JOB.toml` runs one microbatch through the stages of the plan
+`zbc doctor --model JOB.toml` runs two microbatches through the stages of the plan
 and through the uncut model, and compares the gradient of each parameter. They
 should have the same bits in float32 on a CPU; a difference within 1e-5 (2e-2 in
 bfloat16) of a parameter's largest gradient counts as rounding. More than that
@@ -103,8 +103,8 @@ in a way a pipeline breaks.
 With model.compile = true each layer that is to be compiled is tried out before
 training starts: on numbers drawn for it, as it is and compiled, with B and W
 apart where the plan has them apart. It is refused if torch.compile fails, if
-its output or a gradient differs by more than rounding (1e-4 of its norm, 5e-2
-in bfloat16), or if torch compiles it anew for other numbers, which it would
+its output or a gradient differs by more than rounding (1e-4 of its largest
+number, 5e-2 in bfloat16), or if torch compiles it anew for other numbers, which it would
 then do at every microbatch. Without model.compile the layer trains as it is;
 what a factory compiles itself is left alone.
 """,

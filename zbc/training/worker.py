@@ -15,13 +15,13 @@ from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.course import Course
-from zbc.plan.directory import Manifest, Plan, RankPlan, meeting
+from zbc.plan.directory import Manifest, RankPlan, meeting
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import Stage, Traits
+from zbc.runtime.stage import Stage
 from zbc.runtime.state import Act, Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import Layout
@@ -30,7 +30,7 @@ from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained
 from zbc.training.models.building import build_stage, share_ties
-from zbc.training.probing.refusals import refuse_forwards, refuse_hooks
+from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
@@ -125,31 +125,6 @@ def build_worker(
     for act in worker.acts:
         act.ahead = _ahead(worker, act)
     return worker
-
-
-def refuse_ranks(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
-    """Raise E509 for what the ranks of a plan refuse of its stages, which are all built here."""
-    manifest = plan.manifest
-    settings = Settings.of(manifest)
-    autocast, lowered = device if settings.model.dtype == "bfloat16" else None, LOWERED[settings.model.parameters]
-    traits = derive(layer_plans(settings), stages[0].takes, manifest, autocast=autocast, lowered=lowered).traits
-    for rank, ops in enumerate(plan.program.ranks):
-        part = RankPlan(rank, ops, manifest)
-        for s in plan.program.placement.stages_of(rank):
-            _refuse_layers([part], settings, s, traits)
-            _refuse_hooks(manifest, stages[s])
-
-
-def _refuse_layers(parts: Sequence[RankPlan], settings: Settings, stage: int, traits: Mapping[str, Traits]) -> None:
-    recompute = settings.memory.of(stage) == "recompute"
-    for name in parts[-1].manifest.layers[stage]:
-        for plan in parts:
-            refuse_forwards(plan.manifest, plan.ops, stage, name, traits[name], recompute=recompute)
-
-
-def _refuse_hooks(manifest: Manifest, stage: Stage) -> None:
-    for layer in stage.layers:
-        refuse_hooks(manifest, stage.index, layer.name, layer.module)
 
 
 def _rate(settings: Settings, course: Course, step: int) -> float:
@@ -268,7 +243,6 @@ def _build_stages(
     stages = {}
     placement = manifest.to_placement()
     for s in placement.stages_of(parts[-1].rank):
-        _refuse_layers(parts, settings, s, shapes.traits)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
@@ -285,7 +259,8 @@ def _build_stages(
             compiles=settings.model.compile,
             laid=shapes.laid[s],
         )
-        _refuse_hooks(manifest, stages[s])
+        for part in parts:
+            refuse_stage(part.manifest, part.ops, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
 

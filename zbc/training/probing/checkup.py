@@ -28,8 +28,8 @@ from zbc.training import frames
 from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
 from zbc.training.probing.compare import ROUNDING, apart, largest
-from zbc.training.probing.refusals import overlaps
-from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans, refuse_ranks
+from zbc.training.probing.refusals import overlaps, refuse_stage
+from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
@@ -100,7 +100,9 @@ def check_up(plan: Plan) -> Checkup:
     single = _single(plan)
     manifest, settings = single.manifest, Settings.of(single.manifest)
     worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
-    refuse_ranks(plan, worker.stages, CPU)
+    for rank, ops in enumerate(plan.program.ranks):
+        for s in plan.program.placement.stages_of(rank):
+            refuse_stage(plan.manifest, ops, worker.stages[s])
     with _shown():
         result = run_step(worker, 0)
     if result is None:

@@ -78,22 +78,22 @@ class _Differentiates(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits]:
-    """Call the forward of `module` on `x` and say what it did.
+def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
+    """Call the forward of `module` on `x` and say what it did, and which buffers it made.
 
-    Buffers and attributes that only the first forward makes are tables: where it made some, a second one tells.
+    Attributes that the second forward leaves alone are tables: where the first changed something, a second one tells.
     Raises E509 if it draws random numbers that nobody seeds (outside torch, or from a generator of its own), writes to
     its parameters, or asks for gradients that are not dense.
     """
     y, traits, made = _once(name, module, x)
     if not (made or traits.carries):
-        return y, traits
+        return y, traits, made
     _, again, _ = _once(name, module, x)
-    return y, replace(traits, remembers=_union(traits.remembers, again.remembers), carries=again.carries)
+    return y, replace(traits, remembers=union(traits.remembers, again.remembers), carries=again.carries), made
 
 
-def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, bool]:
-    """What a forward returned and did, and whether it made buffers."""
+def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
+    """What a forward returned and did, and which buffers it made."""
     buffers, given = dict(module.named_buffers()), x.clone()
     states, before = _states(), attributes(module)
     with _Ops() as ops, _Differentiates() as differentiates:
@@ -104,10 +104,11 @@ def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, bool
     changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
     carries = differing(before, attributes(module))
     traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries)
-    return y, traits, not after.keys() <= buffers.keys()
+    return y, traits, tuple(key for key in after if key not in buffers)
 
 
-def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+def union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Every name once, in order."""
     return tuple(dict.fromkeys((*one, *other)))
 
 

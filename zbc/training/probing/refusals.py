@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import Manifest
-from zbc.runtime.stage import Traits
+from zbc.runtime.stage import Layer, Stage
 
 
 def refuse_untrainable(name: str, layer: nn.Module) -> None:
@@ -26,51 +26,60 @@ def refuse_untrainable(name: str, layer: nn.Module) -> None:
             raise ZbcError("E509", text, hint="give the sizes to the constructor")
 
 
-def refuse_hooks(manifest: Manifest, stage: int, layer: str, module: nn.Module) -> None:
-    """Raise E509 if a hook sees accumulated gradients of a layer, and those are of one copy of its stage only."""
-    if manifest.holders(stage) == 1:
-        return
-    for name, parameter in module.named_parameters():
+def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
+    """Raise E509 if a layer of a stage would not train as in one process, on a rank with `ops`."""
+    order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage.index]
+    ordered, copies = order == sorted(set(order)), manifest.holders(stage.index) > 1
+    for layer in stage.layers:
+        if copies:
+            _refuse_hooks(stage, layer)
+        if not ordered or copies:
+            _refuse_buffers(stage, layer, copies=copies)
+        _refuse_attributes(stage, layer, _lost(manifest, stage, ordered=ordered and not copies))
+        if layer.traits.mixes and overlaps(ops, stage.index):
+            names = ", ".join(layer.traits.mixes[:3])
+            text = f"model: layer {layer.name} keeps what its output or its backward needs in attributes ({names}), and"
+            text += f" forwards of other microbatches change them before the backward in stage {stage.index}"
+            hint = "make such tensors in every forward; in a torch.autograd.Function use ctx.save_for_backward"
+            raise ZbcError("E509", text, hint=hint)
+
+
+def _refuse_hooks(stage: Stage, layer: Layer) -> None:
+    """Hooks see the accumulated gradients of one copy of a stage, which are no gradients of one process."""
+    for name, parameter in layer.module.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            text = f"model: layer {layer} has a hook on the accumulated gradient of {name}, and several ranks hold a"
-            text += f" copy of stage {stage}: each would see its own share"
+            text = f"model: layer {layer.name} has a hook on the accumulated gradient of {name}, and several ranks hold"
+            text += f" a copy of stage {stage.index}: each would see its own share"
             hint = "use register_hook, which sees the gradient of each microbatch, or a plan that has the stage once"
             raise ZbcError("E509", text, hint=hint)
 
 
-def refuse_forwards(
-    manifest: Manifest, ops: Sequence[Op], stage: int, layer: str, traits: Traits, *, recompute: bool
-) -> None:
-    """Raise E509 if what a layer keeps from one forward to the next would not be that of one process: in buffers, in
-    attributes that its output follows, or in attributes that its backward needs."""
-    order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage]
-    ordered, copies = order == sorted(set(order)), manifest.holders(stage) > 1
-    if traits.remembers and not (ordered and not copies):
-        text = f"model: layer {layer} changes its buffer {traits.remembers[0]} in its forward, and "
-        if copies:
-            text += f"several ranks hold a copy of stage {stage}: each would keep other values"
-        else:
-            text += f"the plan does not run the forwards of stage {stage} in the order of the microbatches"
-        hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
-        raise ZbcError("E509", text, hint=hint)
-    why = _loses_track(manifest, recompute=recompute, ordered=ordered and not copies)
-    if traits.carries and why is not None:
-        names = ", ".join(traits.carries[:3])
-        text = f"model: the output of layer {layer} depends on attributes that its forward changes ({names}), and {why}"
-        hint = "keep such state in buffers (register_buffer), or use a plan where each forward runs once, in order"
-        raise ZbcError("E509", text, hint=hint)
-    if traits.mixes and overlaps(ops, stage):
-        names = ", ".join(traits.mixes[:3])
-        text = f"model: layer {layer} keeps what its output or its backward needs in attributes ({names}), and"
-        text += f" forwards of other microbatches change them before the backward in stage {stage}"
-        hint = "make such tensors in every forward; a torch.autograd.Function hands them on with ctx.save_for_backward"
-        raise ZbcError("E509", text, hint=hint)
+def _refuse_buffers(stage: Stage, layer: Layer, *, copies: bool) -> None:
+    """Buffers follow the order of the forwards, so there has to be one order: each microbatch once, ascending."""
+    if not layer.traits.remembers:
+        return
+    text = f"model: layer {layer.name} changes its buffer {layer.traits.remembers[0]} in its forward, and "
+    if copies:
+        text += f"several ranks hold a copy of stage {stage.index}: each would keep other values"
+    else:
+        text += f"the plan does not run the forwards of stage {stage.index} in the order of the microbatches"
+    hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
+    raise ZbcError("E509", text, hint=hint)
 
 
-def _loses_track(manifest: Manifest, *, recompute: bool, ordered: bool) -> str | None:
+def _refuse_attributes(stage: Stage, layer: Layer, why: str | None) -> None:
+    if not layer.traits.carries or why is None:
+        return
+    names = ", ".join(layer.traits.carries[:3])
+    text = f"model: the output of layer {layer.name} depends on attributes that its forward changes ({names}), and "
+    hint = "keep such state in buffers (register_buffer), or use a plan where each forward runs once, in order"
+    raise ZbcError("E509", text + why, hint=hint)
+
+
+def _lost(manifest: Manifest, stage: Stage, *, ordered: bool) -> str | None:
     """Why attributes would not follow the forwards of a stage as in one process; None where they do."""
     training = manifest.training
-    if recompute:
+    if stage.recompute:
         return "recompute runs its forwards twice"
     if training.get("optimizer", {}).get("sync") == "post-validate":
         return "without the barrier forwards may run again"

@@ -31,7 +31,7 @@ from zbc.runtime.tensors import Laid, TensorSpec
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried
-from zbc.training.probing.probe import observe, reaches
+from zbc.training.probing.probe import observe, reaches, union
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,24 @@ class Shapes:
 
 class _Seen(NamedTuple):
     """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
-    or would if that wanted one."""
+    or would if that wanted one; `made`: buffers that came to be in its first forward."""
 
     traits: Traits
     trains: bool
     passes: bool
+    made: tuple[str, ...]
+
+    def judged(self, follows: bool, mixes: bool) -> _Seen:
+        """Of attributes that change and buffers that were made: whether the output follows what they are of other
+        forwards, and whether microbatches mix in them."""
+        names, remembers = self.traits.carries, self.traits.remembers
+        traits = replace(
+            self.traits,
+            remembers=union(remembers, self.made) if follows else remembers,
+            carries=names if follows else (),
+            mixes=names if mixes else (),
+        )
+        return self._replace(traits=traits)
 
 
 def derive(
@@ -90,10 +103,8 @@ def derive(
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
-            if attributes := found.traits.carries:
-                follows, mixes = carried(_with_values(plan, lowered), behind[-1].spec)
-                kept = replace(found.traits, carries=attributes if follows else (), mixes=attributes if mixes else ())
-                found = found._replace(traits=kept)
+            if found.traits.carries or found.made:
+                found = found.judged(*carried(_with_values(plan, lowered), behind[-1].spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
@@ -190,7 +201,7 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
     differentiable = takes.spec.dtype.is_floating_point or takes.spec.dtype.is_complex
     x = takes.zeros(device).requires_grad_(differentiable and flow)
     with torch.enable_grad():
-        y, traits = observe(plan.name, module, x)
+        y, traits, made = observe(plan.name, module, x)
         if not isinstance(y, Tensor):
             text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
             raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
@@ -200,7 +211,7 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
             text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
             raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
     passes = reaches(y, x) if x.requires_grad else differentiable
-    return Laid.of(y), _Seen(traits, y.requires_grad, passes)
+    return Laid.of(y), _Seen(traits, y.requires_grad, passes, made)
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:
