@@ -30,7 +30,7 @@ from zbc.runtime.execute import Step, StepResult, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.training.launch.threads import run_threads
-from zbc.training.recording.measure import CATEGORIES, Held, Scale
+from zbc.training.recording.measure import CATEGORIES, RankBytes, Scale
 from zbc.training.recording.pace import Pace, pace_of, usual
 from zbc.training.recording.tracing import Recorder
 
@@ -93,7 +93,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v")
 class Row(NamedTuple):
     predicted: RankMemory  # with op times as they were
     planned: RankMemory  # with those of the plan
-    measured: Held
+    measured: RankBytes
 
     def error(self, name: str, predicted: RankMemory | None = None) -> float:
         """How far the prediction is from what was measured, as a share of that."""

@@ -33,7 +33,7 @@ from zbc.compiler.partition.single import cut
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search import ladder, portfolio
 from zbc.compiler.search.engine import Engine
-from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
+from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, SearchResult
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -103,9 +103,9 @@ def remembering() -> None:
     """Have schedules and searches answer at once what they were asked before."""
     for name, card in CARDS.items():
         SCHEDULES[name] = replace(card, make=cache(card.make))
-    done: dict[tuple[object, ...], Found] = {}
+    done: dict[tuple[object, ...], SearchResult] = {}
 
-    def search(problem: Problem, objective: str, effort: Effort, engine: Engine, **more: Any) -> Found:
+    def search(problem: Problem, objective: str, effort: Effort, engine: Engine, **more: Any) -> SearchResult:
         key = (repr(problem), objective, effort, engine.compiled, more["target"])
         if key not in done:
             done[key] = portfolio.search(problem, objective, effort, engine, **more)

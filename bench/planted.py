@@ -184,8 +184,8 @@ BUGS = (
     Bug(
         "1F1B warms up with one forward too many",
         "zbc/compiler/schedules/lagged.py",
-        '_lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)',
-        '_lagged("1f1b", request, warmup=lambda r: request.p - r)',
+        'lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)',
+        'lagged("1f1b", request, warmup=lambda r: request.p - r)',
         ("tests/compiler/test_schedules.py",),
     ),
     Bug(

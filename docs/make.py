@@ -75,9 +75,9 @@ def tutorial() -> None:
         strip = repeated(ends.timeline, ends.program, ends.costs, 3, barrier=barrier)
         drawn = Drawn("zb-h2", ends.program, strip, ends.costs)
         name = "with" if barrier else "without"
-        write(PICTURES / f"lesson-steps-{name}-barrier.svg", svg.draw([drawn], svg.Sheet(width=WIDTH)))
+        write(PICTURES / f"lesson-steps-{name}-barrier.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
     both = [Drawn(name, plan.program, once(plan.timeline), plan.costs) for name, plan in plans.items()]
-    write(PICTURES / "lesson-compared.svg", svg.draw([both[0], both[-1]], svg.Sheet(width=WIDTH)))
+    write(PICTURES / "lesson-compared.svg", svg.draw([both[0], both[-1]], svg.SvgView(width=WIDTH)))
 
 
 # ---- what a terminal and a browser show ----------------------------------------------------------------------
@@ -107,7 +107,7 @@ def made_up(folder: Path) -> zbc.Run:
 def recorded() -> None:
     with tempfile.TemporaryDirectory() as name:
         run = made_up(Path(name))
-        write(PICTURES / "recorded.svg", svg.draw(run.drawn(first=5), svg.Sheet(width=WIDTH)))
+        write(PICTURES / "recorded.svg", svg.draw(run.drawn(first=5), svg.SvgView(width=WIDTH)))
         for width in (80, 160):
             text = draw_all(run.drawn(first=5), View(width=width))
             write(PICTURES / f"recorded-{width}.svg", terminal(text, width))
@@ -162,7 +162,7 @@ def schedules() -> None:
     (PAGES / "pictures").mkdir(parents=True)
     for card in SCHEDULES.values():
         one = example(card)
-        write(PAGES / "pictures" / f"{card.name}.svg", svg.draw([one], svg.Sheet(width=WIDTH)))
+        write(PAGES / "pictures" / f"{card.name}.svg", svg.draw([one], svg.SvgView(width=WIDTH)))
         write(PAGES / f"{card.name}.md", page(card, one))
     lines = [f"| [{card.name}]({card.name}.md) | {card.summary} | {card.source} |" for card in SCHEDULES.values()]
     head = "# Schedules\n\nOne page each, made by `make docs` from the cards that `zbc schedules` shows.\n\n"

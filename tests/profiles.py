@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbc.job.profile import Host, LayerBytes, LayerProfile, Link, Measured, Origin, Profile, model_of
+from zbc.job.profile import Host, LayerBytes, LayerProfile, LinkProfile, Measured, Origin, Profile, model_of
 from zbc.job.spec import Job
 
 
@@ -41,7 +41,7 @@ def profile_of(job: Job, **changes: Any) -> Profile:
         "optimizer": job.optimizer.name,
         "layers": kinds if job.model.builtin else {"Layer": layer(1.0, 2.0, 3.0)},
         "order": list(kinds) if job.model.builtin else ["Layer"] * job.model.layers,
-        "link": Link(latency_us=1000.0, gbps=1.0),
+        "link": LinkProfile(latency_us=1000.0, gbps=1.0),
         "host": Host(),
     }
     return Profile(**{**usual, **changes})

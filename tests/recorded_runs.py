@@ -10,7 +10,7 @@ from zbc.compiler.compile import Compiled
 from zbc.ir import Kind, Op
 from zbc.plan.directory import Plan
 from zbc.trace import recording as trace
-from zbc.trace.recording import Cause, Clock, Head, Memory, Timing, Writer
+from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 
 MS = 1_000_000
 
@@ -61,7 +61,7 @@ def record(
         ops = plan.program.ranks[plan.manifest.topology.of(rank).pp]
         writer = Writer(run, Head(plan.manifest.id, rank, "cpu", f"host:{rank}", len(ops)), phase=phase)
         skew = round(world.skew(rank) * MS)
-        writer.clock(Clock(now - skew, skew, 0))
+        writer.clock(ClockOffset(now - skew, skew, 0))
         writers.append((writer, skew))
     for step in steps:
         ranks = [_Rank(plan.program.ranks[plan.manifest.topology.of(r).pp], now) for r in range(count)]
@@ -71,10 +71,10 @@ def record(
             writer.step(timing)
         now = max(rank.now for rank in ranks) + round(world.close * MS)
     for rank, (writer, skew) in enumerate(writers):
-        writer.clock(Clock(now - skew, skew, 0))
+        writer.clock(ClockOffset(now - skew, skew, 0))
         if world.held is not None:
             ops = plan.program.ranks[plan.manifest.topology.of(rank).pp]
-            writer.memory(Memory(steps[-1] + 1, ("activations", "peak"), [[world.held(op)] * 2 for op in ops]))
+            writer.memory(MemorySamples(steps[-1] + 1, ("activations", "peak"), [[world.held(op)] * 2 for op in ops]))
         writer.close()
     return trace.read(run, phase)
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.jobs import toml_text
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.job.learning_rate import Schedule, rate
+from zbc.job.learning_rate import RateSchedule, rate
 
 
 def rates(steps, lr=1.0, **schedule):
-    made = Schedule.model_validate(schedule)
+    made = RateSchedule.model_validate(schedule)
     return [rate(lr, made, steps, step) for step in range(steps)]
 
 
@@ -63,7 +63,7 @@ def test_the_way_down_of_wsd_waits_for_the_end_of_a_long_warm_up(warmup):
     step=st.integers(0, 1000),
 )
 def test_a_rate_is_always_between_the_least_and_the_largest(kind, steps, warmup, decay, step):
-    schedule = Schedule(kind=kind, warmup_steps=warmup, decay_steps=decay, min_lr=0.125)
+    schedule = RateSchedule(kind=kind, warmup_steps=warmup, decay_steps=decay, min_lr=0.125)
     found = rate(1.0, schedule, steps, step)
     assert 0.0 < found <= 1.0 and math.isfinite(found)
     assert found >= 0.125 or step + 1 < warmup

@@ -133,7 +133,7 @@ def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tm
 def test_a_killed_process_leaves_what_the_next_one_goes_on_with(texts, tmp_path):
     code = """
 import os, signal, sys
-from zbc import tokenize
+from zbc.training.data import tokenize
 tokenize.PIECE = 60
 heard = []
 def done(count):

@@ -11,7 +11,7 @@ from tests.jobs import job
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.trace import recording as trace
-from zbc.trace.recording import Cause, Clock, Head, Memory, Timing, Wait, Writer
+from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Wait, Writer
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def write(run, steps=(3, 4), clocks=((0, 0, 0),)):
     for rank in range(2):
         with_rank = writer(run, rank)
         for clock in clocks[:1]:
-            with_rank.clock(Clock(*clock))
+            with_rank.clock(ClockOffset(*clock))
         for step in steps:
             with_rank.step(timing(ops_of(run, rank), step, begin=1000 * step))
         for clock in clocks[1:]:
-            with_rank.clock(Clock(*clock))
+            with_rank.clock(ClockOffset(*clock))
         with_rank.close()
     return [run / "trace" / trace.rank_file(rank) for rank in range(2)]
 
@@ -54,14 +54,14 @@ def test_what_is_written_is_read_back(run):
     rows = [[i, 2 * i] for i in range(len(ops))]
     write(run)
     one = writer(run, 0)
-    one.clock(Clock(5, -7, 3))
+    one.clock(ClockOffset(5, -7, 3))
     one.step(timing(ops, 3, waits=[0, 0, 3, len(ops), 3, 2]))
-    one.memory(Memory(9, ("weights", "peak"), rows))
+    one.memory(MemorySamples(9, ("weights", "peak"), rows))
     one.close()
     found = trace.read(run)
     assert found.steps == (3,) and found.device == "cpu" and found.uncertainty_ns == 3
     first = found.ranks[0]
-    assert first.head.process == "host:0" and first.clocks == (Clock(5, -7, 3),)
+    assert first.head.process == "host:0" and first.clocks == (ClockOffset(5, -7, 3),)
     assert first.memory is not None and [list(row) for row in first.memory.bytes] == rows
     step = found.recorded(0, 3)
     assert step.begins == 1000 - 7 and step.start == [993 + 10 * i for i in range(len(ops))]
@@ -162,7 +162,7 @@ def test_a_training_that_goes_on_keeps_what_it_recorded_before(run, tmp_path):
     trace.start(run, tmp_path / "plan")
     for rank in range(2):
         with_rank = Writer(run, Head(trace.read(run).plan.manifest.id, rank, "cpu", "later", len(ops_of(run, rank))), 4)
-        with_rank.clock(Clock(20_000, 0, 1))
+        with_rank.clock(ClockOffset(20_000, 0, 1))
         with_rank.step(timing(ops_of(run, rank), 5, begin=20_000))
         with_rank.close()
     found = trace.read(run)

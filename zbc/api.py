@@ -153,7 +153,7 @@ class Plan:
         title: str | None = None,
     ) -> str:
         """The timeline as an SVG document, `width` px wide; `zoom` is a window in ms, `ranks` leaves out all others."""
-        sheet = svg.Sheet(width, None if ranks is None else tuple(ranks), zoom, title)
+        sheet = svg.SvgView(width, None if ranks is None else tuple(ranks), zoom, title)
         return svg.draw([self.drawn(steps)], sheet)
 
     def html(self, *, ranks: Sequence[int] | None = None, steps: int = 1) -> str:
@@ -253,7 +253,7 @@ class Run:
 
     def svg(self, *, width: int = 1000, zoom: tuple[float, float] | None = None, steps: int = 1) -> str:
         """Predicted above measured on one time axis, as an SVG document."""
-        return svg.draw(self.drawn(steps), svg.Sheet(width, zoom=zoom))
+        return svg.draw(self.drawn(steps), svg.SvgView(width, zoom=zoom))
 
     def html(self, *, steps: int = 1) -> str:
         """The same as one HTML file to zoom and search in."""

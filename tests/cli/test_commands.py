@@ -337,7 +337,7 @@ def test_compare_shows_what_two_replicas_cost_in_parameters_and_traffic(zbc, job
     heads = [
         zbc("compare", "zbc.toml", "--schedules", "1f1b,chimera", *more).out.splitlines()[0] for more in ([], ["-v"])
     ]
-    assert "sums" in heads[0] and "params sums" in " ".join(heads[1].split())
+    assert "reduced" in heads[0] and "params reduced" in " ".join(heads[1].split())
 
 
 def test_a_sweep_is_a_cross_product_ranked_by_the_time_per_sequence(zbc, job):

@@ -76,7 +76,7 @@ def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
     assert "as costs.comm grows, the fastest is" in out
     assert f"interleaved-1f1b up to {first['at']:.4g}"[:24] in out
     others = [one for one in document["crossings"] if not one["fastest"]]
-    assert bool(others) == ("behind the fastest: -v says where" in out)
+    assert bool(others) == ("after the fastest: -v says where" in out)
     verbose = zbc("compare", "zbc.toml", *few, *sweep, "-v").out
     assert all(
         f"{one['after']['schedule']} passes {one['before']['schedule']} at costs.comm" in verbose for one in others

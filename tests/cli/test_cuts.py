@@ -10,7 +10,7 @@ HEAVY = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 4.0, "b": 4
 def test_the_cut_is_printed_with_its_loss(zbc, job):
     ran = zbc("plan", job(kind="1f1b", layers=11, costs=HEAVY))
     assert "above perfect balance" in ran.out
-    assert "no other cut is better for this schedule" in ran.out
+    assert "no other partition is better for this schedule" in ran.out
     cut = zbc("check", "plan", "--json").json()["cut"]
     busy = [3.0 * 8 * (len(stage["layers"]) - (s == 0) + 3 * (s == 3)) for s, stage in enumerate(cut["stages"])]
     assert cut["busiest_ms"] == pytest.approx(max(busy))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.jobs import toml_text
+from zbc.compiler.compile import compile_job, load_job
 from zbc.ir import Kind, Op
 from zbc.plan.directory import Plan
 
 
-@pytest.fixture
-def plans(zbc, job):
-    job()
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A folder with a job and three plans of it."""
+    made = tmp_path_factory.mktemp("planned")
+    (made / "zbc.toml").write_text(toml_text())
     for kind in ("1f1b", "eager-1f1b", "zb-v"):
-        assert zbc("plan", "zbc.toml", "--schedule", kind, "-o", kind).code == 0
+        compile_job(load_job(made / "zbc.toml", [f"schedule.kind={kind}"])).write(made / kind)
+    return made
+
+
+@pytest.fixture
+def plans(planned, folder):
+    """These in the current folder."""
+    shutil.copytree(planned, folder, dirs_exist_ok=True)
 
 
 def test_a_plan_does_not_differ_from_itself(zbc, plans):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import zbc as package
+from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.explain import CATALOGUE, FAMILIES
 
@@ -29,7 +30,7 @@ def test_a_code_stands_in_one_file_with_those_of_its_family():
     assert all(len({code[1] for code in codes}) <= 1 for codes in found)
 
 
-@pytest.mark.parametrize("code", CATALOGUE)
+@pytest.mark.parametrize("code", few(CATALOGUE, lambda code: code.endswith("1")))
 def test_each_code_is_explained_in_words_that_fit_a_terminal(code, zbc):
     ran = zbc("explain", code.lower())
     assert ran.code == 0

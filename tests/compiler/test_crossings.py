@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.jobs import toml_text
-from zbc.compiler.whatif.compare import Asked, Row, combinations, compare
+from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations, compare
 from zbc.compiler.whatif.crossings import changed, crossings
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
@@ -17,7 +17,7 @@ UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 def made_up(name, value, ms, held=1):
     """A row without a plan behind it."""
     report = SimpleNamespace(bytes_known=True, peak_bytes=held, peak_activation_units=float(held))
-    return Row(name, (("costs.comm", f"{value:.12g}"),), report, step_ms=ms)
+    return ComparedPlan(name, (("costs.comm", f"{value:.12g}"),), report, step_ms=ms)
 
 
 def curves(functions, *values, every=True, plans=None):
@@ -152,6 +152,7 @@ def test_both_take_the_same_time_where_they_cross(path):
     assert one.ms == pytest.approx(pair[0], rel=1e-6)
 
 
+@pytest.mark.repeats
 def test_one_that_is_the_fastest_only_between_two_values_is_found(path):
     """zb-v at fast links, gpipe at very slow ones, and dualpipe in between, which no row of the sweep shows first."""
     job = path(**UNIT, m=8)

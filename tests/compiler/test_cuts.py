@@ -254,6 +254,7 @@ def with_head(layers, head, **parts):
     return job(layers=layers, costs=costs, **parts)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize(("p", "m", "layers", "head", "gain"), few([(3, 9, 17, 5.0, 1.3), (4, 8, 18, 4.2, 1.35)], (3,)))
 def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
     """Against interleaved 1F1B on uniform cuts, and against every schedule by name on them."""

@@ -25,7 +25,7 @@ PAPER = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interlea
 TOLERANCE = {"1F1B": 0.5e-4, "ZB-H1": 0.5e-4, "ZB-H2": 0.5e-4, "1F1B-I": 0.006, "ZB-V": 0.002}
 
 
-@pytest.mark.parametrize("schedule", few(PAPER, ("1F1B-I", "ZB-H1")))
+@pytest.mark.parametrize("schedule", few(PAPER, ("ZB-H1",)))
 def test_bubble_rates_of_the_zero_bubble_paper(schedule):
     cells = [row for row in rows("zero_bubble_paper.csv") if row["schedule"] == schedule]
     assert len(cells) >= 9

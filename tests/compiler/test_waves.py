@@ -81,7 +81,7 @@ def test_closed_forms_hold_up_to_16_ranks(name):
 
 
 @every
-@pytest.mark.parametrize("p", few([1, 2, 3, 4, 6, 7], (1, 2, 3, 4)))
+@pytest.mark.parametrize("p", few([1, 2, 3, 4, 6, 7], (1, 3, 4)))
 def test_any_number_of_microbatches_runs_once_through_every_stage(name, p):
     """Public generators lose microbatches from 3p on, or want special counts."""
     schedule = SCHEDULES[name]
@@ -165,7 +165,7 @@ COSTS = [(1.0, 1.0, 1.0, 0.1, 1.0), (18.5, 18.1, 9.3, 0.6, 0.4), (1.0, 1.5, 0.5,
 
 
 @pytest.mark.parametrize("times", COSTS)
-@pytest.mark.parametrize("share", [0.6, 0.75, 1.0, 1.5])
+@pytest.mark.parametrize("share", few([0.6, 0.75, 1.0, 1.5], (0.6, 1.0)))
 def test_a_memory_limit_is_never_exceeded_and_more_memory_never_hurts(times, share):
     for name, p, m, v in (("chimera-zb", 4, 9, 1), ("bitpipe-zb", 4, 6, 2), ("bitpipe-zb", 5, 10, 2)):
         placement = SCHEDULES[name].placement(p, v)

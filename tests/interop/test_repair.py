@@ -25,6 +25,7 @@ def cases(count, seed, names):
         yield program, broken(program, rng)
 
 
+@pytest.mark.repeats
 def test_orders_broken_at_random_are_repaired_within_five_percent_of_their_step():
     """Four in five is what is promised of large ones as well; bench/repair.py counts 200 of up to 8 ranks."""
     good = 0

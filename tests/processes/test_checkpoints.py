@@ -82,6 +82,7 @@ def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
     assert same(tmp_path / "second/checkpoints/step-00000005", tmp_path / "third/checkpoints/step-00000005")
 
 
+@pytest.mark.repeats
 def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_before_is_intact(tmp_path):
     plan = plan_of(tmp_path, train={"steps": 6}, checkpoint={"asynchronous": False})
     out, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"

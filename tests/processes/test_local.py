@@ -312,6 +312,7 @@ def test_a_rank_file_edited_after_planning_is_refused_by_its_rank_alone(tmp_path
     assert not out.exists()
 
 
+@pytest.mark.repeats
 def test_a_rank_that_is_stopped_is_reported_with_the_op_every_rank_is_in(tmp_path, out):
     plan = write_plan(tmp_path, train=QUICK)
     error = fails(plan, 4, out, each=at_step(100, lambda: os.kill(processes(out)[1], signal.SIGSTOP)))

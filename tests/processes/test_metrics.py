@@ -20,7 +20,7 @@ from zbc.plan.directory import read_manifest
 from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.training.launch import launch, torchrun
 from zbc.training.metrics.live import LiveLine
-from zbc.training.metrics.metrics import RunLog, RunSettings
+from zbc.training.metrics.metrics import RunRecord, RunSettings
 
 MIB = 2**20
 
@@ -44,7 +44,7 @@ def open_log(tmp_path):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
         course = Course.of(read_manifest(plan))
         settings = RunSettings(plan, steps, "cpu", ["here:1"] * 4, course, first=first)
-        return RunLog(read_manifest(plan), settings, out, go_on=go_on)
+        return RunRecord(read_manifest(plan), settings, out, go_on=go_on)
 
     return open_log
 
@@ -85,7 +85,7 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
     planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
-    with RunLog(manifest, RunSettings(tmp_path, 1, "cpu", [], Course.of(manifest)), tmp_path / "run") as log:
+    with RunRecord(manifest, RunSettings(tmp_path, 1, "cpu", [], Course.of(manifest)), tmp_path / "run") as log:
         line = log.record(result())
     assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
     assert "80 samples/s" in line

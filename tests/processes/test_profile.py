@@ -24,6 +24,7 @@ def zbc(tmp_path, monkeypatch, capfd):
     return call
 
 
+@pytest.mark.repeats
 def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
     (tmp_path / "zbc.toml").write_text(toml_text(pp=2, m=4, data={"kind": "synthetic"}, costs={"profile": "gone.json"}))
     code, out, err = zbc("profile", "zbc.toml", "-o", "p.json", "--rounds", "3", "--set", "model.hidden=16")

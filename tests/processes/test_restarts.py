@@ -98,6 +98,7 @@ def test_a_run_without_checkpoints_begins_again(tmp_path, out, expected):
     assert [(row["step"], row["loss"]) for row in metrics(out)] == expected[0]
 
 
+@pytest.mark.repeats
 def test_what_fails_every_time_is_tried_as_often_as_asked(tmp_path, out):
     lines = []
     with pytest.raises(ZbcError) as raised:

@@ -60,6 +60,7 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
     assert trace.read(out).phase == ""
 
 
+@pytest.mark.repeats
 def test_what_a_killed_run_recorded_can_be_read(tmp_path):
     """A hundred steps in, those that are not yet written down are the last few."""
     plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"

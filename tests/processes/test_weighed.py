@@ -14,7 +14,7 @@ from tests.profiles import layer, profile_of
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
-from zbc.job.profile import Link
+from zbc.job.profile import LinkProfile
 from zbc.plan.directory import Plan
 from zbc.runtime.execute import run_step
 from zbc.training.profiling.rig import build_rig
@@ -39,7 +39,7 @@ def profile():
     rig = build_rig(described, cpu)
     times = dict(zip(rig.order, MS, strict=True))
     layers = {name: layer(*times[name], bytes=one.bytes) for name, one in weigh(rig, cpu).items()}
-    return profile_of(described, layers=layers, order=list(rig.order), link=Link(latency_us=100.0, gbps=10.0))
+    return profile_of(described, layers=layers, order=list(rig.order), link=LinkProfile(latency_us=100.0, gbps=10.0))
 
 
 def most_buffers(rank, plan):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbc.runtime.progress import StepResult
 from zbc.trace.recording import Timing, Writer
 from zbc.training.checkpoint.storage import SafetensorsWriter
-from zbc.training.metrics.metrics import RunLog
+from zbc.training.metrics.metrics import RunRecord
 
 
 class Trouble(nn.Module):
@@ -49,9 +49,9 @@ def layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
 def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
     """The same, in a run whose rank 0 takes a second to write down a step that was skipped, and disks half of one."""
-    record, save = RunLog.record, SafetensorsWriter.reset
+    record, save = RunRecord.record, SafetensorsWriter.reset
 
-    def late(self: RunLog, result: StepResult) -> str | None:
+    def late(self: RunRecord, result: StepResult) -> str | None:
         time.sleep(float(result.skipped))
         return record(self, result)
 
@@ -59,7 +59,7 @@ def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
         time.sleep(0.5)
         save(self, checkpoint_id)
 
-    RunLog.record = late  # type: ignore[method-assign]
+    RunRecord.record = late  # type: ignore[method-assign]
     SafetensorsWriter.reset = slowly  # type: ignore[method-assign]
     return layers(how, good)
 

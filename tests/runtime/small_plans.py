@@ -16,7 +16,7 @@ from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
 from zbc.job import spec
 from zbc.plan.course import Course
-from zbc.plan.directory import Boundary, Part, Plan, RankPlan, assemble
+from zbc.plan.directory import Boundary, Plan, RampPlan, RankPlan, assemble
 from zbc.runtime.hub import Hub
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
@@ -87,7 +87,7 @@ def make_plan(
 def ramped(plan: Plan, *starts: tuple[Plan, int]) -> Plan:
     """`plan` of a training that begins with others, each for so many steps."""
     parts = [
-        Part(folder=f"m{one.manifest.microbatches}", microbatches=one.manifest.microbatches, steps=steps, sha256="")
+        RampPlan(folder=f"m{one.manifest.microbatches}", microbatches=one.manifest.microbatches, steps=steps, sha256="")
         for one, steps in starts
     ]
     return Plan(plan.manifest.model_copy(update={"ramp": parts}), plan.program, tuple(one for one, _ in starts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from plans.convnet import Quadrants, layers
@@ -14,6 +15,7 @@ from zbc.training.launch.threads import run_threads
 JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"
 
 
+@pytest.mark.repeats
 def test_the_example_learns_to_find_the_bright_quarter(tmp_path, monkeypatch):
     monkeypatch.chdir(JOB.parents[1])
     compile_job(load_job(JOB)).write(tmp_path / "plan")

@@ -10,7 +10,7 @@ import torch
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.training.data import corpus
-from zbc.training.data.data import Batches, Noise, Windows, build_samples, input_spec, place
+from zbc.training.data.data import Batches, RandomTokens, Windows, build_samples, input_spec, place
 
 HERE = "tests.runtime.user_models"
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
@@ -131,10 +131,10 @@ def test_an_empty_file_has_no_samples(tmp_path):
 
 
 def test_noise_is_the_same_everywhere_and_different_everywhere_else():
-    noise = Noise(300, 4, seed=1)
-    assert torch.equal(noise.inputs([5, 6]), Noise(300, 4, seed=1).inputs([5, 6]))
+    noise = RandomTokens(300, 4, seed=1)
+    assert torch.equal(noise.inputs([5, 6]), RandomTokens(300, 4, seed=1).inputs([5, 6]))
     assert not torch.equal(noise.inputs([5]), noise.inputs([6]))
-    assert not torch.equal(noise.inputs([5]), Noise(300, 4, seed=2).inputs([5]))
+    assert not torch.equal(noise.inputs([5]), RandomTokens(300, 4, seed=2).inputs([5]))
     assert torch.equal(noise.inputs([5])[:, 1:], noise.targets([5])[:, :-1])
     assert int(noise.inputs(range(100)).max()) < 300 and int(noise.inputs(range(100)).max()) > 256
 

@@ -11,6 +11,7 @@ from torch import nn
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
 from tests.tiers import few
 from zbc.job import spec
+from zbc.plan import dealing
 from zbc.runtime.optimizer import Masters
 from zbc.training.launch.threads import run_threads
 
@@ -65,7 +66,7 @@ def read(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
 @kinds
 @types
 def test_a_tentative_step_shows_the_weights_of_the_commit_and_changes_nothing_else(kind, lowered, monkeypatch):
-    monkeypatch.setattr("zbc.plan.dealing.BATCH", 100)  # several batches
+    monkeypatch.setattr(dealing, "BATCH", 100)  # several batches
     sync, ahead = weights(), weights()
     plain = Masters(options(kind), sync, lowered=lowered)
     tentative = Masters(options(kind), ahead, lowered=lowered)

@@ -31,7 +31,7 @@ from zbc.training.profiling import times
 from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit
 from zbc.training.profiling.rig import IDLE, build_rig
-from zbc.training.profiling.session import Effort, Found, assemble, effort
+from zbc.training.profiling.session import Measurements, Sampling, assemble, effort
 from zbc.training.profiling.statistics import measured, quick
 from zbc.training.profiling.times import Stopwatch
 from zbc.training.profiling.weigh import weigh
@@ -143,8 +143,8 @@ def profile_by(described, rounds=3):
     for _ in range(times.WARM_UP + rounds):
         watch.round()
     watch.close()
-    found = Found(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, None, "a processor")
-    return assemble(described, Effort("cpu", 1, 1, rounds), found)
+    found = Measurements(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, None, "a processor")
+    return assemble(described, Sampling("cpu", 1, 1, rounds), found)
 
 
 def test_times_are_those_of_the_ops_of_every_kind(clock):
@@ -199,7 +199,7 @@ def test_the_effort_is_that_of_a_local_run():
     how = effort(job(pp=64), device=None, threads=None, together=None, rounds=5)
     assert how.threads == 1 and 1 <= how.together <= 64
     assert effort(job(pp=1), device="cpu", threads=None, together=None, rounds=5).together == 1
-    assert effort(job(), device="cpu", threads=3, together=2, rounds=5) == Effort("cpu", 3, 2, 5)
+    assert effort(job(), device="cpu", threads=3, together=2, rounds=5) == Sampling("cpu", 3, 2, 5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -278,8 +278,8 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
     """Some of these stages end in a layer that keeps what it sends, and some hand that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
     rig = build_rig(described, CPU)
-    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
-    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     section = described.schedule.model_copy(update={"kind": kind})
     stages = described.partition.model_copy(update={"layers_per_stage": cut})
     memory = described.memory.model_copy(update={"activations": activations})
@@ -310,8 +310,8 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
     rig = build_rig(described, CPU)
     profile = assemble(
         described,
-        Effort("cpu", 1, 1, 3),
-        Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, ""),
+        Sampling("cpu", 1, 1, 3),
+        Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, ""),
     )
     cut = described.partition.model_copy(update={"layers_per_stage": [3, 2, 2]})
     ranks, section = (
@@ -340,8 +340,8 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
 def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_path, cut):
     described = factory("nets", 7, {"width": 512, "classes": 3}, width=512, count=6)
     rig = build_rig(described, CPU)
-    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
-    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     stages = described.partition.model_copy(update={"layers_per_stage": cut})
     compiled = compile_job(replace(described, partition=stages, profile=profile))
     compiled.write(tmp_path / "plan")
@@ -358,8 +358,8 @@ def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, ac
     """With recompute its blocks need most in their second forward: that makes two tensors of which it keeps none."""
     described = load_job(ROOT / "plans" / "convnet.toml")
     rig = build_rig(described, CPU)
-    found = Found(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
-    profile = assemble(described, Effort("cpu", 1, 1, 3), found)
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     changed = {
         "schedule": described.schedule.model_copy(update={"kind": kind, "microbatches": 5}),
         "memory": described.memory.model_copy(update={"activations": activations}),

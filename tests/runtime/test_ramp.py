@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
 from tests.tiers import few
-from zbc.job.learning_rate import Schedule
+from zbc.job.learning_rate import RateSchedule
 from zbc.plan.course import Course, Leg
 from zbc.training.checkpoint.folder import folder_of
-from zbc.training.data.data import Batches, Noise
+from zbc.training.data.data import Batches, RandomTokens
 from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
@@ -106,7 +106,7 @@ def test_no_sample_is_read_twice_and_none_is_left_out():
     """Over copies and steps, through the end of an epoch that no batch ends with."""
     plan, seen = growing("1f1b", copies=2), []
 
-    class Few(Noise):
+    class Few(RandomTokens):
         def targets(self, indices):
             seen.extend(indices)
             return super().targets(indices)
@@ -135,7 +135,7 @@ def test_a_course_is_the_sum_of_its_steps(parts, step):
 
 def test_a_rate_by_samples_counts_what_was_read():
     course = Course((Leg(0, 0, 2), Leg(4, 8, 4)))
-    falling = Schedule(kind="linear", by="samples", warmup_steps=1)
+    falling = RateSchedule(kind="linear", by="samples", warmup_steps=1)
     rates = [course.rate(8.0, falling, 8, step) for step in range(8)]
     assert rates == pytest.approx([4.0, 8.0, 7.2, 6.4, 4.8, 3.2, 1.6, 0.0])
     assert [course.full(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
@@ -143,10 +143,7 @@ def test_a_rate_by_samples_counts_what_was_read():
 
 @pytest.mark.parametrize(
     ("after", "sync"),
-    few(
-        [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")],
-        [(1, "before-step"), (2, "post-validate")],
-    ),
+    few([(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, "post-validate")], [(2, "post-validate")]),
 )
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
     """On another schedule and other ranks: step, position in the data and rate are those of the run without a break."""
@@ -162,7 +159,7 @@ def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, s
 def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(tmp_path):
     seen = []
 
-    class Watched(Noise):
+    class Watched(RandomTokens):
         def targets(self, indices):
             seen.append(tuple(indices))
             return super().targets(indices)
@@ -175,5 +172,5 @@ def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(
     run_threads(growing("1f1b", checkpoint={"every": 3, "keep": 9}), 3, folder=tmp_path, setup=watch)
     plain = make_plan(make_program("1f1b", 2, 2), optimizer=FAST, steps=STEPS)
     run_threads(plain, STEPS, resume=folder_of(tmp_path, 3), setup=watch)
-    order = Batches(Noise(61, 16, seed=7, count=40), seed=7, microbatches=1, size=2)
+    order = Batches(RandomTokens(61, 16, seed=7, count=40), seed=7, microbatches=1, size=2)
     assert seen == [tuple(order.indices(step, 0)) for step in range(5 + 2 * 2)], "5 microbatches, then 2 a step"

@@ -9,10 +9,10 @@ import torch
 
 from tests.runtime.small_plans import make_plan, make_program
 from zbc.runtime import validate
-from zbc.runtime.validate import CHUNK, Layout, Verdict, squares_of
+from zbc.runtime.validate import CHUNK, VectorLayout, Verdict, squares_of
 from zbc.training.launch.threads import run_threads
 
-LAYOUT, CPU = Layout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
+LAYOUT, CPU = VectorLayout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
 
 
 @pytest.fixture(params=["number by number", "as on a device"])
@@ -82,7 +82,7 @@ def test_sums_of_squares_are_exact_where_float32_is_not():
 
 @pytest.mark.usefixtures("filled")
 def test_every_chunk_of_a_parameter_has_an_entry_of_its_own():
-    layout = Layout(("a", "b"), 2, 1, sizes=(2 * CHUNK + 1, 3))
+    layout = VectorLayout(("a", "b"), 2, 1, sizes=(2 * CHUNK + 1, 3))
     assert layout.size == 3 + 1 + 2 + 1 + 2
     both = torch.zeros(layout.size, dtype=torch.float64)
     for part in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0.0, 4.0, 0.0])):  # two ranks that share out `a`

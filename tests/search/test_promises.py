@@ -35,7 +35,7 @@ from zbc.compiler.search.candidates import Bench, Candidate
 from zbc.compiler.search.feasible import least
 from zbc.compiler.search.keys import random_genes
 from zbc.compiler.search.ladder import ENOUGH, LARGE
-from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, Found
+from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, SearchResult
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid, whole
 from zbc.compiler.sim.bounds import bounds
@@ -88,7 +88,7 @@ def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
     assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
 
 
-@pytest.mark.parametrize("seed", few(range(10), (0, 3, 4)))
+@pytest.mark.parametrize("seed", few(range(10), (3, 4)))
 def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed, plain, monkeypatch):
     """Stands in for the search: whatever it finds under each limit, with an effort of its own for the better."""
 
@@ -98,7 +98,7 @@ def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed,
 
     def search(problem, objective, effort, engine, orders, target):
         cost = quality(problem.limit, effort.visits)
-        return Found(Candidate(cost, cost, (), "stand-in"), [])
+        return SearchResult(Candidate(cost, cost, (), "stand-in"), [])
 
     rng = Random(seed)
     where = placement(rng, rng.randint(1, 8), rng.randint(1, 2))
@@ -228,9 +228,8 @@ def test_more_memory_is_never_worse_for_an_order_made_by_hand_with_a_small_budge
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(steps))
 
 
-@pytest.mark.parametrize(
-    ("p", "m", "layers", "visits"), few([(4, 7, 19, 0), (3, 5, 11, 0), (3, 5, 11, 400_000)], [(3, 5, 11, 0)])
-)
+@pytest.mark.repeats
+@pytest.mark.parametrize(("p", "m", "layers", "visits"), [(4, 7, 19, 0), (3, 5, 11, 0), (3, 5, 11, 400_000)])
 def test_more_memory_is_never_worse_for_auto_where_two_pipes_have_several_cuts(p, m, layers, visits):
     """The best of them need not be even in time, nor under the limit itself."""
     costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0, "act_w": 1.0}

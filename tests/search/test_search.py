@@ -61,7 +61,8 @@ def test_seconds_are_counted_in_visits():
     assert Effort.seconds(1.0, Engine(True)).visits > Effort.seconds(1.0, Engine(False)).visits
 
 
-@pytest.mark.parametrize("block", few(range(4), 1))
+@pytest.mark.repeats
+@pytest.mark.parametrize("block", range(4))
 def test_more_memory_is_hardly_ever_worse(block):
     """Exactly never would take searching all smaller limits too; what a search this short loses is little."""
     worse, ladder = 0, (1, 1.1, 1.3, 1.5, 2, 3, 5)

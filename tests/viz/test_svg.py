@@ -15,7 +15,7 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
 from zbc.viz.strip import Drawn, once, repeated
-from zbc.viz.svg import LEFT, MARGIN, RIGHT, Sheet, draw, measured
+from zbc.viz.svg import LEFT, MARGIN, RIGHT, SvgView, draw, measured
 
 SPACE = "{http://www.w3.org/2000/svg}"
 FILLS = {fill for found in LOOKS.values() for fill in found.fills}
@@ -52,7 +52,7 @@ def box(text):
 @pytest.mark.parametrize("width", [600, 1000, 1600])
 def test_every_op_has_a_block_where_it_runs(name, width):
     one = drawn(name)
-    found = blocks(read(draw([one], Sheet(width=width))))
+    found = blocks(read(draw([one], SvgView(width=width))))
     pieces = [piece for rank in range(4) for piece in one.strip.pieces(rank)]
     assert len(found) == len(pieces)
     scale = (width - 2 * MARGIN - LEFT - RIGHT) / one.strip.length
@@ -64,15 +64,15 @@ def test_every_op_has_a_block_where_it_runs(name, width):
 
 
 PICTURES = {
-    "narrow": lambda: draw([drawn("zb-v")], Sheet(width=600)),
+    "narrow": lambda: draw([drawn("zb-v")], SvgView(width=600)),
     "paper": lambda: draw([drawn("zb-h1", 8, 24)]),
-    "zoomed": lambda: draw([drawn("zb-v", 8, 24)], Sheet(zoom=(100.0, 300.0), ranks=(0, 3, 7))),
+    "zoomed": lambda: draw([drawn("zb-v", 8, 24)], SvgView(zoom=(100.0, 300.0), ranks=(0, 3, 7))),
     "three steps": lambda: draw([drawn("1f1b", steps=3)]),
     "two plans": lambda: draw([drawn("1f1b"), drawn("interleaved-1f1b", 4, 8)]),
     "many ranks": lambda: draw([drawn("zb-h1", 48, 64)]),
-    "a long title": lambda: draw([drawn("1f1b")], Sheet(width=500, title="a title that goes on " * 8)),
+    "a long title": lambda: draw([drawn("1f1b")], SvgView(width=500, title="a title that goes on " * 8)),
     "deep in a long step": lambda: draw(
-        [drawn("1f1b", costs=(18e3, 18e3, 9e3, 10.0))], Sheet(zoom=(1e5 + 10, 1e5 + 10.001245))
+        [drawn("1f1b", costs=(18e3, 18e3, 9e3, 10.0))], SvgView(zoom=(1e5 + 10, 1e5 + 10.001245))
     ),
     "fast ops": lambda: draw([drawn("zb-v", costs=(1e-4, 1e-4, 5e-5, 0.0))]),
 }

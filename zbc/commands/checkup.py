@@ -19,7 +19,7 @@ _SHOWN = 8  # parameters of an error
 
 
 def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Plan the job, run one microbatch both ways and print what came out.
+    """Plan the job, run two microbatches both ways and print what came out.
 
     Raises E510 if it is not the same, E704 if it is not finite.
     """

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zbc.compiler.report.report import CutReport
-    from zbc.compiler.whatif.compare import Row
+    from zbc.compiler.whatif.compare import ComparedPlan
 
 _LINES, _WIDTH = 8, 80
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """The cuts whose stages do not hold equally many blocks, each with the plans that have it; nothing if all do."""
+def notes(rows: Sequence[ComparedPlan]) -> Iterator[str]:
+    """The partitions with unequal numbers of blocks, each with its plans; nothing if there are none."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row.report is not None and uneven(row.report.cut):
             name = " ".join([row.schedule, *(value for _, value in row.settings)])
             found.setdefault(counts(row.report.cut), []).append(name)
     if found:
-        yield "layers per stage (embedding and head too), where not alike; r: recomputed"
+        yield "layers per stage (embedding and head too), where they differ; r: recomputed"
     for number, (cut, names) in enumerate(found.items()):
         if number == _LINES:
             yield f"  ... {len(found) - _LINES} more: --json"

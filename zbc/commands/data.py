@@ -21,12 +21,12 @@ def tokenize(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="tokenizer.json", help="A tokenizer; without one, bytes are tokens.")
     ] = None,
-    end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token behind each document.")] = None,
+    end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token after each document.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Turn text into a token file for data.kind = "tokens".
 
-    Each file is a document, or each line of a .jsonl file (its "text"). Interrupted and started again, it goes on.
+    A document is a file, or a line of a .jsonl file (its "text"). After an interruption the same command continues.
     """
     from zbc.training.data.tokenize import Bytes, Json, total_bytes
     from zbc.training.data.tokenize import tokenize as make

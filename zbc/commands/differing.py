@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.api import Plan
-    from zbc.compiler.report.difference import Line, RankDifference
+    from zbc.compiler.report.difference import DiffLine, RankDifference
 
 _AROUND = 1  # lines around a change that are shown
 _SHOWN = 24  # lines of a rank without -v
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
 
 def diff(
     left: PlanJobOrCsv,
-    right: Annotated[Path, typer.Argument(metavar="OTHER", help="What to compare it with.")],
+    right: Annotated[Path, typer.Argument(metavar="OTHER", help="The second plan, job or CSV file.")],
     everything: Annotated[
         bool, typer.Option("--all", help="Compare transfers and step-level ops too, not only compute.")
     ] = False,
@@ -44,7 +44,7 @@ def diff(
 ) -> None:
     """Compare two plans, jobs or CSV files.
 
-    Their numbers, and rank by rank the order of their ops.
+    Shows their numbers and, rank by rank, how the order of ops differs.
     """
     from zbc.api import open_plan
     from zbc.compiler.report.difference import difference
@@ -174,7 +174,7 @@ def _listing(rank: RankDifference, *, verbose: bool) -> Iterator[str]:
         yield f"{sides[0]} {_mark(line)} {sides[1]}".rstrip()
 
 
-def _mark(line: Line) -> str:
+def _mark(line: DiffLine) -> str:
     """`<` on the left alone, `>` on the right alone: taken out here, put in there."""
     return " " if line.left is not None and line.right is not None else "<" if line.right is None else ">"
 

@@ -54,11 +54,11 @@ class By(StrEnum):
 def visualize(
     target: PlanJobCsvOrRun,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="A second one, drawn below on the same time axis.")
+        Path | None, typer.Argument(metavar="OTHER", help="A second plan, drawn below on the same time axis.")
     ] = None,
     form: Annotated[
         Form | None,
-        typer.Option("--as", help="The form of the picture; else as FILE ends (.svg, .html, .json), or term."),
+        typer.Option("--as", help="Form of the picture; default: by the name of FILE (.svg, .html, .json), else term."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
@@ -67,19 +67,20 @@ def visualize(
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[
-        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; the terminal's if left out.")
+        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
-        int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run, draw from this step on.")
+        int | None, typer.Option("--from", min=1, metavar="STEP", help="Recorded runs only: draw from this step on.")
     ] = None,
     barrier: Annotated[
-        bool | None, typer.Option(help="Whether each of --steps ends everywhere first; the job's optimizer decides.")
+        bool | None,
+        typer.Option(help="With --steps: whether all ranks end a step before the next; default: as the job says."),
     ] = None,
 ) -> None:
     """Draw when each rank does what.
 
-    Of a recorded run what was predicted is drawn above what was measured.
+    For a recorded run, the prediction is drawn above the measurement.
     """
     form = form or _FORMS.get("" if output is None else output.suffix.lower(), Form.TERM)
     _refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
@@ -89,28 +90,41 @@ def visualize(
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
+    _put(form, drawn, output, shown, window, width, by)
+
+
+def _put(
+    form: Form,
+    drawn: Sequence[Drawn],
+    output: Path | None,
+    ranks: tuple[int, ...] | None,
+    window: tuple[float, float] | None,
+    width: int | None,
+    by: By,
+) -> None:
+    """Show a picture, or write it to a file."""
     if form is Form.TERM:
-        columns = width or (_columns() if output is None else _WIDTH)
-        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
         from zbc.viz.terminal import View
 
-        picture = _text(drawn, View(columns, by.value, shown, window, unicode))
+        columns = width or (_columns() if output is None else _WIDTH)
+        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
+        picture = _text(drawn, View(columns, by.value, ranks, window, unicode))
         if output is None:
             show(picture)
             return
         text = picture.plain + "\n"
     elif form is Form.SVG:
-        from zbc.viz.svg import Sheet, draw
+        from zbc.viz.svg import SvgView, draw
 
-        text = draw(drawn, Sheet(ranks=shown, zoom=window))
+        text = draw(drawn, SvgView(ranks=ranks, zoom=window))
     elif form is Form.HTML:
         from zbc.viz import html
 
-        text = html.draw(drawn, shown)
+        text = html.draw(drawn, ranks)
     else:
         from zbc.viz import perfetto
 
-        text = perfetto.draw(drawn, shown)
+        text = perfetto.draw(drawn, ranks)
     if output is None:
         show(text.rstrip("\n"))
     else:

@@ -40,18 +40,18 @@ class Dialect(StrEnum):
 
 def export(
     target: PlanJobOrCsv,
-    to: Annotated[Target, typer.Option("--to", help="The form to write.")],
+    to: Annotated[Target, typer.Option("--to", help="The format to write.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,
     dialect: Annotated[
-        Dialect, typer.Option("--dialect", help="Of torch-csv: compute ops alone, or with the transfers of the plan.")
+        Dialect, typer.Option("--dialect", help="For torch-csv: compute ops only, or with the plan's transfers.")
     ] = Dialect.COMPUTE_ONLY,
     quiet: Quiet = False,
 ) -> None:
-    """Write a plan in another tool's form.
+    """Export a plan to another tool's format.
 
-    What that tool cannot express is refused. torchtitan's settings name a CSV file; with -o it is written beside them.
+    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings.
     """
     from zbc.api import open_plan
 
@@ -87,7 +87,7 @@ def import_order(
 ) -> None:
     """Read a torch CSV and write a job that trains with its order.
 
-    The file is read strictly, and its order proven.
+    The file is read strictly, and its order is proven.
     """
     from zbc.api import Plan
     from zbc.errors import ZbcError

@@ -20,7 +20,7 @@ from zbc.errors import ZbcError
 if TYPE_CHECKING:
     from zbc.job.spec import Job
 
-config = typer.Typer(no_args_is_help=True, help="Show a job as it is read, or the schema of job files.")
+config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or the schema of job files.")
 
 
 class Template(StrEnum):
@@ -61,7 +61,7 @@ def init(
 
 @config.command("show")
 def config_show(job: JobFile, schedule: ScheduleName = None, settings: Settings = None) -> None:
-    """Print every value of a job with its origin, as a job file."""
+    """Print every value of a job, and where it comes from, as a job file."""
     from zbc.compiler.compile import load_job
 
     show("\n".join(listing(load_job(job, settings or (), schedule))))
@@ -116,10 +116,10 @@ def _complete_code(incomplete: str) -> list[tuple[str, str]]:
 
 def explain(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="An error code, as E201.", autocompletion=_complete_code)
+        str | None, typer.Argument(metavar="CODE", help="An error code, such as E201.", autocompletion=_complete_code)
     ] = None,
 ) -> None:
-    """Tell what an error code means, and what helps.
+    """Explain an error code, and what helps.
 
     Without a code, list them all.
     """

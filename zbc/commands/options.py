@@ -40,7 +40,7 @@ def share(text: str) -> float:
 
 
 JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.toml", help="The job description; a plan directory stands for its job.")
+    Path, typer.Argument(metavar="JOB.toml", help="A job file, or a plan directory for the job it was made from.")
 ]
 PlanJobCsvOrRun = Annotated[
     Path,
@@ -58,22 +58,26 @@ ScheduleName = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="Use this schedule, this torch CSV file or this plugin (package.module:function).",
+        help="A schedule, a torch CSV file or a plugin (package.module:function).",
         autocompletion=complete_schedule,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value, as in schedule.microbatches=16; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a value of the job: schedule.microbatches=16; repeatable."
+    ),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="Plan with measured costs: a file that `zbc profile` wrote."),
+    typer.Option("--profile", metavar="FILE", help="Plan with measured costs, from a file of `zbc profile`."),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option("--budget", metavar="TIME", help="How long to search, as in 10s; 0 is the fast tier.", parser=seconds),
+    typer.Option(
+        "--budget", metavar="TIME", help="How long to search, such as 10s; 0 is the fastest search.", parser=seconds
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no more than errors.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all there is to tell.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all details.")]

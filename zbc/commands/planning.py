@@ -39,7 +39,7 @@ def plan(
     profile: ProfileFile = None,
     budget: Budget = None,
     dump_ir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write the program after the schedule and after each pass.")
+        Path | None, typer.Option(metavar="DIR", help="Also write the program as each compiler pass leaves it.")
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Compile a job into a plan directory.
 
-    Every check and the prediction run before anything is written; the directory appears complete or not at all.
+    All checks run before anything is written. The directory appears complete or not at all.
     """
     from zbc.commands import summary
     from zbc.compiler.compile import compile_job, load_job
@@ -96,13 +96,13 @@ def _dump(compiled: Compiled, folder: Path) -> None:
 def check(
     target: PlanJobOrCsv,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Also fail if sends that wait for their receiver would deadlock.")
+        bool, typer.Option("--strict", help="Also fail if the plan would deadlock with blocking sends.")
     ] = False,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="For a CSV that fails: print an order of its actions that works.")
+        bool, typer.Option("--suggest", help="For a CSV that fails: print a working order of its actions.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write what --suggest finds to a file.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -110,9 +110,9 @@ def check(
 ) -> None:
     """Prove a plan directory, a torch CSV or a job.
 
-    Complete, paired, free of deadlock; the plan of a job is not written.
+    Proves that the order is complete, paired and free of deadlock. The plan of a job is not written.
 
-    With --suggest the exit code is still that of the check: it is the suggestion that works, not the file.
+    With --suggest the exit code is still that of the file as it is.
     """
     from zbc.commands import checking
 
@@ -145,12 +145,12 @@ def compare(
     schedules: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Which schedules, CSV files or plugins.", autocompletion=complete_schedule
+            metavar="all|A,B,C", help="Schedules, CSV files or plugins to compare.", autocompletion=complete_schedule
         ),
     ] = "all",
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=V1,V2", help="Try each value; repeat for every combination of several keys."),
+        typer.Option(metavar="KEY=V1,V2", help="Try each value; several sweeps try every combination."),
     ] = None,
     settings: Settings = None,
     profile: ProfileFile = None,
@@ -163,9 +163,9 @@ def compare(
 ) -> None:
     """Plan a job under several schedules and rank them.
 
-    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. Where a number
-    of [hardware], [costs] or [model] is swept, each of its values is ranked by itself, and the points in between
-    are found at which the fastest changes; with -v and --json also those at which any two change places.
+    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. If you sweep a
+    number of [hardware], [costs] or [model], each value gets its own ranking, and the table says where the fastest
+    schedule changes; with -v and --json where any two change places.
     """
     from zbc.commands import ranking
     from zbc.compiler.schedules import SCHEDULES

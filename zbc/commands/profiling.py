@@ -32,25 +32,30 @@ class Device(StrEnum):
 def profile(
     job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="The job description.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The profile.")] = Path("profile.json"),
-    device: Annotated[Device | None, typer.Option(help="Measure here; default hardware.device.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to measure; default: hardware.device.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads of a rank; default as `zbc run --local` has them.")
+        int | None, typer.Option(min=1, metavar="N", help="Threads per rank; default: as in `zbc run --local`.")
     ] = None,
     together: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Ranks that compute at once; default as many as fit on the cores."),
+        typer.Option(min=1, metavar="N", help="Ranks that compute at once; default: as many as fit on the cores."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, metavar="N", help="Repetitions; more make the medians steadier.")] = 20,
     from_trace: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Derive it from a recorded run (`zbc run --trace`) instead.")
+        Path | None, typer.Option(metavar="RUN", help="Derive the profile from a recorded run instead.")
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --from-trace: the profile that has the rest; default the plan's own."),
+        typer.Option(
+            metavar="FILE",
+            help="With --from-trace: the profile for all that a run does not tell; default: the plan's own.",
+        ),
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --from-trace: the recorded phase of a ramp (m4); else the last."),
+        typer.Option(
+            metavar="NAME", help="With --from-trace: the recorded phase of a ramp, such as m4; default: the last."
+        ),
     ] = None,
     settings: Settings = None,
     json: AsJson = False,
@@ -58,15 +63,12 @@ def profile(
 ) -> None:
     """Measure what the layers of a job cost on this machine.
 
-    Times, memory and transfers: one layer of each kind runs as training would run it. `zbc plan JOB.toml --profile
-    FILE` plans with the result. With --from-trace nothing runs: layers get the costs that the stages of a recorded
-    run lead to.
+    One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
+    FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
     """
     if from_trace is not None:
         if job is not None or device or threads or together or settings:
-            raise typer.BadParameter(
-                "--from-trace measures nothing, so JOB.toml and how to measure have no place beside it"
-            )
+            raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
         _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
     if job is None:
@@ -143,7 +145,7 @@ def summary(found: Profile) -> Iterator[RenderableType]:
         speeds = (
             f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"
         )
-        yield labelled("copies", speeds)
+        yield labelled("device", speeds)
     host = found.host
     rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
     yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zbc.compiler.report.report import Report
-    from zbc.compiler.whatif.compare import Row
+    from zbc.compiler.whatif.compare import ComparedPlan
     from zbc.compiler.whatif.crossings import Candidate, Crossing
 
 Numbers = Sequence[float | None]
@@ -62,13 +62,13 @@ class Column(NamedTuple):
     key: str
     head: str
     title: str
-    value: Callable[[Row, Report], float | None]
+    value: Callable[[ComparedPlan, Report], float | None]
     shown: Callable[[Numbers], list[str]]
     keep: int
     meaning: str
 
 
-def _bytes(get: Callable[[Report], int]) -> Callable[[Row, Report], float | None]:
+def _bytes(get: Callable[[Report], int]) -> Callable[[ComparedPlan, Report], float | None]:
     return lambda row, report: get(report) / GIB if report.bytes_known else None
 
 
@@ -91,12 +91,12 @@ COLUMNS = (
     ),
     Column(
         "settled_ms",
-        "settled",
-        "settled",
+        "steady",
+        "steady",
         lambda row, _: row.settled_ms,
         _times,
         8,
-        "ms of a step with its optimizer, in a row of steps",
+        "ms of a step with its optimizer, in steady state",
     ),
     Column(
         "peak_activation_units",
@@ -119,12 +119,12 @@ COLUMNS = (
     ),
     Column(
         "gradient_traffic_gib",
-        "sums",
-        "sums",
+        "reduced",
+        "reduced",
         _bytes(lambda r: r.summed_bytes),
         _gib,
         4,
-        "GiB sent to add up gradients",
+        "GiB sent to all-reduce gradients",
     ),
     Column("sends_per_rank", "sends", "sends", lambda row, _: row.transfers, _plain, 12, "messages per rank and step"),
     Column(
@@ -136,7 +136,7 @@ COLUMNS = (
 
 
 def as_table(
-    rows: Sequence[Row], crossings: Sequence[Crossing] = (), *, more: int = 0, verbose: bool = False
+    rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, verbose: bool = False
 ) -> Iterator[RenderableType]:
     """Ranked rows, then the reasons of those that could not be planned, then where the fastest changes.
 
@@ -161,7 +161,9 @@ def as_table(
         yield from cuts.notes(rows)
 
 
-def _filled(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], columns: Sequence[Column]) -> RenderableType:
+def _filled(
+    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], columns: Sequence[Column]
+) -> RenderableType:
     swept = [key.rpartition(".")[2] for key in _swept(rows)]
     made = table("schedule", *swept, *(column.head for column in columns), left=1 + len(swept))
     cells = iter(_cells(planned, columns))
@@ -173,7 +175,9 @@ def _filled(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], columns:
     return made
 
 
-def _fitting(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], width: int | None) -> list[Column]:
+def _fitting(
+    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], width: int | None
+) -> list[Column]:
     """The columns for which there is room, and of which something is known."""
     columns = _columns(rows)
     if width is None or not planned:
@@ -188,7 +192,9 @@ def _fitting(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], width: 
     return kept
 
 
-def _width(planned: Sequence[tuple[Row, Report]], rows: Sequence[Row], columns: Sequence[Column]) -> int:
+def _width(
+    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], columns: Sequence[Column]
+) -> int:
     heads = ["schedule", *(key.rpartition(".")[2] for key in _swept(rows)), *(column.head for column in columns)]
     lines = [heads, *_cells(planned, columns)]
     return sum(max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)) - 2
@@ -208,16 +214,16 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
     others = [one for one in crossings if not one.leading]
     if others:
         yield ""
-        yield "and behind it"
+        yield "and after it"
     for one in others:
         place = f"{one.key} = {short(one.at)}{_where(one.world)}"
         yield f"  {_candidate(one.after)} passes {_candidate(one.before)} at {place}"
     if more:
         yield ""
-        yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places behind the fastest: -v says where"
+        yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places after the fastest: -v says where"
 
 
-def _without_effect(rows: Sequence[Row]) -> Iterator[str]:
+def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
     """Keys of the world that were swept and change neither time nor memory of anything."""
     for key in {key: None for row in rows for key, _ in row.world}:
         found: dict[tuple[object, ...], set[tuple[float, int]]] = {}
@@ -245,11 +251,11 @@ def _plainly(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _name(row: Row) -> str:
+def _name(row: ComparedPlan) -> str:
     return _candidate((row.schedule, row.settings))
 
 
-def _reason(row: Row) -> str:
+def _reason(row: ComparedPlan) -> str:
     if row.error is None:
         return ""
     more = len(row.error.errors) - 1
@@ -257,17 +263,17 @@ def _reason(row: Row) -> str:
     return text if not more else f"{text} (and {more} more)"
 
 
-def _swept(rows: Sequence[Row]) -> list[str]:
+def _swept(rows: Sequence[ComparedPlan]) -> list[str]:
     return [key for key, _ in rows[0].settings]
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
+def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
     """All columns; the time per sequence where a step is not the same work in all rows."""
     varied = len({row.sequences for row in rows if row.error is None}) > 1
     return [*([_SEQUENCE] if varied else []), *COLUMNS]
 
 
-def _cells(planned: Sequence[tuple[Row, Report]], columns: Sequence[Column]) -> list[list[str]]:
+def _cells(planned: Sequence[tuple[ComparedPlan, Report]], columns: Sequence[Column]) -> list[list[str]]:
     """The cells of all rows that have a report, the numbers of a column with equally many decimals."""
     texts = [
         [row.schedule for row, _ in planned],
@@ -280,7 +286,7 @@ def _cells(planned: Sequence[tuple[Row, Report]], columns: Sequence[Column]) -> 
     return [list(cells) for cells in zip(*texts, strict=True)]
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[ComparedPlan]) -> str:
     columns = _columns(rows)
     left = 1 + len(_swept(rows))
     heads = ["schedule", *(key.rpartition(".")[2] for key in _swept(rows)), *(column.title for column in columns)]
@@ -294,7 +300,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(cells + [""] * (len(heads) - len(cells))) + " |" for cells in lines)
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[ComparedPlan]) -> str:
     """Plain numbers, rates as shares of one, and a last column with the reason where there are none."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -306,7 +312,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _numbers(row: Row, columns: Sequence[Column]) -> list[Any]:
+def _numbers(row: ComparedPlan, columns: Sequence[Column]) -> list[Any]:
     report = row.report
     if report is None:
         return [""] * len(columns)
@@ -314,7 +320,7 @@ def _numbers(row: Row, columns: Sequence[Column]) -> list[Any]:
     return ["" if value is None else int(value) if isinstance(value, bool) else round(value, 9) for value in values]
 
 
-def as_json(rows: Sequence[Row], crossings: Sequence[Crossing] = ()) -> dict[str, Any]:
+def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> dict[str, Any]:
     """`schedules` holds one report each in ranked order; where there is none, `error` takes its place."""
     from zbc.compiler.report.report import FORMAT, VERSION
 

@@ -19,7 +19,7 @@ def of_step(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     """What binds and the critical path; with `verbose` what small changes would give."""
     from zbc.compiler.whatif.why import binds, critical_path, what_ifs
 
-    more = [] if verbose else ["-v: what more microbatches, more memory or another cut would give"]
+    more = [] if verbose else ["-v: the effect of more microbatches, more memory or another partition"]
     yield labelled("why", binds(compiled), *_path(critical_path(compiled)), *more)
     if verbose:
         found = list(what_ifs(compiled))

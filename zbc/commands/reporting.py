@@ -26,20 +26,21 @@ _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
 _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
+_HEADS = {"sums": "sync"}
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     phase: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a ramp, the recorded phase to look at (m4); else the last.")
+        str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare a run with its prediction, and plan it anew.
+    """Compare a run with its prediction, and plan it again.
 
-    Step, bubble, idle time by cause, ops, memory. What it can say without a trace is little: record some steps with
-    `zbc run PLAN --trace 10-19`.
+    Shows step times, bubble rates, idle time by cause, ops and memory, and what a plan from the measured times would
+    gain. Record some steps first: `zbc run PLAN --trace 10-19`.
     """
     from zbc.compiler.recorded import log
     from zbc.compiler.recorded.report import FORMAT, VERSION, build
@@ -61,7 +62,7 @@ def report(
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
     show(*_memory(made))
-    show("", labelled("plan anew", *_again(made, command)))
+    show("", labelled("new plan", *_again(made, command)))
 
 
 def replan_command(run: Path, phase: str = "") -> str:
@@ -134,9 +135,9 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[Rend
             "those that compute at once take turns, of which estimates",
             "know nothing: zbc profile measures with as many at work",
         )
-    others = [f"--phase {name}" if name else "the steps behind the ramp" for name in phases if name != made.phase]
+    others = [f"--phase {name}" if name else "the steps after the ramp" for name in phases if name != made.phase]
     if made.phase or others:
-        where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps behind a ramp"
+        where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps after a ramp"
         yield labelled(
             "phase",
             f"{where}, {made.microbatches} microbatches each",
@@ -173,7 +174,7 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     rows = [(rank.rank, how, shares) for rank in made.ranks for how, shares in _both(rank)]
     decimals = len(fixed(max(shares.total for *_, shares in rows)).partition(".")[2])
     columns = [[f"{getattr(shares, name):.{decimals}f}" for *_, shares in rows] for name in ("total", *_CAUSES)]
-    made_table = table("rank", "", "step", *(name.replace("_", "-") for name in _CAUSES), left=2)
+    made_table = table("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in _CAUSES), left=2)
     for index, (number, how, _) in enumerate(rows):
         made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
     yield indented(made_table, 1)

@@ -32,12 +32,12 @@ def run(
         str | None,
         typer.Option(
             metavar="auto|PATH|none",
-            help="Go on from the newest checkpoint, or from one; default: only when the run is restarted.",
+            help="Continue from the newest checkpoint, or from PATH; default: only after a restart.",
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="With --local: start the ranks anew when one fails, N times at most."),
+        typer.Option(min=0, metavar="N", help="With --local: restart all ranks when one fails, at most N times."),
     ] = 0,
 ) -> None:
     """Train with a plan: under torchrun, or --local on this machine.
@@ -78,10 +78,10 @@ def doctor(
     settings: Settings = None,
     json: AsJson = False,
 ) -> None:
-    """Say what zbc can do on this machine, or check a model of yours.
+    """Show what zbc can do on this machine, or check your model.
 
-    With --model one microbatch runs both ways, here on the CPU: through the stages of the job's plan and through plain
-    autograd. Fails with E510 where a gradient differs.
+    With --model one microbatch runs on the CPU through the stages of the job's plan and through plain autograd. Fails
+    with E510 if a gradient differs.
     """
     if model is not None:
         from zbc.commands.checkup import examine

@@ -22,20 +22,23 @@ def simulate(
     target: PlanJobOrCsv,
     jitter: Annotated[
         float | None,
-        typer.Option(metavar="5%", parser=share, help="Standard deviation of every op's and transfer's time."),
+        typer.Option(
+            metavar="5%", parser=share, help="Vary the time of each op and transfer by this standard deviation."
+        ),
     ] = None,
     straggler: Annotated[
-        float | None, typer.Option(metavar="10%", parser=share, help="One rank, each in turn, is slower by so much.")
+        float | None,
+        typer.Option(metavar="10%", parser=share, help="Make one rank slower by this much, each rank in turn."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 200,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same times.")] = 0,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what a step costs, and how far noise spreads it.
+    """Predict what a step costs, and how noise spreads it.
 
-    The order is what was planned: `plan` makes it, `check` proves it, this replays it with other op times. Steps follow
-    one another with the optimizer's barrier or without, as the job has it; without noise one step says it all.
+    The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
+    as the job says.
     """
     from zbc.api import open_plan
     from zbc.compiler.whatif.noise import Noise

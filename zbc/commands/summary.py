@@ -33,7 +33,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     report = compiled.report
     yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
     if compiled.timeline.sums:
-        yield labelled("sums", *_sums(compiled))
+        yield labelled("reduce", *_sums(compiled))
     yield from reasons.of_step(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
@@ -59,15 +59,15 @@ def _step(report: Report, *, barrier: bool) -> list[str]:
         f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
-    return [*lines, *_settled(report, barrier=barrier)]
+    return [*lines, *_steady(report, barrier=barrier)]
 
 
-def _settled(report: Report, *, barrier: bool) -> Iterator[str]:
+def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
     """What a step takes with its optimizer, and what it would take the other way."""
     ahead = report.ahead_ms
     here = report.barrier_ms if barrier or ahead is None else ahead
     how = "with" if barrier or ahead is None else "without"
-    yield f"settled   {short(here)} ms with the optimizer, {how} its barrier"
+    yield f"steady    {short(here)} ms with the optimizer, {how} its barrier"
     other = ahead if barrier else report.barrier_ms
     if other is not None and here > 0:
         change = f"{100 * (other / here - 1):+.1f}%"
@@ -75,14 +75,14 @@ def _settled(report: Report, *, barrier: bool) -> Iterator[str]:
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:
-    """What sums over copies take, and what of it the step has to wait for."""
+    """What collectives take, and what of it the step has to wait for."""
     timeline, program = compiled.timeline, compiled.program
     ranks = range(timeline.ranks)
     longest = max(sum(one.end - one.start for one in timeline.sums if rank in one.ranks) for rank in ranks)
     exposed = max(map(timeline.closes, ranks)) - max(map(timeline.last_end, ranks))
     kinds = Counter(one.op.kind.value for one in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    over = f" over {program.dp} copies" if program.dp > 1 else ""
+    over = f" over {program.dp} replicas" if program.dp > 1 else ""
     yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
 
 
@@ -105,7 +105,7 @@ def _gap(ms: float, bound: float) -> str:
     if bound <= 0:
         return "no lower bound"
     above = ms / bound - 1
-    return "proven optimal for this cut" if above < 5e-7 else f"{percent(above)} above the lower bound"
+    return "proven optimal for this partition" if above < 5e-7 else f"{percent(above)} above the lower bound"
 
 
 def _costs(compiled: Compiled) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
         [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
         *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
     ]
-    heads = ["warm-up", "message", "drain", "sums"] if verbose else ["idle ms"]
+    heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
     made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
     return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
 
@@ -206,7 +206,7 @@ _BYTES = {
 
 
 def _cut_note(report: Report) -> Iterator[str]:
-    """What the cut loses, and how it was found."""
+    """What the partition loses, and how it was found."""
     cut = report.cut
     times = aligned([cut.busiest_ms, cut.balanced_ms])
     unit, _ = _stage_unit(report)
@@ -218,9 +218,9 @@ def _cut_note(report: Report) -> Iterator[str]:
     busy = f"rank {cut.busiest_rank} is busy for {times[0]} ms"
     yield f"{busy}, {percent(cut.loss)} above perfect balance ({times[1]} ms)"
     if cut.all_tried:
-        yield f"no other cut is better for this schedule ({cut.tried} simulated)"
+        yield f"no other partition is better for this schedule ({cut.tried} simulated)"
     elif cut.tried > 1:
-        yield f"the best of {cut.tried} cuts simulated"
+        yield f"the best of {cut.tried} partitions simulated"
     again = [stage.stage for stage in cut.stages if stage.recompute]
     if again:
         some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"

@@ -33,7 +33,7 @@ from zbc.plan.forward import forward_only
 from zbc.text import short, size, wrap
 
 
-class Start(NamedTuple):
+class RampStart(NamedTuple):
     """A plan with fewer microbatches, and how many steps a training runs it before the next."""
 
     compiled: Compiled
@@ -54,7 +54,7 @@ class Compiled:
     timeline: Timeline
     memory: list[RankMemory]
     report: report.Report
-    ramp: tuple[Start, ...] = ()
+    ramp: tuple[RampStart, ...] = ()
 
     @property
     def step_ms(self) -> float:
@@ -75,7 +75,9 @@ class Compiled:
         for start in self.ramp:
             its, files = start.compiled.assemble()
             name = f"m{its.microbatches}"
-            parts.append(plans.Part(folder=name, microbatches=its.microbatches, steps=start.steps, sha256=its.digest()))
+            parts.append(
+                plans.RampPlan(folder=name, microbatches=its.microbatches, steps=start.steps, sha256=its.digest())
+            )
             below |= {f"{name}/{file}": text for file, text in {plans.MANIFEST: its.dumps(), **files}.items()}
         manifest, files = plans.assemble(
             self.program,
@@ -167,7 +169,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     return replace(compiled, ramp=tuple(_starts(compiled, budget)))
 
 
-def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
+def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
     """The plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
     job = compiled.job
     chosen: dict[str, object] = {"ramp": [], "chunks": compiled.program.placement.chunks}
@@ -185,7 +187,7 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[Start]:
             text = f"schedule: with {phase.microbatches} microbatches stages are on other ranks or have other layers"
             hint = "a ramp needs a schedule whose stages do not depend on the number of microbatches"
             raise ZbcError("E123", text, where=job.where("schedule", "ramp"), hint=hint)
-        yield Start(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
+        yield RampStart(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
 
 
 def _compile(job: Job, budget: float | None) -> Compiled:

@@ -6,7 +6,7 @@ One file for each family of codes. A test demands that the codes here are exactl
 from __future__ import annotations
 
 from zbc.explain import environment, failed, files, fit, job, order, user_code
-from zbc.explain.entry import Entry as Entry
+from zbc.explain.entry import Explanation as Explanation
 
 # Second character of a code -> what its family is about.
 FAMILIES = {

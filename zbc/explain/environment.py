@@ -8,8 +8,8 @@ ENTRIES = {
     "E601": entry(
         "the plan wants another number of ranks",
         """
-A plan is made for parallel.pp ranks in each of parallel.dp copies of the
-pipeline, and one process runs each.
+A plan is made for parallel.pp ranks in each of parallel.dp replicas of the
+pipeline. Each rank is one process.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run plan     under torchrun
     zbc run plan --local 4                                       on this CPU
@@ -55,16 +55,16 @@ every machine the same plan directory, code and environment.
     "E606": entry(
         "the run directory cannot be written",
         """
-Metrics go to a new folder below log.dir. Name another place with --out. A disk
-that fills up while the run goes on ends it, too; what is written by then stays,
+Metrics go to a new folder in log.dir. Name another place with --out. A disk
+that fills up during a run ends the run, too; what is written by then stays,
 every line whole.
 """,
     ),
     "E607": entry(
         "the run directory belongs to another run",
         """
---out names a folder that has metrics in it. Choose another, or remove it:
-metrics of two runs in one file could not be told apart.
+--out names a folder that already has metrics in it. Choose another, or remove
+it: zbc does not mix the metrics of two runs.
 """,
     ),
     "E608": entry(
@@ -78,9 +78,9 @@ has to be.
     "E609": entry(
         "the ranks cannot find each other",
         """
-Ranks meet at a store: torchrun hosts it, under other launchers rank 0 does, at
-MASTER_ADDR and MASTER_PORT. A wrong address, a port in use, a firewall or a
-first machine that did not start keeps the others from it.
+Ranks meet at a store. torchrun hosts it; under other launchers rank 0 does, at
+MASTER_ADDR and MASTER_PORT. Usual reasons: a wrong address, a port in use, a
+firewall, or a first machine that did not start.
 """,
     ),
     "E610": entry(
@@ -99,43 +99,43 @@ Some features need a package that zbc itself does not:
         """
 The disk is full, the folder cannot be written (which every rank tries before
 the first step) or is not the same on all machines, or a tensor is of a type
-that safetensors files cannot hold. The run ends, since going on unsaved is no
-better later; the newest complete checkpoint stays as it is, and
+that safetensors files cannot hold. The run ends. The newest complete checkpoint
+stays as it is, and
 
     zbc run plan --resume auto ...
 
-goes on from there once there is room. checkpoint.dir names another place,
+continues from there once there is room. checkpoint.dir names another place,
 checkpoint.keep says how many stay, checkpoint.every = 0 turns them off.
 """,
     ),
     "E612": entry(
         "a checkpoint cannot be read",
         """
-Only a checkpoint with the file .complete in it is read, and every byte of it is
-compared with what was written before training goes on: length and checksums of
-each file. A file that was cut off, changed or lost is named. zbc does not fall
-back to an older checkpoint on its own, since that would repeat steps without a
-word; the message names the one before it, to be given with --resume PATH.
+Only a checkpoint with the file .complete in it is read. Before training
+continues, the length and the checksums of each file are checked. The message
+names a file that was truncated, changed or lost. zbc does not fall back to an
+older checkpoint by itself, because that would silently repeat steps; the
+message names the one before it: give it with --resume PATH.
 """,
     ),
     "E613": entry(
         "the checkpoint is of another training",
         """
-Schedule, ranks, copies, ZeRO-1, recompute and the like may change between a
-checkpoint and the run that goes on from it. What may not: the parameters, their
-shapes and types ([model]), the kind of optimizer, and train.seed, on which the
-order of the data and dropout depend. To begin another training with these
-weights, write them with --save-hf and set model.pretrained.
+Schedule, ranks, replicas, ZeRO-1, recompute and the like may change between a
+checkpoint and the run that continues from it. These may not: the parameters,
+their shapes and types ([model]), the kind of optimizer, and train.seed, on
+which the order of the data and dropout depend. To begin another training with
+these weights, write them with --save-hf and set model.pretrained.
 """,
     ),
     "E614": entry(
         "checkpoints of another run are in the way",
         """
-A run that begins anew, or from an older checkpoint, would write among later
-checkpoints of another run, and --resume auto could not tell them apart. Go on
-from the newest with --resume auto, choose another --out or checkpoint.dir, or
-remove the old ones. So it is with a run that writes there at the same time:
-rank 0 holds a lock on the file .writer, which ends with its process.
+This run begins at step 1, or from an older checkpoint, and would write among
+later checkpoints of another run; --resume auto could not tell them apart.
+Continue from the newest with --resume auto, choose another --out or
+checkpoint.dir, or remove the old ones. The error also comes while another run
+writes there: its rank 0 holds a lock on the file .writer until it ends.
 """,
     ),
     "E615": entry(
@@ -152,17 +152,17 @@ ports that the system chooses; /etc/hosts and firewalls are the usual reasons.
     "E616": entry(
         "Weights & Biases does not start",
         """
-log.wandb asks for it, and wandb.init, which rank 0 calls before the first step,
-failed: nobody is logged in (`wandb login`, or WANDB_API_KEY), or its server is
-out of reach. WANDB_MODE=offline keeps the run on this machine; `wandb sync`
+log.wandb asks for it, but wandb.init failed on rank 0 before the first step:
+nobody is logged in (`wandb login`, or WANDB_API_KEY), or the server cannot be
+reached. WANDB_MODE=offline keeps the run on this machine; `wandb sync`
 sends it later. Without log.wandb metrics.jsonl still has every number.
 """,
     ),
     "E617": entry(
         "no compiler for model.compile",
         """
-torch.compile makes C++ of layers on a CPU, Triton on CUDA, and found nothing
-to compile it with. Every machine of a run needs one.
+torch.compile needs a C++ compiler on a CPU and Triton on CUDA, and found none.
+Every machine of a run needs one.
 
     apt install g++           or clang; CXX=/path/to/compiler names another
     pip install triton        on CUDA; it comes with torch there

@@ -19,18 +19,18 @@ train.watchdog_s.
     "E702": entry(
         "a rank was lost",
         """
-A rank ended, so the others cannot go on. The reason stands in the message of
-the rank that failed first; if it has none, it was killed from outside, often
-by the system for lack of memory. With checkpoints and --max-restarts, zbc's own
-with --local or torchrun's, a run goes on by itself (docs/failures.md).
+A rank ended, so the others cannot continue. The message of the rank that failed
+first has the reason; if there is none, it was killed from outside, often by
+the system for lack of memory. With checkpoints and --max-restarts, zbc's own
+with --local or torchrun's, a run continues by itself (docs/failures.md).
 """,
     ),
     "E703": entry(
         "an op failed",
         """
 The message names the rank, the step and the op, and the lines where the code
-failed. If it speaks of the plan (a message nobody takes, a tensor that is not
-there), the plan did not come from this zbc: check it with `zbc check`.
+failed. If it is about the plan (a message that no rank takes, a tensor that is
+missing), the plan did not come from this zbc: check it with `zbc check`.
 """,
     ),
     "E704": entry(
@@ -43,17 +43,17 @@ message says whether the losses were finite, and in which stage backward first
 met such a gradient. A lower learning rate, a longer warm-up or clipping help
 against steps that are too large; data that are broken are the same each time.
 
-`zbc doctor --model` says so where they are not finite in plain autograd either.
+`zbc doctor --model` says whether plain autograd has the same problem.
 """,
     ),
     "E705": entry(
-        "copies that must be equal differ",
+        "ranks that hold the same weights differ",
         """
-Copies of a stage (parallel.dp, the two pipes of bidirectional schedules) and of
-a tied weight are bit for bit equal after every step. Before a checkpoint is
-complete their hashes are compared; the message names the tensors and the ranks.
-Something else than the optimizer wrote to a weight, or a device computes
-wrongly. The checkpoint before is untouched.
+Ranks that hold the same stage (parallel.dp, the two pipes of bidirectional
+schedules) or the same tied weight are equal bit for bit after every step. Their
+hashes are compared before a checkpoint is complete; the message names tensors
+and ranks. Something other than the optimizer wrote to a weight, or a device
+computes wrongly. The checkpoint before is untouched.
 """,
     ),
 }

@@ -8,15 +8,15 @@ ENTRIES = {
     "E401": entry(
         "a plan directory cannot be read",
         """
-A plan directory holds plan.json and one rank-NNNN.json per rank; something of
-it is missing or cannot be read. `zbc plan JOB.toml -o DIR` writes one.
+A plan directory holds plan.json and one rank-NNNN.json per rank; a file is
+missing or cannot be read. `zbc plan JOB.toml -o DIR` writes one.
 """,
     ),
     "E402": entry(
         "a plan was edited after planning",
         """
 plan.json keeps the sha256 of every file of the plan, and one of the files
-differs. Nothing runs from an edited plan, since nothing is proven of it.
+differs. An edited plan does not run, since it was not proven.
 `zbc check DIR` also says what is wrong with its ops. Make the plan again; an
 order of your own is best written as a plugin (schedule.plugin).
 """,
@@ -60,7 +60,7 @@ be. Nothing was changed.
         """
 An order in torch's form is a text file of comma-separated values, one row per
 rank and one action per cell, as `0F0,0F1,0B0,0B1`. The file does not exist,
-is not text, or is not made of such rows.
+is not text, or has no such rows.
 """,
     ),
     "E411": entry(
@@ -96,7 +96,7 @@ ones. It does not invent actions that are missing: add them first.
 """,
     ),
     "E415": entry(
-        "there is no job to write a plan of",
+        "a plan without its job cannot be written",
         """
 A plan directory holds the model, the training section and the costs of a job
 beside the order of ops. A plan that was read, from a directory or from a CSV
@@ -116,17 +116,17 @@ was killed in its first recorded step has left nothing to read.
     "E431": entry(
         "a trace is damaged",
         """
-A file of the trace does not say what a trace says there; the place is its file
-and line. Each line is one JSON object. A last line without its end is what a
-killed run leaves, and is no error: steps that all ranks completed are read.
+A file of the trace has a line that is not as zbc writes it; the message names
+file and line. Each line is one JSON object. An incomplete last line, which a
+killed run leaves, is no error: steps that all ranks completed are read.
 """,
     ),
     "E432": entry(
         "a step was not recorded",
         """
-`zbc visualize RUN --from 12 --steps 3` draws steps that the run recorded; which
-these are, `zbc run PLAN --trace STEPS` was told. A run that was killed has them
-up to the last one that all its ranks completed.
+`zbc visualize RUN --from 12 --steps 3` can only draw steps that the run
+recorded (`zbc run PLAN --trace STEPS`). A run that was killed has them up to
+the last one that all its ranks completed.
 """,
     ),
 }

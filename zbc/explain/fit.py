@@ -21,8 +21,8 @@ ranks (parallel.pp), a smaller model.
         """
 schedule.memory_limit bounds the activations of every rank: "1.0x" is the peak
 of 1F1B, which is parallel.pp activation units; "40 GiB" counts bytes. The
-hint names the limit that this schedule needs; the lines, others that keep to
-the given one.
+hint names the limit that this schedule needs; the lines name schedules that
+keep to the given one.
 """,
     ),
     "E303": entry(
@@ -30,7 +30,7 @@ the given one.
         """
 schedule.memory_limit is below what a single microbatch on its way through the
 stages of one rank needs, so no order at all can keep to it. The hint names
-the smallest limit that works with this placement and cut.
+the smallest limit that works with this placement and partition.
 """,
     ),
 }

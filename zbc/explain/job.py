@@ -8,8 +8,8 @@ ENTRIES = {
     "E100": entry(
         "the job file is not valid TOML",
         """
-The file cannot be parsed; the place is where the parser gave up, often just
-behind the mistake.
+The file cannot be parsed. The place is where the parser gave up, often just
+after the mistake.
 
     kind = zb-v          strings need quotes: kind = "zb-v"
     [schedule            a table needs both brackets
@@ -26,8 +26,8 @@ It does not exist, is a directory, may not be read, or is not UTF-8 text.
     "E102": entry(
         "unknown key or table",
         """
-Names are checked strictly: a key that nobody reads is a typing error that
-would otherwise change nothing without a word.
+Names are checked strictly: a misspelled key would otherwise silently have no
+effect.
 
     [model]
     hiden = 512          did you mean "hidden"?
@@ -68,7 +68,7 @@ of torch are both accepted: 1f1b and Schedule1F1B are the same.
     kind = "zb-v"
     microbatches = 8
 
-Everything else has a default; `zbc config show JOB.toml` shows them.
+Everything else has a default; `zbc config show JOB.toml` shows them all.
 """,
     ),
     "E106": entry(
@@ -88,10 +88,10 @@ to use now. Some values can be planned but not run (model.experts): then it is
 """,
     ),
     "E108": entry(
-        "extends does not work out",
+        "extends cannot be followed",
         """
 `extends = "base.toml"` inherits from one other file, named relative to this
-one. The file must exist, and a chain of files must not come back to itself.
+one. The file must exist, and files must not extend each other in a cycle.
 Tables merge key by key; any other value replaces the inherited one.
 """,
     ),
@@ -117,7 +117,7 @@ Each value is fine alone, but not beside another one.
     mode and layers_per_stage       are two answers to one question
     momentum = 0.9, kind = "adamw"  nothing would read momentum
 
-A key that nothing reads beside what else the job says is refused, unless its
+A key that has no effect next to the rest of the job is refused, unless its
 value is the default.
 """,
     ),
@@ -195,17 +195,17 @@ stages by the number of microbatches cannot be used with a ramp.
     "E124": entry(
         "an order cuts microbatches into slices",
         """
-A Program can say that a microbatch is cut along its sequence (slices), and the
-order of such ops can be checked. What a slice costs is not known yet, and no
-runtime can run one, so a plugin with slices is not planned and such a plan is
-not simulated. Return ops of whole microbatches.
+A Program can split a microbatch along its sequence (slices), and the order of
+such ops can be checked. What a slice costs is not known yet, and the runtime
+cannot run one, so a plugin with slices is not planned, and such a plan is not
+simulated. Return ops of whole microbatches.
 """,
     ),
     "E130": entry(
         "fewer layers than stages",
         """
-Every stage holds at least one layer. There are parallel.pp times the chunks
-of the schedule stages: zb-v on 8 ranks has 16. Use more layers, fewer ranks,
+Every stage holds at least one layer. The number of stages is parallel.pp times
+the schedule's chunks: zb-v on 8 ranks has 16. Use more layers, fewer ranks,
 or a schedule with fewer stages per rank.
 """,
     ),
@@ -257,9 +257,9 @@ that the blocks are given.
         """
 A profile holds what the layers of one model cost on one kind of device, for
 one size of microbatch. Times of another model, width, data type or size say
-nothing of this job, so it is refused; the lines below the error name every
+nothing about this job, so it is refused; the lines below the error name every
 difference. The number of blocks, of ranks and of microbatches, the schedule,
-the cut, recomputation and the optimizer may differ.
+the partition, recompute and the optimizer may differ.
 
     zbc profile JOB.toml -o profile.json
     zbc plan JOB.toml --profile profile.json
@@ -268,20 +268,20 @@ the cut, recomputation and the optimizer may differ.
     "E143": entry(
         "the profile cannot be read",
         """
-costs.profile and `zbc plan --profile` name a file that `zbc profile` wrote.
-It is not there, is not JSON, has another version, or a number in it is
-missing, has the wrong type or is no time or rate that can be: the message
-names it. A relative path starts at the folder of the job file that names it.
+costs.profile and `zbc plan --profile` name a file that `zbc profile` wrote. It
+does not exist, is not JSON, has another version, or a number in it is missing,
+has the wrong type or is impossible: the message names it. A relative path
+starts at the folder of the job file that names it.
 """,
     ),
     "E150": entry(
-        "the data do not go with the model",
+        "the data do not fit the model",
         """
 Text data are bytes: model.vocab must be at least 256, and a model that is not
 a gpt must say its seq_len. Synthetic data are tokens: they need model.vocab
 and model.seq_len. Other models bring their own data with
 data.kind = "package.module:factory". data.path names files of text or tokens,
-data.args are for a factory; beside another kind nothing would read them.
+data.args are for a factory; with another kind they have no effect.
 """,
     ),
     "E160": entry(
@@ -289,8 +289,7 @@ data.args are for a factory; beside another kind nothing would read them.
         """
 `zbc run PLAN --trace 10-19` records steps 10 to 19, counted from 1 as on the
 console. The run ends before the last of them: train.steps, or --steps, says
-after how many. Or the first of them belongs to a ramp of the batch size, whose
-steps run plans of their own.
+how many steps it has.
 """,
     ),
 }

@@ -49,16 +49,16 @@ the loss is a single number. Plan again if the model changed since planning.
     "E506": entry(
         "the model has another number of layers than planned",
         """
-model.layers must be what the factory returns; the plan cuts just these layers
-into stages.
+model.layers must be the number of layers that the factory returns; the plan
+divides exactly these layers into stages.
 """,
     ),
     "E507": entry(
         "a layer brings its own data parallelism",
         """
-DistributedDataParallel and fully sharded wrappers exchange gradients in hooks
-that do not fire, or fire too early, where the weight gradient is an op of its
-own: training would go wrong silently. Return the plain layers.
+DistributedDataParallel and fully sharded wrappers exchange gradients in hooks.
+These do not fire, or fire too early, when the weight gradient is an op of its
+own: training would silently go wrong. Return the plain layers.
 """,
     ),
     "E508": entry(
@@ -72,41 +72,43 @@ built-in families can share embedding and head: model.tie_embeddings = true.
     "E509": entry(
         "a layer cannot be trained in a pipeline",
         """
-Found when the layers are looked at before training starts: a lazy layer whose
-parameters have no size yet, sparse gradients, random numbers that nobody seeds
-(Python's, numpy's, a generator of its own), a tensor that autograd computed
-beside its parameters, or buffers that a forward changes (running statistics)
-where they could not come out as in one process: a stage that several ranks
-hold a copy of, or a plan that runs its forwards out of order. The same holds
-for plain attributes that a forward changes and that its output depends on, and
-for those also under recompute and without the barrier, where forwards run
-twice, and with checkpoints, which do not hold them. Attributes that hold what
-the backward needs, such as memory that each forward writes its output to, are
-refused where forwards of other microbatches come between.
+Found before training starts. The layer
+
+- is lazy, so that its parameters have no size yet, or has sparse gradients,
+- draws random numbers that zbc cannot seed (Python's, numpy's, its own
+  generator), or keeps a tensor that autograd computed,
+- changes buffers in its forward (running statistics), but several ranks hold
+  its stage, or the plan runs its forwards out of order,
+- keeps state in plain attributes that its output depends on. This is also
+  refused under recompute and without the barrier, where forwards run twice,
+  and with checkpoints, which do not store attributes,
+- keeps in attributes what its backward needs, but forwards of other
+  microbatches come between.
+
 docs/models.md lists what layers may do.
 """,
     ),
     "E510": entry(
         "gradients are not those of plain autograd",
         """
-`zbc doctor --model JOB.toml` runs two microbatches through the stages of the plan
-and through the uncut model, and compares the gradient of each parameter. They
-should have the same bits in float32 on a CPU; a difference within 1e-5 (2e-2 in
-bfloat16) of a parameter's largest gradient counts as rounding. More than that
-means that a layer does not do the same thing both times, or gets its gradient
-in a way a pipeline breaks.
+`zbc doctor --model JOB.toml` runs two microbatches through the stages of the
+plan and through the whole model, and compares the gradient of each parameter.
+They should have the same bits in float32 on a CPU; a difference within 1e-5
+(2e-2 in bfloat16) of a parameter's largest gradient counts as rounding. A
+larger one means that a layer does not do the same thing both times, or gets its gradient
+in a way that a pipeline breaks.
 """,
     ),
     "E511": entry(
         "a layer cannot be compiled",
         """
-With model.compile = true each layer that is to be compiled is tried out before
-training starts: on numbers drawn for it, as it is and compiled, with B and W
-apart where the plan has them apart. It is refused if torch.compile fails, if
-its output or a gradient differs by more than rounding (1e-4 of its largest
-number, 5e-2 in bfloat16), or if torch compiles it anew for other numbers, which it would
-then do at every microbatch. Without model.compile the layer trains as it is;
-what a factory compiles itself is left alone.
+With model.compile = true each layer is tried out on random numbers before
+training starts, compiled and uncompiled, with B and W apart where the plan has
+them apart. It is refused if torch.compile fails, if its output or a gradient
+differs by more than rounding (1e-4 of its largest number, 5e-2 in bfloat16), or
+if torch compiles it again for other numbers, which it would then do at every
+microbatch. Without model.compile the layer trains as it is. What a factory
+compiles itself is left alone.
 """,
     ),
     "E520": entry(
@@ -116,7 +118,7 @@ model.pretrained and `zbc init --from-hf` name a Hugging Face folder, as
 transformers' save_pretrained writes it: config.json and model.safetensors, or
 several files and model.safetensors.index.json. A relative path starts at the
 current directory. Weights in pytorch_model.bin are a pickle, which can run any
-code when it is loaded; zbc never does that: load and save them once with
+code when it is loaded. zbc never loads it: load and save the weights once with
 transformers in a place you trust.
 """,
     ),
@@ -133,8 +135,8 @@ a rope_type other than default, linear and llama3, a quantized model.
         """
 The sizes in [model] have to be those of config.json; each that differs is
 listed. seq_len may be shorter, and tie_embeddings = false gives embedding and
-head a matrix each that begin alike. `zbc init DIR --from-hf FOLDER` writes a
-job that fits.
+head a matrix each, with equal initial values. `zbc init DIR --from-hf FOLDER`
+writes a job that fits.
 """,
     ),
     "E523": entry(
@@ -163,16 +165,16 @@ with an index is complete; without one it may be removed.
         "a token file cannot be read",
         """
 data.path has to name files made by `zbc data tokenize`, or files of plain
-little-endian numbers whose type data.dtype says. Beside FILE stands FILE.json,
-which goes where FILE goes.
+little-endian numbers whose type data.dtype says. FILE.json belongs to FILE:
+keep both in one folder.
 """,
     ),
     "E531": entry(
         "a token file is damaged",
         """
 Its size is not what the JSON beside it says, the JSON cannot be read, or the
-file became shorter while it was read: a copy that broke off, a full disk, a
-file made anew in the middle of a run. Copy or make it again.
+file became shorter while it was read: an interrupted copy, a full disk, a file
+rewritten during a run. Copy or make it again.
 """,
     ),
     "E532": entry(
@@ -186,9 +188,8 @@ model.vocab is too small: set it and plan again.
     "E533": entry(
         "text cannot be tokenized like this",
         """
-OUT exists already, or another process is making it; or the tokenizer.json
-cannot be read, is none, or has no token to end a document with (--end names
-one).
+OUT exists already, another process is writing it, or the tokenizer.json cannot
+be read or has no token to end a document with (--end names one).
 """,
     ),
 }

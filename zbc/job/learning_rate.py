@@ -21,21 +21,21 @@ from zbc.job.section import Count, NotNegative, Section
 from zbc.job.toml import Document
 
 
-class Schedule(Section):
+class RateSchedule(Section):
     """`[optimizer.schedule]`."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     by: Literal["steps", "samples"] = Field(
         default="steps", description="samples: a step of half the microbatches counts as half a step"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the way up to lr")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of the linear warm-up to lr")
     decay_steps: Count | None = Field(
-        default=None, description="steps of the way down; default all after the warm-up, wsd a tenth of train.steps"
+        default=None, description="steps of the decay; default all after the warm-up, wsd a tenth of train.steps"
     )
-    min_lr: NotNegative = Field(default=0.0, description="where the way down ends")
+    min_lr: NotNegative = Field(default=0.0, description="rate at the end of the decay")
 
 
-def decay_steps(schedule: Schedule, steps: float) -> float:
+def decay_steps(schedule: RateSchedule, steps: float) -> float:
     """How many steps the way down has, in a training of `steps`."""
     if schedule.kind == "constant":
         return 0
@@ -45,12 +45,12 @@ def decay_steps(schedule: Schedule, steps: float) -> float:
     return min(max(1, steps // 10), rest) if schedule.kind == "wsd" else rest
 
 
-def rate(lr: float, schedule: Schedule, steps: int, step: int) -> float:
+def rate(lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
     """The learning rate of step `step` (from 0) of a training of `steps`; behind its end the last one."""
     return rate_after(lr, schedule, steps, step + 1)
 
 
-def rate_after(lr: float, schedule: Schedule, steps: float, done: float) -> float:
+def rate_after(lr: float, schedule: RateSchedule, steps: float, done: float) -> float:
     """The learning rate of the step behind which `done` of `steps` are done; both may be fractions."""
     down = decay_steps(schedule, steps)
     if done < schedule.warmup_steps:
@@ -62,7 +62,7 @@ def rate_after(lr: float, schedule: Schedule, steps: float, done: float) -> floa
     return lr + (schedule.min_lr - lr) * part
 
 
-def problems(lr: float, schedule: Schedule, steps: float, document: Document) -> Iterator[ZbcError]:
+def problems(lr: float, schedule: RateSchedule, steps: float, document: Document) -> Iterator[ZbcError]:
     """What does not go together: E110."""
 
     def found(key: str, text: str, hint: str) -> ZbcError:
@@ -85,7 +85,7 @@ def problems(lr: float, schedule: Schedule, steps: float, document: Document) ->
         yield found("by", 'by = "samples" does nothing where the rate is the same in all steps', hint)
 
 
-def _of(schedule: Schedule, steps: float) -> str:
+def _of(schedule: RateSchedule, steps: float) -> str:
     if schedule.by == "steps":
         return f"train.steps = {int(steps)}"
     return f"the {steps:g} full steps that the samples of train.steps make"

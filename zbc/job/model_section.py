@@ -36,7 +36,7 @@ class RopeScaling(Section):
     """`[model.rope_scaling]`: rotary positions stretched for longer sequences than the first training had."""
 
     kind: Literal["linear", "llama3"]
-    factor: Positive = Field(description="how much longer")
+    factor: Positive = Field(description="stretch factor")
     low_freq_factor: Positive = Field(1.0, description="llama3: below this many turns per original_seq_len, stretch")
     high_freq_factor: Positive = Field(4.0, description="llama3: above this many, leave; in between, blend")
     original_seq_len: Count = Field(8192, description="llama3: tokens per sequence of the first training")

@@ -115,7 +115,7 @@ class Point(Section):
     spread: NotNegative = 0.0
 
 
-class Link(Section):
+class LinkProfile(Section):
     """A transfer between two ranks takes `latency_us` and its bytes at `gbps` (GB/s), fitted to `points`."""
 
     latency_us: Us
@@ -172,7 +172,7 @@ class Profile(Section):
     optimizer: str = Field("", description="the kind of the optimizer that `step` and bytes are of")
     layers: dict[str, LayerProfile]
     order: list[str]
-    link: Link | None = None
+    link: LinkProfile | None = None
     copies: Copy | None = Field(None, description="between host and device; on cuda")
     host: Host = Host()
 

@@ -23,11 +23,11 @@ class Parallel(Section):
     """`[parallel]`: how many ranks."""
 
     pp: Count = Field(description="pipeline ranks")
-    dp: Count = Field(1, description="data-parallel copies of the pipeline")
+    dp: Count = Field(1, description="data-parallel replicas of the pipeline")
     node: tuple[Count, Count] | None = Field(
         None,
         strict=False,
-        description="neighbours of a pipeline, and copies of each, on a node; default: what sends least between nodes",
+        description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
 
 
@@ -37,7 +37,7 @@ class Schedule(Section):
     kind: str | None = Field(None, description="a name from `zbc schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
-    ramp: list[Phase] = Field([], description="what a training begins with: microbatches, and steps or samples")
+    ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
     group: Count | None = Field(
         None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
@@ -51,7 +51,9 @@ class Schedule(Section):
     memory_limit: str | None = Field(
         None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'
     )
-    objective: Literal["makespan", "span", "period"] | None = Field(None, description="default follows optimizer.sync")
+    objective: Literal["makespan", "span", "period"] | None = Field(
+        None, description="default: makespan with the optimizer's barrier, span without"
+    )
     file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
     plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
 
@@ -73,7 +75,7 @@ class Hardware(Section):
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
     tflops: Rate | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
     memory_gbps: Rate | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
-    kernel_us: Us | None = Field(None, description="what every kernel takes at least; default 3, 5 on cpu")
+    kernel_us: Us | None = Field(None, description="least time of a kernel; default 3, on cpu 5")
     link_gbps: Rate | None = Field(
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )
@@ -96,21 +98,21 @@ class LayerCost(Section):
 class GivenCosts(Section):
     """`[costs]`: measured times in ms, instead of estimates."""
 
-    per: Literal["rank", "stage", "layer"] = Field("rank", description="what one number is the cost of")
+    per: Literal["rank", "stage", "layer"] = Field("rank", description="what one number of a list belongs to")
     f: PerPart | None = Field(None, description="forward")
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
     comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
     reduce: Ms | None = Field(
         None,
-        description="one sum of a stage's gradients over its copies; default: from the link, where sizes are known",
+        description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
     )
     optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
     )
     act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
-    act_w: AmountPerPart | None = Field(None, description="of it, what B keeps until W; default act_b")
+    act_w: AmountPerPart | None = Field(None, description="the part of act_b that B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
     head: LayerCost = Field(LayerCost(), description="per = layer: final norm, head and loss")
     profile: str | None = Field(None, description='a profile.json, as `zbc profile` writes it; "" for none')
@@ -161,8 +163,10 @@ class Optimizer(Section):
     sync: Literal["before-step", "post-validate"] = Field(
         "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
     )
-    schedule: learning_rate.Schedule = Field(learning_rate.Schedule(), description="the learning rate over the steps")
-    zero1: bool = Field(False, description="copies of a stage share out the optimizer's state and work")
+    schedule: learning_rate.RateSchedule = Field(
+        learning_rate.RateSchedule(), description="the learning rate over the steps"
+    )
+    zero1: bool = Field(False, description="replicas of a stage share the optimizer's state and work")
 
     @property
     def name(self) -> str:
@@ -180,11 +184,11 @@ class Train(Section):
     )
     eval_batches: Count | None = Field(
         None,
-        description="of as many samples as a step has; default all whole microbatches of the data kept for it",
+        description="of as many samples as a step has; default: all whole microbatches of the validation data",
     )
     watchdog_s: Positive = Field(120.0, description="seconds without progress of any op before a run is ended")
     nonfinite: Literal["skip", "stop"] = Field(
-        "skip", description="what a step does whose gradients are not all finite: change nothing, or end the run"
+        "skip", description="if gradients are not all finite: skip the step, or end the run"
     )
     skip_limit: Count = Field(10, description="steps skipped in a row that end the run")
     skip_total: Count | None = Field(None, description="steps skipped in all that end the run; default: no limit")
@@ -199,7 +203,9 @@ class Data(Section):
     path: str | list[str] | None = Field(
         None, description="text files or folders (default: Python's own sources), or token files"
     )
-    dtype: Literal["uint16", "uint32"] | None = Field(None, description="of token files without a JSON beside them")
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        None, description="type of the numbers in token files without a JSON file"
+    )
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of the samples, at the end of the data, that is kept for evaluation"
     )
@@ -212,8 +218,10 @@ class Checkpoint(Section):
 
     every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: none")
     keep: Count = Field(3, description="complete checkpoints that stay; older ones are deleted")
-    dir: str | None = Field(None, description="their folder, which all ranks see; default: in the run directory")
-    asynchronous: bool = Field(True, description="write beside the steps that follow; false: steps wait for the disk")
+    dir: str | None = Field(
+        None, description="folder of the checkpoints, which all ranks see; default: in the run directory"
+    )
+    asynchronous: bool = Field(True, description="write while the next steps run; false: steps wait for the disk")
     at_end: bool = Field(True, description="also after the last step")
 
 

@@ -15,7 +15,7 @@ from zbc.job.toml import Document
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class Unread:
     """Keys of a table, where nothing reads them, and what to say; `{}` stands for the value that decides it."""
 
     section: str
@@ -29,7 +29,7 @@ class Idle:
 
 KINDS_OF_FILES = ("text", "tokens")
 IDLE = (
-    Idle(
+    Unread(
         "optimizer",
         ("betas", "eps"),
         "kind",
@@ -37,7 +37,7 @@ IDLE = (
         "is for adam and adamw, optimizer.kind is {!r}",
         'drop it, or use kind = "adamw"',
     ),
-    Idle(
+    Unread(
         "optimizer",
         ("momentum",),
         "kind",
@@ -45,7 +45,7 @@ IDLE = (
         "is for sgd, optimizer.kind is {!r}",
         'drop it (betas are what adam has instead), or use kind = "sgd"',
     ),
-    Idle(
+    Unread(
         "train",
         ("skip_limit", "skip_total"),
         "nonfinite",
@@ -53,7 +53,7 @@ IDLE = (
         "counts steps that are skipped, and with nonfinite = {!r} none is",
         'drop it, or use nonfinite = "skip"',
     ),
-    Idle(
+    Unread(
         "data",
         ("path",),
         "kind",
@@ -62,7 +62,7 @@ IDLE = (
         "drop it; what a factory of data needs goes into [data.args]",
         "E150",
     ),
-    Idle(
+    Unread(
         "data",
         ("args",),
         "kind",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbc.job.learning_rate import Schedule, rate_after
+from zbc.job.learning_rate import RateSchedule, rate_after
 from zbc.plan.directory import Manifest
 
 
@@ -75,7 +75,7 @@ class Course:
         """Samples of the largest step."""
         return max(leg.samples for leg in self.legs)
 
-    def rate(self, lr: float, schedule: Schedule, steps: int, step: int) -> float:
+    def rate(self, lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
         """The learning rate of a step of a training of `steps`, by steps or by samples as `schedule` has it."""
         if schedule.by == "steps":
             return rate_after(lr, schedule, steps, step + 1)

@@ -30,7 +30,7 @@ from zbc.plan.manifest import MANIFEST as MANIFEST
 from zbc.plan.manifest import VERSION as VERSION
 from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
-from zbc.plan.manifest import Part as Part
+from zbc.plan.manifest import RampPlan as RampPlan
 from zbc.plan.manifest import RankPlan as RankPlan
 from zbc.plan.manifest import rank_file as rank_file
 from zbc.plan.manifest import sha
@@ -97,7 +97,7 @@ def assemble(
     predicted: Mapping[str, Any],
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
-    ramp: Sequence[Part] = (),
+    ramp: Sequence[RampPlan] = (),
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]

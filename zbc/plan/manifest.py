@@ -32,7 +32,7 @@ class Boundary(_Strict):
     dtype: str
 
 
-class Part(_Strict):
+class RampPlan(_Strict):
     """The first steps of a training, or the next ones, run another plan: with fewer microbatches."""
 
     folder: Name  # of that plan, inside of this one
@@ -67,7 +67,7 @@ class Manifest(_Strict):
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
-    ramp: list[Part] = []  # what a training begins with, before it runs this plan
+    ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
 
     def digest(self) -> str:

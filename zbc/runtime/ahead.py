@@ -20,7 +20,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import judges
 from zbc.runtime.optimizer import Masters, set_rate
-from zbc.runtime.pending import Ahead, Pending
+from zbc.runtime.pending import Ahead, TentativeStep
 from zbc.runtime.progress import StepResult
 from zbc.runtime.remembered import present, put_back
 from zbc.runtime.sharded import Sharded
@@ -97,7 +97,7 @@ def redo(worker: Worker, op: Op) -> None:
     progress.index, progress.op = shown
 
 
-def _settle(worker: Worker, pending: Pending) -> bool:
+def _settle(worker: Worker, pending: TentativeStep) -> bool:
     """Whether the last step stands; if not, step as the verdict says and write the working weights anew."""
     verdict = pending.verdict
     if verdict is None:
@@ -141,13 +141,13 @@ def open_step(worker: Worker, ahead: Ahead) -> None:
     ahead.found = present(ahead.buffers)  # forwards change copies of these
 
 
-def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, Pending]:
+def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:
     """Put the step away until its verdict comes; returns the one before, which is final now, and the one put away."""
     before = ahead.pending
     losses = dict(worker.losses)
     worker.losses.clear()
     worker.renamed.clear()
-    pending = Pending(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
+    pending = TentativeStep(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
     ahead.pending = pending
     return None if before is None else before.result(), pending
 

@@ -14,7 +14,7 @@ from zbc.runtime.validate import Verdict
 
 
 @dataclass
-class Pending:
+class TentativeStep:
     """A step whose verdict may be unknown; its gradients are where backward left them until the step is `final`."""
 
     step: int
@@ -42,6 +42,6 @@ class Ahead:
 
     again: list[tuple[Any, Any, str]] = field(default_factory=list)  # handler, op, text
     outstanding: list[Message] = field(default_factory=list)
-    pending: Pending | None = None
+    pending: TentativeStep | None = None
     buffers: tuple[Place, ...] = ()
     found: list[Kept] = field(default_factory=list)

@@ -17,7 +17,7 @@ from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SplitLinear
-from zbc.runtime.tape import Graph, Inputs, Tape, input_of
+from zbc.runtime.tape import Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.tensors import Laid, TensorSpec
 
 
@@ -101,7 +101,7 @@ class Stage:
         """
         if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
             y = self._through(x, step, mb, finish)
-            return y, Graph(y)
+            return y, RecordedGraph(y)
         before = swap_slot(slot)
         try:
             if self.recompute and self.layers:
@@ -111,7 +111,7 @@ class Stage:
                     y = self._through(x, step, mb, finish)
             else:  # entering a context that does nothing costs as much as a small layer
                 y = self._through(x, step, mb, finish)
-            return y, Graph(y)
+            return y, RecordedGraph(y)
         finally:
             swap_slot(before)
 

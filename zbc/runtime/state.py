@@ -36,7 +36,7 @@ from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Tape
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Transport
-from zbc.runtime.validate import Layout, Verdict
+from zbc.runtime.validate import VectorLayout, Verdict
 
 Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
@@ -99,7 +99,7 @@ class Act:
     """What a rank runs in one leg of its course."""
 
     plan: RankPlan
-    layout: Layout
+    layout: VectorLayout
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
     first: int = 0  # the number of this copy's first microbatch among those of all copies of the pipeline
@@ -185,7 +185,7 @@ class Worker:
         return self.act.plan
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> VectorLayout:
         return self.act.layout
 
     @property

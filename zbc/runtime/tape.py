@@ -32,7 +32,7 @@ class Tape(Protocol):
         """
 
 
-class Graph:
+class RecordedGraph:
     """The autograd graph of the whole stage. It keeps no output: that one's memory goes with the SEND."""
 
     __slots__ = ("_edge",)
@@ -81,7 +81,7 @@ class Inputs:
         index = len(self._inputs)
         x = input_of(index, x, self._first)
         with self._again(index):
-            graph = Graph(self._run(index, x))
+            graph = RecordedGraph(self._run(index, x))
             graph.backward(grad)
         return x.grad
 

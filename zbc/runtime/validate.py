@@ -76,7 +76,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Layout:
+class VectorLayout:
     """Which entry of the vector means what."""
 
     parameters: tuple[str, ...]  # of the whole model, sorted

@@ -35,7 +35,7 @@ class Wait(NamedTuple):
     ns: int
 
 
-class Clock(NamedTuple):
+class ClockOffset(NamedTuple):
     """The clock of rank 0 is `offset_ns` ahead of this rank's at `at_ns`, give or take `uncertainty_ns`."""
 
     at_ns: int
@@ -56,7 +56,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySamples:
     """What a rank held around each op of a step, in bytes: rows are ops, columns categories."""
 
     step: int
@@ -143,7 +143,7 @@ def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
         yield Wait(op, _CAUSES[cause], ns)
 
 
-def memory_of(values: Any, ops: int, place: str) -> Memory:
+def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
     """What the rank held, a row for each of `ops` ops. Raises E431."""
     fields = ("step", "categories", "bytes")
     if not isinstance(values, dict) or values.keys() != {*fields}:
@@ -157,15 +157,15 @@ def memory_of(values: Any, ops: int, place: str) -> Memory:
     table = [_column(row, "bytes", place) for row in rows]
     if any(len(row) != len(categories) for row in table):
         raise damaged(place, f"every row of bytes needs {len(categories)} numbers")
-    return Memory(_whole(values["step"], "step", place), tuple(categories), table)
+    return MemorySamples(_whole(values["step"], "step", place), tuple(categories), table)
 
 
-def clock_of(values: Any, place: str) -> Clock:
+def clock_of(values: Any, place: str) -> ClockOffset:
     """How far the rank's clock is from that of rank 0. Raises E431."""
-    names = Clock._fields
+    names = ClockOffset._fields
     if not isinstance(values, dict) or values.keys() != {*names}:
         raise damaged(place, f"a clock has {', '.join(names)}")
-    return Clock(**{name: _whole(values[name], name, place) for name in names})
+    return ClockOffset(**{name: _whole(values[name], name, place) for name in names})
 
 
 def _whole(value: Any, name: str, place: str) -> int:

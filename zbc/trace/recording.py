@@ -45,9 +45,9 @@ from zbc.trace.line import (
     RECORD,
     VERSION,
     Cause,
-    Clock,
+    ClockOffset,
     Head,
-    Memory,
+    MemorySamples,
     Timing,
     Wait,
     clock_of,
@@ -61,9 +61,9 @@ from zbc.trace.line import (
 
 __all__ = [
     "Cause",
-    "Clock",
+    "ClockOffset",
     "Head",
-    "Memory",
+    "MemorySamples",
     "RankTrace",
     "Recorded",
     "Timing",
@@ -128,7 +128,7 @@ class Writer:
         for values in kept or [{"format": FORMAT, "version": VERSION, **about}]:
             self._line(values)
 
-    def clock(self, clock: Clock) -> None:
+    def clock(self, clock: ClockOffset) -> None:
         self._line({"clock": clock._asdict()})
 
     def step(self, timing: Timing) -> None:
@@ -142,7 +142,7 @@ class Writer:
         }
         self._line(values)
 
-    def memory(self, memory: Memory) -> None:
+    def memory(self, memory: MemorySamples) -> None:
         rows = [list(row) for row in memory.bytes]
         self._line({"memory": {"step": memory.step, "categories": list(memory.categories), "bytes": rows}})
 
@@ -205,9 +205,9 @@ class RankTrace:
 
     head: Head
     ops: tuple[Op, ...]
-    clocks: tuple[Clock, ...]
+    clocks: tuple[ClockOffset, ...]
     timings: dict[int, Timing]  # by step, from 1
-    memory: Memory | None
+    memory: MemorySamples | None
 
     def aligned(self, ns: int) -> int:
         """A moment of this rank's clock on that of rank 0: between two comparisons in proportion."""
@@ -337,7 +337,7 @@ def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
 
 def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:
     head: Head | None = None
-    clocks, timings, memory = list[Clock](), dict[int, Timing](), None
+    clocks, timings, memory = list[ClockOffset](), dict[int, Timing](), None
     for number, values in lines(path):
         place = f"{path}:{number}"
         if head is None:

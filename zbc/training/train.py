@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -32,7 +33,7 @@ from zbc.training.launch.board import Board, Connect, prefixed
 from zbc.training.launch.identity import identity
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, check_reach, unconnected
-from zbc.training.metrics.metrics import RunLog, RunSettings
+from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
 from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
@@ -152,7 +153,7 @@ def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, optio
         resumed = None if start.checkpoint is None else str(start.checkpoint)
         course, launch = worker.course, options.launch
         settings = RunSettings(folder, steps, seat.device.type, processes, course, launch, first, resumed)
-        with RunLog(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
+        with RunRecord(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
             tracer = None
             if options.trace:
                 watchdog.phase("opening its trace", waiting=True)
@@ -199,7 +200,9 @@ def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdo
     return loaded.steps
 
 
-def _checkpoints(worker: Worker, board: Board, seat: Seat, log: RunLog | None, limit: timedelta) -> Checkpoints | None:
+def _checkpoints(
+    worker: Worker, board: Board, seat: Seat, log: RunRecord | None, limit: timedelta
+) -> Checkpoints | None:
     """This rank's part in the checkpoints of the run; None if the job wants none."""
     manifest = worker.plan.manifest
     options = Settings.of(manifest).checkpoint
@@ -218,7 +221,7 @@ def _train(
     board: Board,
     seat: Seat,
     steps: range,
-    log: RunLog | None,
+    log: RunRecord | None,
     tracer: Tracers | None,
     checkpoints: Checkpoints | None,
     limit: timedelta,
@@ -229,20 +232,7 @@ def _train(
             seat.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step
     told, skips = False, Skips(worker.plan.manifest)
-
-    def show(result: StepResult | None) -> None:
-        _show(result, seat, log)
-        try:
-            skips.look(result)
-        except ZbcError:
-            try:
-                if checkpoints is not None:
-                    checkpoints.wait()  # all ranks end here, so what is being written may become whole
-            finally:
-                progress = worker.progress
-                progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
-                board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
-            raise
+    show = functools.partial(_tell, worker, board, seat, log, skips, checkpoints, limit)
 
     for step in steps:
         reason = seat.stop.reason
@@ -278,7 +268,32 @@ def _train(
     return None
 
 
-def _show(result: StepResult | None, seat: Seat, log: RunLog | None) -> None:
+def _tell(
+    worker: Worker,
+    board: Board,
+    seat: Seat,
+    log: RunRecord | None,
+    skips: Skips,
+    checkpoints: Checkpoints | None,
+    limit: timedelta,
+    result: StepResult | None,
+) -> None:
+    """Show a step that is known. Raises E704 after too many skipped ones, once all ranks have come to that."""
+    _show(result, seat, log)
+    try:
+        skips.look(result)
+    except ZbcError:
+        try:
+            if checkpoints is not None:
+                checkpoints.wait()  # all ranks end here, so what is being written may become whole
+        finally:
+            progress = worker.progress
+            progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
+            board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
+        raise
+
+
+def _show(result: StepResult | None, seat: Seat, log: RunRecord | None) -> None:
     """Write a step down and on the console, once it is known."""
     if log is None or result is None:
         return

@@ -24,7 +24,7 @@ from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
 from zbc.runtime.state import Act, Worker
 from zbc.runtime.transport import Transport
-from zbc.runtime.validate import Layout
+from zbc.runtime.validate import VectorLayout
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
@@ -135,7 +135,7 @@ def _rate(settings: Settings, course: Course, step: int) -> float:
 def _act(plan: RankPlan, shapes: Shapes) -> Act:
     manifest = plan.manifest
     placement = manifest.to_placement()
-    layout = Layout(shapes.parameters, manifest.topology.batch, manifest.topology.world, shapes.sizes)
+    layout = VectorLayout(shapes.parameters, manifest.topology.batch, manifest.topology.world, shapes.sizes)
     return Act(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op
-from zbc.viz.strip import Piece, Strip
+from zbc.viz.strip import DrawnOp, Strip
 
 Window = tuple[float, float]  # ms from the first start on
 _ALMOST = 1e-9  # of a cell: what rounding may make of two equal times
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CellGrid:
     """Blocks per rank over `columns` cells; `edges[c]` is the ms at the left edge of column c, one more than columns.
 
     `hidden` counts, per kind, the ops inside the window that are too short to own a cell, of how many.
@@ -42,14 +42,14 @@ class Grid:
     hidden: dict[Kind, tuple[int, int]]
 
 
-def _inside(strip: Strip, rank: int, window: Window) -> Iterator[Piece]:
+def _inside(strip: Strip, rank: int, window: Window) -> Iterator[DrawnOp]:
     """What a rank does inside the window."""
     for piece in strip.row(rank):
         if piece.end > window[0] and piece.start < window[1]:
             yield piece
 
 
-def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> Grid:
+def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> CellGrid:
     """At most `room` cells of equal length over the window.
 
     Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal;
@@ -61,10 +61,12 @@ def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, o
     step = (window[1] - window[0]) / columns
     rows = tuple(_row(row, window, columns, step) for row in pieces)
     edges = tuple(window[0] + c * step for c in range(columns + 1))
-    return Grid(columns, rows, edges, _hidden(pieces, rows, window))
+    return CellGrid(columns, rows, edges, _hidden(pieces, rows, window))
 
 
-def _hidden(pieces: list[list[Piece]], rows: Sequence[Sequence[Block]], window: Window) -> dict[Kind, tuple[int, int]]:
+def _hidden(
+    pieces: list[list[DrawnOp]], rows: Sequence[Sequence[Block]], window: Window
+) -> dict[Kind, tuple[int, int]]:
     shown = {block.id for row in rows for block in row}
     ops = [x for row in pieces for x in row if x.id >= 0 and x.op.kind.computes]
     whole = [x for x in ops if window[0] <= x.start < x.end <= window[1] + _ALMOST]
@@ -73,7 +75,7 @@ def _hidden(pieces: list[list[Piece]], rows: Sequence[Sequence[Block]], window: 
     return {kind: (missing[kind], total[kind]) for kind in sorted(missing)}
 
 
-def _columns(pieces: list[list[Piece]], window: Window, room: int) -> int:
+def _columns(pieces: list[list[DrawnOp]], window: Window, room: int) -> int:
     """The number of cells: a multiple of the beats in the window if there is a beat, else all the room."""
     lengths = {round(piece.end - piece.start, 9) for row in pieces for piece in row} - {0.0}
     if not lengths or len(lengths) > 64:
@@ -93,9 +95,9 @@ def _whole(ratio: float) -> bool:
     return abs(ratio - round(ratio)) < 1e-6
 
 
-def _row(pieces: list[Piece], window: Window, columns: int, step: float) -> tuple[Block, ...]:
+def _row(pieces: list[DrawnOp], window: Window, columns: int, step: float) -> tuple[Block, ...]:
     most, busy = [0.0] * columns, [0.0] * columns
-    owner: list[Piece | None] = [None] * columns
+    owner: list[DrawnOp | None] = [None] * columns
     for piece in pieces:
         start, end = (max(0.0, piece.start - window[0]) / step, min(window[1], piece.end) / step - window[0] / step)
         for c in range(int(start), min(columns, int(end) + 1)):
@@ -114,7 +116,7 @@ def _row(pieces: list[Piece], window: Window, columns: int, step: float) -> tupl
     return tuple(blocks)
 
 
-def by_slot(strip: Strip, window: Window) -> Grid:
+def by_slot(strip: Strip, window: Window) -> CellGrid:
     """One column per turn, over the ops that run inside the window; collectives have no turn."""
     rows = [[piece for piece in _inside(strip, rank, window) if piece.id >= 0] for rank in range(strip.ranks)]
     length = max(strip.length, 1e-12)
@@ -129,10 +131,10 @@ def by_slot(strip: Strip, window: Window) -> Grid:
         closes = min(closes, end)
         column[piece.id] = len(edges) - 1
     blocks = [_spread(row, column, edges, _ALMOST * length) for row in rows]
-    return Grid(len(edges), tuple(blocks), (*edges, window[1]), {})
+    return CellGrid(len(edges), tuple(blocks), (*edges, window[1]), {})
 
 
-def _spread(row: list[Piece], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
+def _spread(row: list[DrawnOp], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
     """Each op from its own column on through those that open before it ends."""
     blocks = []
     for k, piece in enumerate(row):

@@ -18,7 +18,7 @@ from zbc.ir import Op
 from zbc.ops import At, Lane
 from zbc.text import MIB
 from zbc.viz.look import look
-from zbc.viz.strip import Drawn, Piece
+from zbc.viz.strip import Drawn, DrawnOp
 from zbc.viz.words import title
 
 _NS = 1_000_000  # in a millisecond
@@ -44,7 +44,7 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
 def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> Iterator[str]:
     shown = list(ranks) if ranks is not None else list(range(one.strip.ranks))
     rank_of: dict[int, int] = {}
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, DrawnOp] = {}
     for rank in shown:
         pid = base + rank + 1
         yield _named("process_name", pid, 0, f"{prefix}rank {rank}")
@@ -90,7 +90,7 @@ def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
             yield _slice(pid, _RUNTIME, found.name, found.what, start, found.end - begin, "{}")
 
 
-def _transfers(one: Drawn, base: int, pieces: dict[int, Piece], rank_of: dict[int, int]) -> Iterator[str]:
+def _transfers(one: Drawn, base: int, pieces: dict[int, DrawnOp], rank_of: dict[int, int]) -> Iterator[str]:
     """Tensors between ranks, each a slice on a track of the sender and an arrow to the op that takes it."""
     lanes: dict[tuple[int, int], list[int]] = {}  # sender, receiver -> when each lane is free, ns
     sources = list(one.strip.sources())

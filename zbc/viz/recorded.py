@@ -6,7 +6,7 @@ from zbc.compiler import recall
 from zbc.compiler.recorded.report import median_step
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.recorded.times import measured, times_of
-from zbc.compiler.recorded.view import Step, step_of
+from zbc.compiler.recorded.view import RecordedStep, step_of
 from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.trace.recording import Trace
@@ -33,7 +33,7 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     return pictures
 
 
-def _name(steps: list[Step], replica: int, dp: int) -> str:
+def _name(steps: list[RecordedStep], replica: int, dp: int) -> str:
     which = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number}-{steps[-1].number}"
     return f"measured, {which}" + (f", copy {replica}" if dp > 1 else "")
 

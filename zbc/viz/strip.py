@@ -15,7 +15,7 @@ from zbc.compiler.steps import consecutive
 from zbc.ir import Kind, Op, Program
 
 
-class Piece(NamedTuple):
+class DrawnOp(NamedTuple):
     """An op that takes time; ms from the first start of the strip. Ids are those of the graph, step after step."""
 
     id: int
@@ -44,7 +44,7 @@ class Strip:
         """ms from the first start to the last end."""
         return max(self.steps[-1].closes(rank) for rank in range(self.ranks)) - self.begin
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
+    def pieces(self, rank: int) -> Iterator[DrawnOp]:
         """The ops of a rank that take time, in order."""
         begin = self.begin
         for step, timeline in enumerate(self.steps):
@@ -53,17 +53,17 @@ class Strip:
             for i in timeline.ops(rank):
                 start, end = timeline.start[i] - begin, timeline.end[i] - begin
                 if end > start or ops[i].kind.computes:
-                    yield Piece(base + i, ops[i], start, end)
+                    yield DrawnOp(base + i, ops[i], start, end)
 
-    def sums(self, rank: int) -> Iterator[Piece]:
+    def sums(self, rank: int) -> Iterator[DrawnOp]:
         """The collectives a rank takes part in, which run beside its compute ops; their ids are -1."""
         begin = self.begin
         for timeline in self.steps:
             for one in timeline.sums:
                 if rank in one.ranks:
-                    yield Piece(-1, one.op, one.start - begin, one.end - begin)
+                    yield DrawnOp(-1, one.op, one.start - begin, one.end - begin)
 
-    def row(self, rank: int) -> Iterator[Piece]:
+    def row(self, rank: int) -> Iterator[DrawnOp]:
         """The compute ops of a rank and what it has of collectives while no op of its step is left."""
         begin, row = self.begin, [*self.pieces(rank)]
         for timeline in self.steps:
@@ -71,7 +71,7 @@ class Strip:
             for one in timeline.sums:
                 start, end = max(last, one.start - begin), one.end - begin
                 if rank in one.ranks and end > start:
-                    row.append(Piece(-1, one.op, start, end))
+                    row.append(DrawnOp(-1, one.op, start, end))
                     last = end
         return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
 

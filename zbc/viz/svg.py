@@ -37,7 +37,7 @@ _HATCH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class SvgView:
     """What to show: `ranks` (all if None), the `zoom` window in ms, the width in px, and a title in place of ours."""
 
     width: int = 1000
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
     tip: str
 
 
-def draw(drawn: Sequence[Drawn], sheet: Sheet = Sheet()) -> str:
+def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
     """An SVG document of one plan, or of several below one another on one time axis."""
     window = sheet.zoom or (0.0, longest([one.strip for one in drawn]))
     body: list[str] = []
@@ -82,7 +82,7 @@ def draw(drawn: Sequence[Drawn], sheet: Sheet = Sheet()) -> str:
 # ---- panels --------------------------------------------------------------------------------------------------
 
 
-def _panel(one: Drawn, sheet: Sheet, window: Window, name: str, y: float) -> tuple[list[str], float]:
+def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> tuple[list[str], float]:
     """Title, rows and axis of one plan from `y` on, and where they end."""
     ranks = sheet.ranks if sheet.ranks is not None else tuple(range(one.strip.ranks))
     row = 22 if len(ranks) <= 8 else 16 if len(ranks) <= 24 else 11
@@ -210,7 +210,7 @@ def _spaced(window: Window, scale: float) -> list[tuple[float, str]]:
 # ---- legend --------------------------------------------------------------------------------------------------
 
 
-def _legend(drawn: Sequence[Drawn], sheet: Sheet, y: float) -> tuple[list[str], float]:
+def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str], float]:
     """Swatches with their names, in as many lines as it takes."""
     lines, x = [], float(MARGIN)
     for fill, extra, words in _entries(drawn):

@@ -22,7 +22,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op, Program
 from zbc.text import short, wrap
-from zbc.viz.cells import Block, Grid, Window, by_slot, by_time
+from zbc.viz.cells import Block, CellGrid, Window, by_slot, by_time
 from zbc.viz.look import chunks, legend, letter, look, odd_stages
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
@@ -84,7 +84,7 @@ def _panel(
     tails: Sequence[str],
     *,
     exactly: bool = False,
-) -> tuple[list[Text], Grid]:
+) -> tuple[list[Text], CellGrid]:
     """The rows of one plan with its axis, and the cells they show."""
     ranks = _ranks(strip, view)
     label = len(str(strip.ranks - 1)) + 1
@@ -126,7 +126,7 @@ def _steps(strip: Strip, view: View) -> list[str]:
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
-def _row(program: Program, grid: Grid, rank: int, first: int, stop: int, cell: int = 1) -> Text:
+def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cell: int = 1) -> Text:
     """Columns first..stop of a rank, `cell` characters each."""
     row, at = Text(), first
     odds = odd_stages(program.placement, rank)
@@ -159,7 +159,7 @@ def _label(block: Block, odd: bool, room: int) -> str:
     return (text if len(text) <= room else letter(block.op, odd=odd)).ljust(room)
 
 
-def _panels(program: Program, grid: Grid, ranks: Sequence[int], label: int, width: int) -> list[Text]:
+def _panels(program: Program, grid: CellGrid, ranks: Sequence[int], label: int, width: int) -> list[Text]:
     """The slots in as many panels, one below the other, as the width demands."""
     cell = 1 + len(str(program.microbatches - 1)) + (1 + len(str(program.slices - 1)) if program.slices > 1 else 0)
     per_panel = max(1, (width - label - 3) // cell)
@@ -176,7 +176,7 @@ def _panels(program: Program, grid: Grid, ranks: Sequence[int], label: int, widt
 # ---- what stands around the rows -----------------------------------------------------------------------------
 
 
-def _ticks(grid: Grid, room: int) -> str:
+def _ticks(grid: CellGrid, room: int) -> str:
     """A bar and the ms at round times; the bar stands under the cell that begins there."""
     begin, end = grid.edges[0], grid.edges[-1]
     step = (end - begin) / grid.columns
@@ -236,7 +236,7 @@ def _legend(drawn: Sequence[tuple[Program, Strip]], view: View) -> list[str]:
     return wrap(words, view.width)
 
 
-def _hidden(grid: Grid, window: Window, view: View) -> list[str]:
+def _hidden(grid: CellGrid, window: Window, view: View) -> list[str]:
     """What has no cell of its own."""
     if not grid.hidden:
         return []

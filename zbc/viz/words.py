@@ -14,8 +14,8 @@ def title(program: Program) -> str:
     if len(placement.pipes) > 1:
         counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
-    copies = f", {program.dp} copies of it" if program.dp > 1 else ""
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + copies
+    replicas = f", {program.dp} replicas" if program.dp > 1 else ""
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + replicas
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
-from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, Graph, Key, build, members
+from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import VALUES, Kind, Lane, Scope
@@ -87,7 +87,7 @@ def _units_are_whole(g: Graph) -> bool:
     return len(layout.pipes) == 1 or not _scattered(g)
 
 
-def _may_not_stay(g: Graph, key: Key) -> bool:
+def _may_not_stay(g: Graph, key: CellKey) -> bool:
     """Whether a value has to be gone when the step is over. What travels is the pairing's business."""
     if VALUES[key.what].stays or key.end == FAR:
         return False
@@ -237,7 +237,7 @@ class _Units:
         """Whether a cell is of an edge: the pairing speaks of it."""
         return VALUES[self.g.layout.key_of(cell)[0].what].scope == "edge"
 
-    def _by_computing(self, key: Key) -> bool:
+    def _by_computing(self, key: CellKey) -> bool:
         """Whether all ops that make and use a value compute, so that `missing` has spoken of it."""
         rows = {kind: row for kind, row in self.g.layout.rows.items() if kind in self.g.layout.kinds}
         kinds = [kind for kind, row in rows.items() if any(ref.what == key.what for ref in (*row.writes, *row.frees))]

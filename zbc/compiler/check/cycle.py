@@ -25,7 +25,7 @@ EFFORT = 400  # waits through which a shortest cycle is looked for, those where 
 Node = tuple[int, int]
 
 
-class Line(NamedTuple):
+class CycleWait(NamedTuple):
     """One wait of a cycle; `behind` is the op that holds up the target's rank, if not the target itself."""
 
     op: int
@@ -37,7 +37,7 @@ class Line(NamedTuple):
         return f"{g.text(self.op)}  waits for  {g.text(self.target)}{order}"
 
 
-def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -> list[Line]:
+def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -> list[CycleWait]:
     """The lines of a cycle with few waits, each held up by the next and the last by the first; [] if there is none.
 
     The fewest there are, unless more than `EFFORT` waits are in cycles.
@@ -60,7 +60,7 @@ def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -
     crossed = [(a, b) for a, b in pairwise(best) if graph[a][b]["weight"]]
     lines = []
     for (a, b), (following, _) in zip(crossed, [*crossed[1:], *crossed[:1]], strict=True):
-        lines.append(Line(a[1], b[1], following[1] if following[1] != b[1] else None))
+        lines.append(CycleWait(a[1], b[1], following[1] if following[1] != b[1] else None))
     first = lines.index(min(lines)) if lines else 0
     return lines[first:] + lines[:first]
 

@@ -47,12 +47,12 @@ def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[Zbc
     if happens(g, done):
         return
     from zbc.compiler.check.cycle import (  # loads networkx, which a program that runs does without
-        Line,
+        CycleWait,
         holds,
         shortest_cycle,
     )
 
-    lines: list[Line] = shortest_cycle(g, done, blocking_sends=blocking_sends)
+    lines: list[CycleWait] = shortest_cycle(g, done, blocking_sends=blocking_sends)
     if lines:
         title, hint = (
             _title(g, [line.op for line in lines]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.compiler.graph import FAR, Graph, Key
+from zbc.compiler.graph import FAR, CellKey, Graph
 from zbc.ir import Op
 from zbc.ops import VALUES, Kind, Lane, Ref, Row
 
@@ -35,7 +35,7 @@ def _has(refs: tuple[Ref, ...], what: str) -> bool:
     return any(ref.what == what for ref in refs)
 
 
-def _op(g: Graph, kind: Kind, key: Key, unit: int, *, made: bool) -> Op:
+def _op(g: Graph, kind: Kind, key: CellKey, unit: int, *, made: bool) -> Op:
     scope = VALUES[key.what].scope
     if scope == "rank":
         return Op(kind, 0)

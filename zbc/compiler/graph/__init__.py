@@ -1,7 +1,7 @@
 """A program as integers, made once from the rows of its ops: what waits for what, for the proof, the clock, memory."""
 
 from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, happens, reads, run
-from zbc.compiler.graph.layout import EMPTY, FAR, FREED, Channel, Key, members
+from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, members
 from zbc.compiler.graph.walk import build
 
 __all__ = [
@@ -9,9 +9,9 @@ __all__ = [
     "FAR",
     "FREED",
     "MESSAGE",
+    "CellKey",
     "Channel",
     "Graph",
-    "Key",
     "Mixed",
     "build",
     "happens",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from zbc.compiler.graph.layout import EMPTY, Channel, Compiled, Layout
+from zbc.compiler.graph.layout import EMPTY, CellColumns, Channel, Layout
 from zbc.ir import Op, Program
 from zbc.ops import VALUES, Lane
 
@@ -67,7 +67,7 @@ class Graph:
     more: dict[int, tuple[int, ...]] = field(default_factory=dict)  # further events of an op
     parties: list[int] = field(default_factory=list)  # per event: how many have to come
     behind: dict[int, list[int]] = field(default_factory=dict)  # event -> events that wait for it
-    rows: list[Compiled] = field(default_factory=list)
+    rows: list[CellColumns] = field(default_factory=list)
     row_of: list[int] = field(default_factory=list)  # per op; -1 for one that has no place here
     sender: list[int] = field(default_factory=list)  # per message the op that sends it, -1 for none
     receiver: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Graph:
         rank, step = self.place(op)
         return f"rank {rank} step {step}"
 
-    def row(self, op: int) -> Compiled | None:
+    def row(self, op: int) -> CellColumns | None:
         return self.rows[self.row_of[op]] if self.row_of[op] >= 0 else None
 
     def mine(self, rank: int) -> range:

@@ -25,7 +25,7 @@ Channel = tuple[int, int]  # sending rank, receiving rank
 _GROUPS = frozenset({At.UNITS, At.STAGES, At.ENDS})
 
 
-class Key(NamedTuple):
+class CellKey(NamedTuple):
     """Which value, and whose: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, stage) of a stage's, (rank,
     0) of a rank's."""
 
@@ -35,7 +35,7 @@ class Key(NamedTuple):
     end: int = HERE
 
 
-class Message(NamedTuple):
+class EdgeValue(NamedTuple):
     """What travels: the value on an edge, or one of a rank (with edge -1)."""
 
     what: str
@@ -43,7 +43,7 @@ class Message(NamedTuple):
     edge: int = -1
 
 
-class Compiled(NamedTuple):
+class CellColumns(NamedTuple):
     """A row for one rank, stage and slice. Columns are the numbers of the cells of microbatch 0."""
 
     lane: Lane
@@ -87,21 +87,21 @@ class Layout:
         self.nodes = sum(map(len, program.ranks))
         self.cells: list[int] = []
         self.fresh: list[int] = []  # the cells as they are before the walk
-        self.columns: dict[Key, int] = {}
-        self.widths: dict[Key, int] = {}
-        self.compiled: dict[tuple[int, Kind, int, int, int], Compiled | str] = {}
-        self.messages: dict[Message, int] = {}  # to its first event
-        self.channels: list[tuple[Channel, Message]] = []  # per message column
+        self.columns: dict[CellKey, int] = {}
+        self.widths: dict[CellKey, int] = {}
+        self.compiled: dict[tuple[int, Kind, int, int, int], CellColumns | str] = {}
+        self.messages: dict[EdgeValue, int] = {}  # to its first event
+        self.channels: list[tuple[Channel, EdgeValue]] = []  # per message column
         self.firsts: list[int] = []  # first event per message column
         self.events = 0
         for pipe in range(len(self.pipes)):
             for edge, (a, b) in enumerate(self.edges):
                 if self.crosses(pipe, edge):
-                    self._message(Message("act", pipe, edge), self.pipes[pipe][a], self.pipes[pipe][b], self.width)
-                    self._message(Message("grad", pipe, edge), self.pipes[pipe][b], self.pipes[pipe][a], self.width)
+                    self._message(EdgeValue("act", pipe, edge), self.pipes[pipe][a], self.pipes[pipe][b], self.width)
+                    self._message(EdgeValue("grad", pipe, edge), self.pipes[pipe][b], self.pipes[pipe][a], self.width)
         for rank in range(self.ranks if self.ahead else 0):
-            self._message(Message("norm", rank), rank, rank + 1, 1)
-            self._message(Message("verdict", rank), rank, rank - 1, 1)
+            self._message(EdgeValue("norm", rank), rank, rank + 1, 1)
+            self._message(EdgeValue("verdict", rank), rank, rank - 1, 1)
 
     @classmethod
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
@@ -136,7 +136,7 @@ class Layout:
         """The ranks that a message goes from and to."""
         return self.channels[bisect_right(self.firsts, message) - 1][0]
 
-    def meaning(self, message: int) -> tuple[Message, int]:
+    def meaning(self, message: int) -> tuple[EdgeValue, int]:
         """What a message is, and of which unit."""
         k = bisect_right(self.firsts, message) - 1
         return self.channels[k][1], message - self.firsts[k]
@@ -144,9 +144,9 @@ class Layout:
     def message_of(self, op: Op) -> int:
         """The message that a transfer of the program carries."""
         row = self.compile(self.pipes[op.pipe][op.stage], op.kind, op.pipe, op.stage, op.slice)
-        return row.posts[0] + op.mb * row.step if isinstance(row, Compiled) else -1
+        return row.posts[0] + op.mb * row.step if isinstance(row, CellColumns) else -1
 
-    def key_of(self, cell: int) -> tuple[Key, int]:
+    def key_of(self, cell: int) -> tuple[CellKey, int]:
         """Whose a cell is: its column, and its place there."""
         base, key = max((base, key) for key, base in self.columns.items() if base <= cell)
         return key, cell - base
@@ -166,7 +166,7 @@ class Layout:
             return self.tied
         return what not in ("kv", "dkv") or self.slices > 1
 
-    def column(self, key: Key, width: int) -> int:
+    def column(self, key: CellKey, width: int) -> int:
         """The first cell of a column, which is made when it is first asked for, with what is there before the walk."""
         base = self.columns.get(key)
         if base is None:
@@ -180,15 +180,15 @@ class Layout:
             self.cells += self.fresh[base:]
         return base
 
-    def _brings(self, key: Key) -> int | None:
+    def _brings(self, key: CellKey) -> int | None:
         """The first message that fills a column by itself: no RECV does."""
         if key.end != FAR:
             return None
         if VALUES[key.what].scope == "rank":
-            return self.messages[Message(key.what, key.home)]
-        return None if self.explicit else self.messages[Message(key.what, key.home, key.place)]
+            return self.messages[EdgeValue(key.what, key.home)]
+        return None if self.explicit else self.messages[EdgeValue(key.what, key.home, key.place)]
 
-    def _message(self, message: Message, sender: int, receiver: int, width: int) -> None:
+    def _message(self, message: EdgeValue, sender: int, receiver: int, width: int) -> None:
         self.messages[message] = self.events
         self.firsts.append(self.events)
         self.channels.append(((sender, receiver), message))
@@ -196,7 +196,7 @@ class Layout:
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
-    def compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> Compiled | str:
+    def compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> CellColumns | str:
         """The row of an op on a rank; the code of an error if it has no place there."""
         key = rank, kind, pipe, stage, part
         found = self.compiled.get(key)
@@ -204,7 +204,7 @@ class Layout:
             found = self.compiled[key] = self._compile(*key)
         return found
 
-    def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> Compiled | str:
+    def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> CellColumns | str:
         row = self.rows[kind]
         if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
             return "E202"
@@ -221,7 +221,7 @@ class Layout:
         posts = self._posts(who)
         if row.lane is Lane.LINK and not posts:
             return "E203"
-        return Compiled(
+        return CellColumns(
             lane=row.lane,
             reads=tuple(c for ref in alone if ref not in held for c in self._cells(ref, who)),
             frees=tuple(c for ref in row.frees for c in self._cells(ref, who)),
@@ -249,15 +249,15 @@ class Layout:
             if (at is At.EARLIER and who.part == 0) or (at is At.LATER and who.part == self.slices - 1):
                 return []
             shift = -1 if at is At.EARLIER else 0
-            return [self.column(Key(what, who.pipe, who.stage), self.width) + who.part + shift]
+            return [self.column(CellKey(what, who.pipe, who.stage), self.width) + who.part + shift]
         if scope == "stage":
-            return [self.column(Key(what, who.rank, who.stage), 1)]
+            return [self.column(CellKey(what, who.rank, who.stage), 1)]
         if at in (At.RANK_BEFORE, At.RANK_AFTER):
             far = who.rank + (-1 if at is At.RANK_BEFORE else 1)
-            return [self.column(Key(what, far, 0, FAR), 1)] if 0 <= far < self.ranks else []
+            return [self.column(CellKey(what, far, 0, FAR), 1)] if 0 <= far < self.ranks else []
         if what == "tied" and not self._ties(who):
             return []
-        return [self.column(Key(what, who.rank, 0), 1)]
+        return [self.column(CellKey(what, who.rank, 0), 1)]
 
     def _ties(self, who: _Who) -> bool:
         """Whether an op has to do with the weight that two stages share."""
@@ -273,7 +273,7 @@ class Layout:
         """The column of an edge's value at its maker's end or at its user's."""
         by_user = (what == "act") == (at is At.SOURCES)
         end = FAR if by_user and self.crosses(pipe, edge) else HERE
-        return self.column(Key(what, pipe, edge, end), self.width)
+        return self.column(CellKey(what, pipe, edge, end), self.width)
 
     def _posts(self, who: _Who) -> tuple[int, ...]:
         """The messages that an op sends or takes: a transfer's, else those that no transfer stands for."""
@@ -281,13 +281,13 @@ class Layout:
         if row.lane is Lane.LINK or not self.explicit:
             refs = row.writes + (row.reads if row.lane is Lane.LINK else ())
             return tuple(
-                self.messages[Message(ref.what, who.pipe, edge)] + who.part
+                self.messages[EdgeValue(ref.what, who.pipe, edge)] + who.part
                 for ref in refs
                 if VALUES[ref.what].scope == "edge"
                 for edge in self._edges(who, ref.at)
                 if self.crosses(who.pipe, edge)
             )
-        found = [self.messages.get(Message(ref.what, who.rank)) for ref in row.writes]
+        found = [self.messages.get(EdgeValue(ref.what, who.rank)) for ref in row.writes]
         return tuple(x for x in found if x is not None and 0 <= self.channel_of(x)[1] < self.ranks)
 
     def _group(self, ref: Ref, rank: int, stage: int) -> list[tuple[int, int]]:
@@ -298,9 +298,9 @@ class Layout:
             mine = self.stages_on(rank) if ref.at is At.STAGES else list(self.program.placement.ends)
         if VALUES[ref.what].scope == "stage":
             here = [s for s in mine if s in self.stages_on(rank)]
-            return [(self.column(Key(ref.what, rank, s), 1), 1) for s in here]
+            return [(self.column(CellKey(ref.what, rank, s), 1), 1) for s in here]
         homes = [(pipe, s) for s in mine for pipe in range(len(self.pipes)) if self.pipes[pipe][s] == rank]
-        return [(self.column(Key(ref.what, pipe, s), self.width), self.width) for pipe, s in homes]
+        return [(self.column(CellKey(ref.what, pipe, s), self.width), self.width) for pipe, s in homes]
 
 
 class _Who(NamedTuple):

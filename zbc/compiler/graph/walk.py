@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from zbc.compiler.graph.graph import MESSAGE, NOTHING, Graph, Mixed, Unmet, start_of
 from zbc.compiler.graph.layout import FREED, Channel, Layout, members
@@ -33,6 +34,15 @@ _Known = tuple[int, Lane, tuple[int, ...], tuple[int, ...], tuple[int, ...], tup
 _NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
 
+@dataclass(slots=True)
+class _Lanes:
+    """The lanes of one rank beside compute: the last event of each, and how often each op has started one."""
+
+    rank: int
+    queue: dict[Lane, int] = field(default_factory=dict)
+    count: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+
 class _Walk:
     """The walk over all ops, once, and what is known only when it is over."""
 
@@ -42,7 +52,7 @@ class _Walk:
         g.sender = [-1] * self.messages
         g.receiver = [-1] * self.messages
         g.parties = [1 + g.layout.explicit] * self.messages
-        self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts behind
+        self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts after
         self.meetings: dict[tuple[object, ...], int] = {}
         self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; before it is known, by -1 - op
         self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
@@ -81,25 +91,18 @@ class _Walk:
 
     # ---- the walk: all the time goes here, so it is one function over local names --------------------------------
 
-    def _rank(self, rank: int, ops: Iterable[Op]) -> None:
-        g, layout, n = self.g, self.layout, self.n
-        microbatches = g.program.microbatches
+    def _rank(self, rank: int, ops: Sequence[Op]) -> None:
+        g, layout, n, microbatches = self.g, self.layout, self.n, self.g.program.microbatches
         cell, sender, receiver, origin, edges = layout.cells, g.sender, g.receiver, self.origin, self.edges
         before, ptr, pred, party, row_of = g.before, g.ptr, g.pred, g.party, g.row_of
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
         table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
-        queue: dict[Lane, int] = {}  # the last event of each lane
-        count: dict[tuple[object, ...], int] = {}
-        last = start_of(rank)
+        lanes, last = _Lanes(rank), start_of(rank)
         for i, (kind, stage, mb, pipe, part) in enumerate(ops, g.first[-1]):
-            where = (pipe, stage, part)
-            known = table[kind].get(where)
-            if known is None:
-                known = table[kind][where] = self._known(rank, kind, pipe, stage, part)
+            known = table[kind].get((pipe, stage, part)) or self._known(table[kind], rank, kind, pipe, stage, part)
             number, lane, reads, frees, writes, posts, step, state = known
             if number < 0 or (step and not 0 <= mb < microbatches):
-                inside = number < 0 and (0 <= mb < microbatches or kind.stage_wide or kind.rank_wide)
-                g.lost.append((i, str(lane) if inside else "E202"))
+                g.lost.append((i, self._loss(kind, mb, number, lane)))
                 number, lane, reads, frees, writes, posts, step, state = _NO_ROW
             before.append(last)
             row_of.append(number)
@@ -108,61 +111,38 @@ class _Walk:
                 w = cell[c + j]
                 if w < 0:
                     g.unmet.append(Unmet(i, c + j, w))
-                elif w < n:
-                    pass  # the rank's own order covers it
-                elif lane is compute:
+                elif w >= n and lane is compute:  # what is made on the rank itself its own order covers
                     pred.append(w)
-                else:
-                    edges.setdefault(-1 - i, []).append(w)
-            for c in state:
-                w = cell[c]
-                if w < 0:
-                    g.unmet.append(Unmet(i, c, w))
                 elif w >= n:
-                    pred.append(w)
-            e = -1
+                    edges.setdefault(-1 - i, []).append(w)
+            if state:
+                self._states(i, state)
+            e = own = -1
             if lane is compute:
                 e = last = i
-                if posts:  # no transfer stands for these messages
-                    for x in posts:
-                        if sender[x + j] >= 0:
-                            g.again.append((i, MESSAGE, sender[x + j]))
-                        sender[x + j] = origin[x + j] = i
-                    if len(posts) > 1:
-                        g.more[i] = tuple(n + x + j for x in posts[1:])
-                    party.append(n + posts[0] + j)
-                else:
-                    party.append(-1)
+                if posts:
+                    own = self._posted(i, posts, j)
             elif lane is link:
                 x = posts[0] + j
                 found, line = (sender, self.sent) if reads else (receiver, self.taken)
                 if found[x] >= 0:
-                    g.again.append((i, MESSAGE, found[x]))
-                    e, frees, writes = self._spare(i), (), ()
+                    e, frees, writes = self._spare(i, found[x]), (), ()
                 else:
                     found[x], e = i, n + x
                     line.setdefault(posts[0] - part, []).append(i)
                     if reads:
                         origin[x] = last
-                party.append(e)
+                own = e
             elif lane is mark:
-                party.append(-1)
                 if number >= 0:
                     g.marks.append(i)
                     last = i
             else:  # a collective or a copy
-                same = (rank, kind, stage, mb, pipe, part)
-                count[same] = count.get(same, -1) + 1
-                e = self._meet((*(same[1:] if kind.is_collective else same), count[same]), i)
-                party.append(e)
                 row = g.rows[number].row
-                starts = [cell[c + j] for c in reads] if row.early else [last]
-                self.edges[e] += [w for w in starts if w >= 0]
-                if lane in queue:
-                    self._after(queue[lane], e)
-                queue[lane] = e
-                if row.blocks:
-                    last = e
+                waits = [cell[c + j] for c in reads] if row.early else [last]
+                e = own = self._started(lanes, lane, ops[i - g.first[-1]], i, waits)
+                last = e if row.blocks else last
+            party.append(own)
             for c in frees:
                 cell[c + j] = FREED
             for c in writes:
@@ -172,17 +152,60 @@ class _Walk:
             ptr.append(len(pred))
         g.first.append(len(before))
 
-    def _known(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> _Known:
+    def _loss(self, kind: Kind, mb: int, number: int, lane: Lane) -> str:
+        """The error code for an op without a place in the program; a row that is unknown has it for its lane."""
+        known = 0 <= mb < self.g.program.microbatches or kind.stage_wide or kind.rank_wide
+        return str(lane) if number < 0 and known else "E202"
+
+    def _states(self, i: int, columns: Iterable[int]) -> None:
+        """Op i reads what is there once, not per microbatch."""
+        for c in columns:
+            w = self.layout.cells[c]
+            if w < 0:
+                self.g.unmet.append(Unmet(i, c, w))
+            elif w >= self.n:
+                self.g.pred.append(w)
+
+    def _posted(self, i: int, posts: Sequence[int], j: int) -> int:
+        """The first of the messages that op i starts, where no transfer stands for them."""
+        g, n = self.g, self.n
+        for x in posts:
+            if g.sender[x + j] >= 0:
+                g.again.append((i, MESSAGE, g.sender[x + j]))
+            g.sender[x + j] = self.origin[x + j] = i
+        if len(posts) > 1:
+            g.more[i] = tuple(n + x + j for x in posts[1:])
+        return n + posts[0] + j
+
+    def _started(self, lanes: _Lanes, lane: Lane, op: Op, i: int, waits: Iterable[int]) -> int:
+        """The event of a collective or a copy: it follows those of its lane and rank, and the nodes it waits for."""
+        own = (lanes.rank, *op)
+        count = lanes.count[own] = lanes.count.get(own, -1) + 1
+        e = self._meet((*(tuple(op) if op.kind.is_collective else own), count), i)
+        self.edges[e] += [w for w in waits if w >= 0]
+        if lane in lanes.queue:
+            self._after(lanes.queue[lane], e)
+        lanes.queue[lane] = e
+        return e
+
+    def _known(
+        self, table: dict[tuple[int, int, int], _Known], rank: int, kind: Kind, pipe: int, stage: int, part: int
+    ) -> _Known:
         """A compiled row as the walk unpacks it; for an op without a place here the code of the error as its lane."""
         row = self.layout.compile(rank, kind, pipe, stage, part)
+        found: _Known
         if isinstance(row, str):
-            return -1, row, *_NO_ROW[2:]  # type: ignore[return-value]
-        self.g.rows.append(row)
-        return len(self.g.rows) - 1, *row[:7]
+            found = -1, row, *_NO_ROW[2:]  # type: ignore[assignment]
+        else:
+            self.g.rows.append(row)
+            found = len(self.g.rows) - 1, *row[:7]
+        table[pipe, stage, part] = found
+        return found
 
-    def _spare(self, op: int) -> int:
-        """An event of its own, which never happens, for a transfer of what travels already."""
+    def _spare(self, op: int, earlier: int) -> int:
+        """An event of its own, which never happens, for a transfer of what travels already with an earlier op."""
         g = self.g
+        g.again.append((op, MESSAGE, earlier))
         event = self.n + len(g.parties)
         g.parties.append(2)
         self.edges[event], g.spare[event] = [], op
@@ -202,7 +225,7 @@ class _Walk:
         g.met[event].append(op)
         return event
 
-    # ---- behind the walk ------------------------------------------------------------------------------------------
+    # ---- after the walk -------------------------------------------------------------------------------------------
 
     def _after(self, earlier: int, event: int) -> None:
         """An event waits for another one."""
@@ -218,7 +241,7 @@ class _Walk:
             g.ptr[mark + 1 : end] = [g.ptr[end]] * (end - mark - 1)
 
     def _late(self, i: int, columns: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """The ops behind op i on its rank that write what it should find written."""
+        """The ops after op i on its rank that write what it should find written."""
         g, cells = self.g, self.layout.cells
         for c, width in columns:
             top = max(cells[c : c + width])

@@ -33,7 +33,7 @@ from zbc.ops import VALUES, At, Kind, Lane, Ref, Row
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
 
-class Phase(IntEnum):
+class Moment(IntEnum):
     """When an event counts, seen from the op beside it in the ledger."""
 
     BEGIN = 0  # as the op begins
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
     ms: float
     op: int
-    phase: Phase
+    phase: Moment
     category: str
     units: float
     bytes: float
@@ -100,12 +100,12 @@ def ledger(timeline: Timeline, costs: Costs) -> list[list[Event]]:
         for i in graph.mine(rank)
         if graph.ops[i].kind.is_recv
     }
-    return [list(_Rank(graph, rank, times[rank], posted, costs).events()) for rank in range(timeline.ranks)]
+    return [list(_RankLedger(graph, rank, times[rank], posted, costs).events()) for rank in range(timeline.ranks)]
 
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
     """Of one rank what it takes and gives of activations; nothing of them depends on other ranks."""
-    events = _Rank(timeline.graph, rank, _times(timeline, rank, costs), {}, costs).events()
+    events = _RankLedger(timeline.graph, rank, _times(timeline, rank, costs), {}, costs).events()
     return (event for event in events if event.category == "activations")
 
 
@@ -130,7 +130,7 @@ def _times(timeline: Timeline, rank: int, costs: Costs) -> list[tuple[float, flo
     return result
 
 
-class _Rank:
+class _RankLedger:
     """The events of one rank."""
 
     def __init__(
@@ -146,7 +146,7 @@ class _Rank:
         graph, first = self.graph, self.graph.first[self.rank]
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         if gradients.bytes:
-            yield Event(0.0, first, Phase.BEGIN, "gradients", 0.0, gradients.bytes)
+            yield Event(0.0, first, Moment.BEGIN, "gradients", 0.0, gradients.bytes)
         for i in graph.mine(self.rank):
             op, (begin, end) = graph.ops[i], self.times[i - first]
             row = op.kind.row
@@ -156,7 +156,7 @@ class _Rank:
             if row.lane is Lane.OUT or row.lane is Lane.BACK:
                 yield from self._copy(i, op, begin)
                 continue
-            yield from self._gone(i, begin, Phase.BEGIN)
+            yield from self._gone(i, begin, Moment.BEGIN)
             yield from self._op(i, op, begin, end, gradients)
 
     def _op(self, i: int, op: Op, begin: float, end: float, gradients: Gradients) -> Iterator[Event]:
@@ -164,21 +164,23 @@ class _Rank:
         need = self._need(op, first=makes)
         tensors, size = self._moved(op)
         at_once = change is not None and change.begins
-        changes = [Event(begin if at_once else end, i, Phase.BEGIN if at_once else Phase.END, "transit", tensors, size)]
+        changes = [
+            Event(begin if at_once else end, i, Moment.BEGIN if at_once else Moment.END, "transit", tensors, size)
+        ]
         if change is not None:
             changes.append(changes[0]._replace(category="activations", units=change.units, bytes=change.bytes))
         if need:
-            yield Event(begin, i, Phase.BEGIN, "workspace", 0.0, need)
+            yield Event(begin, i, Moment.BEGIN, "workspace", 0.0, need)
         if at_once:
             yield from changes
-        yield from self._gone(i, end, Phase.WITHIN)
+        yield from self._gone(i, end, Moment.WITHIN)
         if need:
-            yield Event(end, i, Phase.END, "workspace", 0.0, -need)
+            yield Event(end, i, Moment.END, "workspace", 0.0, -need)
         if not at_once:
             yield from changes
         gradients.after(op)
         if makes or gradients.bytes != before:
-            yield Event(end, i, Phase.END, "gradients", 0.0, gradients.bytes - before)
+            yield Event(end, i, Moment.END, "gradients", 0.0, gradients.bytes - before)
 
     def _need(self, op: Op, *, first: bool) -> float:
         """What an op needs while it runs, beyond what there is before it (a backward: and is there as it ends)."""
@@ -232,13 +234,13 @@ class _Rank:
             return
         size = self._size(message.edge[0])
         if op.kind.is_recv:
-            yield Event(begin, i, Phase.BEGIN, "transit", 1.0, size)
+            yield Event(begin, i, Moment.BEGIN, "transit", 1.0, size)
         elif not (message.forward and self._keeps_result(message.source)):
             over = max(begin, self.posted.get(self.graph.party[i], begin))
             over += self.costs.link(op.pipe, message.source, message.sink)
             heappush(self.leaving, (over, i, size))
 
-    def _gone(self, i: int, until: float, phase: Phase) -> Iterator[Event]:
+    def _gone(self, i: int, until: float, phase: Moment) -> Iterator[Event]:
         """What has left by a time."""
         while self.leaving and self.leaving[0][0] <= until:
             ms, _, size = heappop(self.leaving)
@@ -248,7 +250,7 @@ class _Rank:
         """A copy to the host, or back: what it writes is there from its beginning."""
         change = self.activations.of(op)
         if change is not None:
-            yield Event(begin, i, Phase.BEGIN, "activations", change.units, change.bytes)
+            yield Event(begin, i, Moment.BEGIN, "activations", change.units, change.bytes)
 
 
 class Gradients:
@@ -332,7 +334,7 @@ def within(
             k += 1
         begin, end = times[i - graph.first[rank]]
         for event in mine:
-            if event.phase is Phase.WITHIN and event.ms > begin:
+            if event.phase is Moment.WITHIN and event.ms > begin:
                 share = (event.ms - begin) / (end - begin)
                 units, size = units - share * event.units, size - share * event.bytes
         yield i, mine, (units, size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import Activations, Event, Phase, activations, ledger, within
+from zbc.compiler.memory.ledger import Activations, Event, Moment, activations, ledger, within
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program
 
@@ -90,15 +90,15 @@ def _buffers(timeline: Timeline, rank: int, events: Sequence[Event], costs: Cost
         op = timeline.graph.ops[i]
         need = 0.0
         for event in mine:
-            if event.phase is not Phase.END:
+            if event.phase is not Moment.END:
                 level[event.category] += event.bytes
-            if event.category == "workspace" and event.phase is Phase.BEGIN:
+            if event.category == "workspace" and event.phase is Moment.BEGIN:
                 need = event.bytes
         if op.kind.is_transfer:
             continue
         together = max(together, sum(level.values()) + leaving)
         for event in mine:
-            if event.phase is Phase.END:
+            if event.phase is Moment.END:
                 level[event.category] += event.bytes
         change = changes.of(op)
         beyond = need if change is None or change.begins else costs.more_bytes(op, first=_makes_gradients(mine))
@@ -111,7 +111,7 @@ def _makes_gradients(mine: Sequence[Event]) -> bool:
     return any(event.category == "gradients" for event in mine)
 
 
-class Held(NamedTuple):
+class MemoryPoint(NamedTuple):
     """What a rank holds from `ms` on, in bytes by category."""
 
     ms: float
@@ -126,7 +126,7 @@ class Held(NamedTuple):
         return self.weights + self.gradients + self.masters + self.optimizer + self.activations
 
 
-def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[Held]:
+def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[MemoryPoint]:
     """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
 
     Weights, their masters, optimizer state and, from the first step on, gradients stay; activations come and go.
@@ -140,7 +140,7 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
     held = 0.0
     for event in activations(timeline, rank, costs):
         held += event.bytes
-        yield Held(event.ms, weights, gradients, masters, optimizer, held)
+        yield MemoryPoint(event.ms, weights, gradients, masters, optimizer, held)
 
 
 def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:

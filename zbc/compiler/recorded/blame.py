@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.recorded.view import Message, Step
+from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import Op, Program
@@ -50,7 +50,7 @@ class Shares:
 CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders")
 
 
-def shares(step: Step) -> list[Shares]:
+def shares(step: RecordedStep) -> list[Shares]:
     """Per rank of the run, in ns."""
     arrived = max((at for one in step.ranks if (at := _arrival(one)) is not None), default=None)
     senders = _senders(step)
@@ -64,7 +64,7 @@ def _arrival(one: Recorded) -> int | None:
     return max(ends, default=None)
 
 
-def _rank(step: Step, rank: int, arrived: int | None, senders: Mapping[tuple[int, Op], int]) -> Shares:
+def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[tuple[int, Op], int]) -> Shares:
     one, found = step.ranks[rank], Shares()
     begin, end = step.window(rank)
     found.host += one.begins - begin
@@ -120,9 +120,9 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
     found.host += close - gather - delivery
 
 
-def _senders(step: Step) -> dict[tuple[int, Op], int]:
+def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
     """Which rank of the run a compute op of a rank waits for: of several, the one that sent last."""
-    last: dict[tuple[int, Op], Message] = {}
+    last: dict[tuple[int, Op], Arrival] = {}
     for message in step.messages():
         found = last.setdefault((message.receiver, message.taker), message)
         if message.sent > found.sent:

@@ -22,7 +22,7 @@ from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import step_of, typical
 from zbc.ir import Kind
-from zbc.job.profile import FAMILY, Host, LayerProfile, Link, Measured, Origin, Point, Profile, model_of, spread
+from zbc.job.profile import FAMILY, Host, LayerProfile, LinkProfile, Measured, Origin, Point, Profile, model_of, spread
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
@@ -225,7 +225,7 @@ class _Work:
 
     # ---- the link, and what ranks add ----------------------------------------------------------------------------
 
-    def link(self) -> Link | None:
+    def link(self) -> LinkProfile | None:
         """The link of before, with the latency that the messages of the run had at the median."""
         known = None if self.base is None else self.base.link
         behind = recall.boundary_sizes(self.job, self.manifest, self.table)
@@ -239,7 +239,7 @@ class _Work:
         gbps = known.gbps if known is not None else recall.link_gbps(self.job)
         latency = statistics.median(max(0.0, one.us - one.bytes / (gbps * 1e3)) for one in points)
         self.notes.append("the bandwidth of the link is that assumed before, the latency that of the run's messages")
-        return Link(latency_us=latency, gbps=gbps, points=points)
+        return LinkProfile(latency_us=latency, gbps=gbps, points=points)
 
     def _host(self) -> Host:
         return Host() if self.base is None else self.base.host

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.times import Times, median_ms
-from zbc.compiler.recorded.view import Message, Step
+from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.ir import Kind, Op, Program
 
 SLOW = 1.15  # times the others: what counts as a slow rank
@@ -153,7 +153,7 @@ def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
     return sorted(slow, key=lambda one: -one.ms)
 
 
-def outliers(steps: Sequence[Step], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
+def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
     """Single ops and transfers out of line, the longest first, and what befell most ranks at once."""
     found, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
     for group in _together(list(_slow_ops(steps, times, step_ms))):
@@ -186,7 +186,7 @@ def _out_of_line(ms: float, usual: float, step_ms: float) -> bool:
     return ms - usual > (OUT_OF_LINE - 1) * usual and ms - usual > LEAST_OUTLIER * step_ms
 
 
-def _slow_ops(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[Outlier]:
+def _slow_ops(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
     usual = {key: median_ms(samples) for key, samples in times.work.items()}
     for step in steps:
         for rank, one in enumerate(step.ranks):
@@ -197,7 +197,7 @@ def _slow_ops(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[O
                     yield Outlier(step.number, rank, op, normal, ms, one.work[index] / _MS)
 
 
-def _late_messages(steps: Sequence[Step], times: Times, step_ms: float) -> Iterator[Outlier]:
+def _late_messages(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
     usual = {pair: median_ms(samples) for pair, samples in times.links.items() if samples}
     for step in steps:
         for message in _awaited(step):
@@ -207,5 +207,5 @@ def _late_messages(steps: Sequence[Step], times: Times, step_ms: float) -> Itera
                 yield Outlier(step.number, message.receiver, message.taker, normal, ms, start, message.sender)
 
 
-def _awaited(step: Step) -> Iterable[Message]:
+def _awaited(step: RecordedStep) -> Iterable[Arrival]:
     return (message for message in step.messages() if message.awaited)

@@ -15,7 +15,7 @@ from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
 from zbc.compiler.recorded.times import Times, times_of
-from zbc.compiler.recorded.view import Step, step_of, typical
+from zbc.compiler.recorded.view import RecordedStep, step_of, typical
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.trace.recording import Head, Trace
@@ -52,7 +52,7 @@ class RankShares:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class MemoryCompared:
     """Peak bytes of a rank by category, predicted (None: not known) and measured, and of all together."""
 
     rank: int
@@ -94,7 +94,7 @@ class RunReport:
     stalls: tuple[deviations.Stall, ...]
     ops: tuple[deviations.Deviation, ...]
     links: tuple[deviations.LinkTime, ...]
-    memory: tuple[RankMemory, ...]  # () where no step was weighed
+    memory: tuple[MemoryCompared, ...]  # () where no step was weighed
     replan: Replan | None
 
     def as_json(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _replan(trace: Trace, times: Times, rounds: int) -> Replan:
     return replan(manifest, program, profile, whole=trace.whole)
 
 
-def _median(steps: Sequence[Step]) -> Step:
+def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
     """The step in the middle, by how long it took; of an even number the shorter one."""
     return sorted(steps, key=lambda step: (step.wall_ns, step.number))[(len(steps) - 1) // 2]
 
@@ -210,13 +210,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _shares(step: Step, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
+def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
     meant = blame.predicted(step.program, timeline, costs)
     found = [one.scaled(1 / _MS) for one in blame.shares(step)]
     return tuple(RankShares(rank, meant[step.program.topology.of(rank).pp], one) for rank, one in enumerate(found))
 
 
-def _memory(trace: Trace) -> tuple[RankMemory, ...]:
+def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
     manifest = trace.plan.manifest
     meant = manifest.predicted.get("per_rank", [])
     known = bool(manifest.predicted.get("bytes_known"))
@@ -231,5 +231,5 @@ def _memory(trace: Trace) -> tuple[RankMemory, ...]:
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))
-        found.append(RankMemory(rank, predicted, most, peak))
+        found.append(MemoryCompared(rank, predicted, most, peak))
     return tuple(found)

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.compiler.graph import Graph, build
-from zbc.compiler.recorded.view import LEAST_WAIT_NS, Step
+from zbc.compiler.recorded.view import LEAST_WAIT_NS, RecordedStep
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.trace.recording import Cause, Memory
+from zbc.trace.recording import Cause, MemorySamples
 
 _MS = 1e6
 
@@ -34,10 +34,12 @@ class Recording:
     ms that went by between that and its start.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     copy: int = 0
     ahead: bool = False  # with the ops that close a step without a barrier
-    memory: tuple[Memory | None, ...] = ()  # per rank of the run, what it held around each op of a step like these
+    memory: tuple[
+        MemorySamples | None, ...
+    ] = ()  # per rank of the run, what it held around each op of a step like these
 
     @cached_property
     def graph(self) -> Graph:
@@ -62,7 +64,7 @@ class Recording:
     def timelines(self) -> tuple[Timeline, ...]:
         return tuple(self._timeline(step) for step in self.steps)
 
-    def _timeline(self, step: Step) -> Timeline:
+    def _timeline(self, step: RecordedStep) -> Timeline:
         graph = self.graph
         start, end = [0.0] * len(graph.before), [0.0] * len(graph.before)
         for part, rank in enumerate(self.ranks()):
@@ -75,7 +77,7 @@ class Recording:
             start[events[op]], end[events[op]] = begin, over
         return Timeline(graph, start, end, self.ahead)
 
-    def _sums(self, step: Step) -> Iterator[tuple[Op, float, float]]:
+    def _sums(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
         """Sums of gradients, from when all have come to them until the last has what it waited for, in ms."""
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from zbc.compiler.cost.cost import Costs, PerStage
-from zbc.compiler.recorded.view import Step
+from zbc.compiler.recorded.view import RecordedStep
 from zbc.ir import Kind
 from zbc.ops import Lane
 from zbc.trace.recording import Cause
@@ -37,7 +37,7 @@ class Times:
     sums: list[int] = field(default_factory=list)  # of the sum over all ranks behind the last one's coming
 
 
-def times_of(steps: Iterable[Step]) -> Times:
+def times_of(steps: Iterable[RecordedStep]) -> Times:
     """The times of these steps."""
     found = Times()
     for step in steps:
@@ -52,7 +52,7 @@ def times_of(steps: Iterable[Step]) -> Times:
     return found
 
 
-def _rank(found: Times, step: Step, rank: int) -> None:
+def _rank(found: Times, step: RecordedStep, rank: int) -> None:
     one = step.ranks[rank]
     waited = [0] * (len(one.ops) + 1)
     for wait in one.waits:
@@ -70,7 +70,7 @@ def _rank(found: Times, step: Step, rank: int) -> None:
             found.closing[op.kind.row.cost, op.stage].append(max(0, took))
 
 
-def _barrier(found: Times, step: Step) -> None:
+def _barrier(found: Times, step: RecordedStep) -> None:
     """What the end of a step with a barrier takes: gradient norms, and the sum once all have come to it."""
     norms, comes, leaves = [], [], []
     for one in step.ranks:

@@ -14,7 +14,7 @@ from zbc.trace.recording import Cause, Recorded, Trace
 LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
 
 
-class Message(NamedTuple):
+class Arrival(NamedTuple):
     """A tensor that a compute op took from another rank; ns on the clock of rank 0.
 
     `sent` is when the op that made it had ended, `posted` when there was a buffer for it, `there` when its receiver
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One recorded step of every rank of the run; `ranks` are those of the run, over all copies of the pipeline."""
 
     number: int  # from 1
@@ -101,7 +101,7 @@ class Step:
         """The share of `ns`, a makespan or a span, in which even the busiest rank is idle."""
         return (ns - max(map(self.busy, range(len(self.ranks))))) / ns if ns > 0 else 0.0
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Arrival]:
         """Every tensor between two ranks."""
         placement, copy = self.program.placement, [self.program.topology.of(rank).dp for rank in range(len(self.ranks))]
         made: dict[tuple[int, ir.Message], tuple[Op, int, int]] = {}  # by whom, on which rank, as which of its ops
@@ -122,13 +122,13 @@ class Step:
                     there = one.start[index] + ns
                     sent = self.ranks[sender].end[place]
                     awaited = ns > LEAST_WAIT_NS and 2 * ns > there - max(sent, posted[message])
-                    yield Message(maker, sender, op, rank, sent, posted[message], there, awaited)
+                    yield Arrival(maker, sender, op, rank, sent, posted[message], there, awaited)
 
 
-def step_of(trace: Trace, number: int) -> Step:
+def step_of(trace: Trace, number: int) -> RecordedStep:
     """A recorded step. KeyError if it was not recorded."""
     ranks = tuple(rank.recorded(number) for rank in trace.ranks)
-    return Step(number, trace.plan.program, ranks)
+    return RecordedStep(number, trace.plan.program, ranks)
 
 
 def typical(trace: Trace) -> tuple[int, ...]:

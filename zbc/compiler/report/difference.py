@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zbc.ir import Op, Program
 
 
-class Line(NamedTuple):
+class DiffLine(NamedTuple):
     """One line of an aligned listing: the steps of an op on both sides, None where it is not, or not here."""
 
     op: Op
@@ -23,7 +23,7 @@ class RankDifference:
     """One rank. `moved` ops are on both sides, in another order; a move shows up on two lines, one for each side."""
 
     rank: int
-    lines: tuple[Line, ...]
+    lines: tuple[DiffLine, ...]
     moved: int
     only_left: int
     only_right: int
@@ -51,18 +51,18 @@ def _rank(rank: int, left: Sequence[Op], right: Sequence[Op]) -> RankDifference:
     return RankDifference(rank, lines, both - len(stay), len(left) - both, len(right) - both)
 
 
-def _aligned(left: Sequence[Op], right: Sequence[Op], stay: Sequence[Op]) -> Iterator[Line]:
+def _aligned(left: Sequence[Op], right: Sequence[Op], stay: Sequence[Op]) -> Iterator[DiffLine]:
     """Both sides in their own order, side by side where an op stays."""
     a = b = 0
     for op in (*stay, None):
         while a < len(left) and left[a] != op:
-            yield Line(left[a], a, None)
+            yield DiffLine(left[a], a, None)
             a += 1
         while b < len(right) and right[b] != op:
-            yield Line(right[b], None, b)
+            yield DiffLine(right[b], None, b)
             b += 1
         if op is not None:
-            yield Line(op, a, b)
+            yield DiffLine(op, a, b)
             a, b = a + 1, b + 1
 
 

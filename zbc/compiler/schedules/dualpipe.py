@@ -57,7 +57,7 @@ def dualpipe(request: Request) -> Program:
         outer = min(r, p - 1 - r)
         pipe = int(r > outer)  # the one that enters at this end
         directions = (Direction(outer, pipe, 2, pipe), Direction(p - 1 - outer, 1 - pipe, 2, 1 - pipe))
-        ranks.append(_Rank(directions, m, request.overlap).run(_steps(outer, p // 2, n)))
+        ranks.append(_DualpipeRank(directions, m, request.overlap).run(_steps(outer, p // 2, n)))
     return Program(Placement.bidirectional(range(p)), m, tuple(map(tuple, ranks)), ("dualpipe",))
 
 
@@ -68,7 +68,7 @@ def dualpipe_v(request: Request) -> Program:
     ranks = []
     for r in range(p):
         directions = (Direction(r, 0, 1, 0), Direction(2 * p - 1 - r, 0, 1, 0))
-        ranks.append(_Rank(directions, m, request.overlap).run(_steps(r, p, n)))
+        ranks.append(_DualpipeRank(directions, m, request.overlap).run(_steps(r, p, n)))
     return Program(Placement.vshape(p), m, tuple(map(tuple, ranks)), ("dualpipe-v",))
 
 
@@ -91,7 +91,7 @@ def _steps(r: int, h: int, n: int) -> Iterator[Step]:
     yield from [w] * (r + 1)
 
 
-class _Rank:
+class _DualpipeRank:
     """Ops of one rank as they are emitted; each direction counts its own microbatches."""
 
     def __init__(self, directions: Sequence[Direction], m: int, overlap: bool) -> None:

@@ -26,35 +26,35 @@ PerRank = Callable[[int], int]
 
 def gpipe(request: Request) -> Program:
     """All forwards, then all backwards."""
-    return _lagged("gpipe", request, warmup=lambda r: request.m)
+    return lagged("gpipe", request, warmup=lambda r: request.m)
 
 
 def one_f_one_b(request: Request) -> Program:
     """One forward, one backward: as few microbatches in flight as keep the pipeline full."""
-    return _lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)
+    return lagged("1f1b", request, warmup=lambda r: request.p - 1 - r)
 
 
 def eager_1f1b(request: Request) -> Program:
     """1F1B that runs twice as far ahead, so that transfers have time."""
-    return _lagged("eager-1f1b", request, warmup=lambda r: 2 * (request.p - 1 - r))
+    return lagged("eager-1f1b", request, warmup=lambda r: 2 * (request.p - 1 - r))
 
 
 def zb_h1(request: Request) -> Program:
     """1F1B with W put off into the bubble; memory of 1F1B."""
-    return _lagged("zb-h1", request, warmup=lambda r: request.p - 1 - r, lag=lambda r: r)
+    return lagged("zb-h1", request, warmup=lambda r: request.p - 1 - r, lag=lambda r: r)
 
 
 def zb_h2(request: Request) -> Program:
     """As many forwards up front as hide the way to the last stage and back; no bubble inside a rank's span."""
     spare = max(0, request.m - request.p)
-    return _lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
+    return lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
 
 
 def between_h1_and_h2(request: Request) -> Iterator[Program]:
     """ZB-H1, ZB-H2 and some orders between: up to `extra` forwards more than 1F1B in flight, memory p + extra."""
     p = request.p
     for extra in range(0, p, 1 + p // 10):
-        yield _lagged(
+        yield lagged(
             f"zb-h1+{extra}",
             request,
             warmup=lambda r, extra=extra: p - 1 - r + min(extra, p - 1 - r),  # type: ignore[misc]
@@ -63,7 +63,7 @@ def between_h1_and_h2(request: Request) -> Iterator[Program]:
     yield zb_h2(request)
 
 
-def _lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
+def lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
     p, m = request.p, request.m
     ranks = tuple(
         tuple(_rank_ops(r, m, warmup=min(warmup(r), m), lag=None if lag is None else min(lag(r), m))) for r in range(p)

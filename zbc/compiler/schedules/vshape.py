@@ -21,7 +21,7 @@ from zbc.compiler.schedules.request import Request
 from zbc.ir import Kind, Op, Placement, Program
 
 
-class _Rank:
+class _VshapeRank:
     """Ops of one rank as they are emitted; each (kind, chunk) counts its own microbatches."""
 
     def __init__(self, r: int, p: int) -> None:
@@ -48,7 +48,7 @@ def zb_v(request: Request) -> Program:
 
 
 def _rank_ops(r: int, p: int, m: int) -> list[Op]:
-    rank = _Rank(r, p)
+    rank = _VshapeRank(r, p)
     f, b, w = (Kind.F, 0), (Kind.B, 0), (Kind.W, 0)
     up_f, up_b, up_w = (Kind.F, 1), (Kind.B, 1), (Kind.W, 1)
     rank.run(f, times=2 * (p - r) - 1)

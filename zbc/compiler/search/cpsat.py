@@ -16,7 +16,7 @@ from zbc.compiler.search.timing import measure
 F, B, W = range(3)
 
 
-class Whole(NamedTuple):
+class IntegerProblem(NamedTuple):
     """The numbers of a problem as integers."""
 
     times: tuple[list[int], list[int], list[int]]  # F, B, W
@@ -26,11 +26,11 @@ class Whole(NamedTuple):
     limit: list[int]
 
 
-class Model:
+class CpModel:
     """Orders whose cost lies between `least` and that of `first`, the order the solver starts from."""
 
     def __init__(
-        self, cp_model: Any, problem: Problem, whole: Whole, objective: str, first: Sequence[int], least: int
+        self, cp_model: Any, problem: Problem, whole: IntegerProblem, objective: str, first: Sequence[int], least: int
     ) -> None:
         self.model = cp_model.CpModel()
         self.problem, self.whole, self.by_makespan = problem, whole, objective == "makespan"
@@ -164,7 +164,7 @@ class Model:
 class _Before:
     """For two ops of a rank, whether the first runs first: 0, 1, or a literal of the model."""
 
-    def __init__(self, model: Model, stages: Sequence[int]) -> None:
+    def __init__(self, model: CpModel, stages: Sequence[int]) -> None:
         self._model = model
         self._literals: dict[tuple[int, int], Any] = {}
         path = [(F, s) for s in stages] + [(B, s) for s in reversed(stages)]

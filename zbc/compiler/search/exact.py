@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.cpsat import Model, Whole
+from zbc.compiler.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem
@@ -63,7 +63,7 @@ def solve(
     if first is None:
         raise ZbcError("E303", "schedule: the order to start from exceeds the memory limit", hint="raise the limit")
     whole, scale = integers(problem)
-    model = Model(cp_model, problem, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
+    model = CpModel(cp_model, problem, whole, objective, first.order, math.floor(lower * scale * (1 - 1e-12)))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
@@ -84,14 +84,14 @@ def _cp_model() -> Any:
     return cp_model
 
 
-def integers(problem: Problem) -> tuple[Whole, int]:
+def integers(problem: Problem) -> tuple[IntegerProblem, int]:
     """The problem's numbers as integers, and how many of them are a ms."""
     time, exact = common_scale([*problem.f, *problem.b, *problem.w, *problem.lag])
     f, b, w, lag = (_scaled(x, time, exact) for x in (problem.f, problem.b, problem.w, problem.lag))
     unit, exact = common_scale([*problem.keep_b, *problem.keep_w])
     keep_b, keep_w = (_scaled(x, unit, exact) for x in (problem.keep_b, problem.keep_w))
     limit = [math.floor((x + ROOM) * unit) for x in problem.limit]
-    return Whole((f, b, w), lag, keep_b, keep_w, limit), time
+    return IntegerProblem((f, b, w), lag, keep_b, keep_w, limit), time
 
 
 def common_scale(values: Sequence[float]) -> tuple[int, bool]:

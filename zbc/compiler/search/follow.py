@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.search.table import Row, Rows
+from zbc.compiler.search.table import Rows, SearchRow
 from zbc.ir import Kind, Op, Program
 
 EPS = 1e-9
@@ -141,7 +141,7 @@ def _rows(program: Program, costs: Costs) -> Rows:
     kinds = {op.kind for ops in program.ranks for op in ops}
     chosen = [min(kind for kind in kinds if kind.row.family == family) for family in FAMILIES if _has(kinds, family)]
     rows = [
-        Row(kind, s, pipe, placement.rank_of(s, pipe), program.microbatches, 0.0, 0.0)
+        SearchRow(kind, s, pipe, placement.rank_of(s, pipe), program.microbatches, 0.0, 0.0)
         for kind in chosen
         for pipe in range(len(placement.pipes))
         for s in range(placement.stages)

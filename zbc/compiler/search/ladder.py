@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from zbc.compiler.search.candidates import Bench, Candidate, Recipe
 from zbc.compiler.search.engine import Engine
-from zbc.compiler.search.portfolio import Effort, Found, search
+from zbc.compiler.search.portfolio import Effort, SearchResult, search
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rungs import Grid
 
@@ -39,7 +39,7 @@ class Question:
     orders: Callable[[Problem], Orders]
     bound: Callable[[Sequence[float]], float]
 
-    def search(self, problem: Problem, visits: int) -> Found:
+    def search(self, problem: Problem, visits: int) -> SearchResult:
         """As `portfolio.search`, under other limits."""
         return search(
             problem,

@@ -65,7 +65,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TimedOrder:
     """An order that keeps to the limit, and what a step of it costs in ms."""
 
     program: Program
@@ -99,7 +99,7 @@ def packed(
     With `split`, B and W are ops of their own, and the best orders are annealed for some `seconds`. Stops at `target`
     ms. Raises E303 if no order keeps to the limits.
     """
-    found: list[Found] = []
+    found: list[TimedOrder] = []
     for program in _candidates(placement, m, costs, limits, name, orders, split):
         found.append(_timed(program, costs, objective))
         if found[-1].rank(objective)[0] <= target * (1 + EPS):
@@ -124,7 +124,7 @@ def packed(
     return best.program
 
 
-def _timed(program: Program, costs: Costs, objective: str) -> Found:
+def _timed(program: Program, costs: Costs, objective: str) -> TimedOrder:
     """With its sums of gradients, if they take time: an order that leaves them some is better."""
     at = Context(program, costs)
     if any(costs.column("reduce")):
@@ -132,10 +132,10 @@ def _timed(program: Program, costs: Costs, objective: str) -> Found:
         at = Context(ReduceGrads().run(sent.program, sent), costs)
     timeline = at.timeline
     period = at.step_ms(objective) if objective == "period" else 0.0
-    return Found(program, timeline.makespan, timeline.span, period)
+    return TimedOrder(program, timeline.makespan, timeline.span, period)
 
 
-def _best(found: Iterable[Found], objective: str) -> Found:
+def _best(found: Iterable[TimedOrder], objective: str) -> TimedOrder:
     """The first of those that none beats by more than rounding."""
     first, *rest = found
     for one in rest:

@@ -60,7 +60,7 @@ class Effort:
         return COMPILED_RATE if engine.compiled else PLAIN_RATE
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best order, or None if nothing fits, and the recipes that the fast tier liked best."""
 
     best: Candidate | None
@@ -75,7 +75,7 @@ def search(
     *,
     orders: Iterable[tuple[str, Sequence[int]]] = (),
     target: float = 0.0,
-) -> Found:
+) -> SearchResult:
     """The best order found for `problem`. `target` is a lower bound at which to stop.
 
     What a smaller effort tries is the beginning of what a larger one tries.
@@ -96,7 +96,7 @@ def search(
         _fast_tier(small, 0.0)
         liked = _recipes(small)
         _in_turn(small, full, effort, target)
-    return Found(full.best, liked)
+    return SearchResult(full.best, liked)
 
 
 def liked(problem: Problem, objective: str, engine: Engine) -> list[Recipe]:

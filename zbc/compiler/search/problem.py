@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
-from zbc.compiler.search.table import Row, Rows
+from zbc.compiler.search.table import Rows, SearchRow
 from zbc.ir import Kind, Op, Placement, Program
 
 UNLIMITED = 1e15
@@ -77,7 +77,7 @@ class Problem:
         growth = [w - b for b, w in zip(self.keep_b, self.keep_w, strict=True)]
         columns = ((self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w]))
         rows = [
-            Row(kind, s, 0, rank, self.m, ms[s], change[s])
+            SearchRow(kind, s, 0, rank, self.m, ms[s], change[s])
             for kind, (ms, change) in zip(KINDS, columns, strict=True)
             for s, rank in enumerate(self.rank)
         ]

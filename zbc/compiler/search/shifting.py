@@ -14,7 +14,7 @@ from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS
-from zbc.compiler.search.table import Row, Rows
+from zbc.compiler.search.table import Rows, SearchRow
 from zbc.ir import Kind, Op, Program
 
 FIRST_MOVES, GROWTH = 600.0, 1.5
@@ -94,9 +94,9 @@ class _Numbered:
         )
         self.ops = [Op(kind, s, mb, pipe) for kind, pipe, s in whose for mb in dealt[pipe]]
 
-    def _row(self, costs: Costs, op: Op, units: int) -> Row:
+    def _row(self, costs: Costs, op: Op, units: int) -> SearchRow:
         rank = self.like.placement.rank_of(op.stage, op.pipe)
-        return Row(op.kind, op.stage, op.pipe, rank, units, float(costs.duration(op)), float(costs.held(op)))
+        return SearchRow(op.kind, op.stage, op.pipe, rank, units, float(costs.duration(op)), float(costs.held(op)))
 
     def order(self) -> list[int]:
         """The program as a rank-major order."""

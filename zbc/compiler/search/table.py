@@ -22,7 +22,7 @@ Links = tuple[Numbers, Numbers, Numbers, Numbers]
 _ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edge
 
 
-class Row(NamedTuple):
+class SearchRow(NamedTuple):
     """The ops of one kind, stage and pipe. `ms` each, `change` of what the rank holds, in activation units."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class Rows:
     `lag(a, b, pipe)` are the ms from stage a to stage b.
     """
 
-    def __init__(self, placement: Placement, rows: Sequence[Row], lag: Callable[[int, int, int], float]) -> None:
+    def __init__(self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], float]) -> None:
         self.placement, self.rows, self._lag = placement, rows, lag
         self.base = [0, *accumulate(row.units for row in rows)]
         self.number = {(row.kind, row.stage, row.pipe): k for k, row in enumerate(rows)}
@@ -133,7 +133,7 @@ class Rows:
         """By op what is given by row."""
         return [x for row, value in zip(self.rows, values, strict=True) for x in [value] * row.units]
 
-    def _of_unit(self, row: Row) -> Iterator[_Link]:
+    def _of_unit(self, row: SearchRow) -> Iterator[_Link]:
         """Rows of the same stage whose values a row reads, unit by unit."""
         for ref in row.kind.row.reads:
             maker = self._makers.get(ref) if ref.at is At.OWN else None

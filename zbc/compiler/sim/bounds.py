@@ -60,7 +60,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
     way = Way(placement, costs)
-    single = [_Rank(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
+    single = [_RankBounds(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
@@ -76,7 +76,7 @@ def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
     return Bounds(found.makespan + least + max(gathers), found.span + least + min(gathers))
 
 
-class _Rank:
+class _RankBounds:
     def __init__(self, way: Way, m: int, limits: Sequence[float], rank: int) -> None:
         self.way, self.m, self.limits, self.rank = way, m, limits, rank
         self.limit = limits[rank] + ROOM

@@ -24,7 +24,7 @@ from zbc.ir import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _MirroredRank:
     """Times of one rank in ms: those that hold for every split, and per pipe those of one microbatch."""
 
     head: float  # before its first op
@@ -72,7 +72,7 @@ def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
     return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share
 
 
-def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
+def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _MirroredRank:
     one, placement = ways[0], ways[0].placement
     chunks = [[s for s, rank in enumerate(pipe) if rank == r] for pipe in placement.pipes]
     held = [(way, c[0], c[-1]) for way, c in zip(ways, chunks, strict=True) if c]
@@ -88,7 +88,7 @@ def _rank(ways: Sequence[Way], m: int, limit: float, r: int) -> _Rank:
         sum(one.kept[s] * (way.around(s, s) + one.b[s]) + one.left[s] * one.w[s] for s in c) / limit
         for way, c in zip(ways, chunks, strict=True)
     ]
-    return _Rank(
+    return _MirroredRank(
         head=min(down),
         first_b=min(a + b for a, b in zip(down, around, strict=True)) - forwards,
         warm=max(0.0, min(around) - forwards),

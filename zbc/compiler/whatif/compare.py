@@ -22,7 +22,7 @@ WORLD = ("hardware.", "costs.", "model.")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedPlan:
     """One plan, or the reason why there is none: exactly one of `report` and `error` is set."""
 
     schedule: str
@@ -57,7 +57,7 @@ class Row:
         return max(0.0, self.step_ms / self.bound_ms - 1) if self.bound_ms > 0 else 0.0
 
 
-Planner = Callable[[str, tuple[Setting, ...]], Row]  # by schedule and settings
+Planner = Callable[[str, tuple[Setting, ...]], ComparedPlan]  # by schedule and settings
 
 
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
@@ -103,7 +103,7 @@ def _split(text: str) -> list[str]:
 
 def compare(
     plan: Planner, wanted: Iterable[tuple[str, tuple[Setting, ...]]], done: Callable[[], None] = lambda: None
-) -> list[Row]:
+) -> list[ComparedPlan]:
     """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
 
     Calls `done` after each row. Raises what makes all of them impossible, if it is one and the same problem.
@@ -120,7 +120,7 @@ def compare(
     return [replace(one, front=_undominated(one, rows)) for one in ranked]
 
 
-def _held(one: Row, rows: Sequence[Row]) -> float:
+def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
     """What the fullest rank holds: bytes, or activation units where bytes are not known of all rows."""
     if one.report is None:
         return 0.0
@@ -128,7 +128,7 @@ def _held(one: Row, rows: Sequence[Row]) -> float:
     return one.report.peak_bytes if known else one.report.peak_activation_units
 
 
-def _undominated(one: Row, rows: Sequence[Row]) -> bool:
+def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
     if one.report is None:
         return False
     mine = one.sequence_ms, _held(one, rows)
@@ -157,19 +157,19 @@ class Asked:
     profile: Path | None = None
     budget: float | None = None
 
-    def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> Row:
+    def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> ComparedPlan:
         """One job planned, or why it cannot be."""
         try:
             asked = self._job(schedule, settings)
             alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
             compiled = compile_job(alone, suggest=False, budget=self.budget)
         except ZbcError as error:
-            return Row(schedule, settings, error=_swept(error, settings))
+            return ComparedPlan(schedule, settings, error=_swept(error, settings))
         report, job = compiled.report, compiled.job
         sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
         bound = report.lower_bound_ms(job.objective)
         sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
-        return Row(
+        return ComparedPlan(
             schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from zbc.compiler.whatif.compare import WORLD, Planner, Row, Setting
+from zbc.compiler.whatif.compare import WORLD, ComparedPlan, Planner, Setting
 
 Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and what else was chosen
 Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # of a key, in a world
@@ -50,11 +50,11 @@ class Sweep:
     candidates: tuple[Candidate, ...]
 
 
-def sweeps(rows: Sequence[Row]) -> list[Sweep]:
+def sweeps(rows: Sequence[ComparedPlan]) -> list[Sweep]:
     """Every number of the world that was swept over two values and more, in each world of the others."""
     found = []
     for key in dict.fromkeys(key for one in rows for key, _ in one.settings if key.startswith(WORLD)):
-        worlds: dict[tuple[Setting, ...], list[Row]] = {}
+        worlds: dict[tuple[Setting, ...], list[ComparedPlan]] = {}
         for one in rows:
             worlds.setdefault(tuple(setting for setting in one.world if setting[0] != key), []).append(one)
         for world, inside in worlds.items():
@@ -73,10 +73,10 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Oracle:
+class SweepTimes:
     """Times per sequence at any value of a sweep, planned where no row has them."""
 
-    def __init__(self, sweep: Sweep, rows: Sequence[Row], plan: Planner) -> None:
+    def __init__(self, sweep: Sweep, rows: Sequence[ComparedPlan], plan: Planner) -> None:
         self.sweep = sweep
         self._order = [key for key, _ in rows[0].settings]
         self._plan = plan
@@ -173,22 +173,22 @@ def _middle(low: float, high: float) -> float:
     return math.sqrt(low * high) if low > 0 and high > 2 * low else (low + high) / 2
 
 
-def _ms(one: Row) -> float:
+def _ms(one: ComparedPlan) -> float:
     return one.sequence_ms if one.report is not None else math.inf
 
 
-def crossings(plan: Planner, rows: Sequence[Row], *, every: bool = False) -> list[Crossing]:
+def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = False) -> list[Crossing]:
     """Where the fastest changes, by key, world and value; with `every`, also where any two candidates change places."""
     found = []
     for sweep in sweeps(rows):
-        oracle = Oracle(sweep, rows, plan)
+        oracle = SweepTimes(sweep, rows, plan)
         leaders = [one for low, high in pairwise(sweep.values) for one in _leaders(oracle, low, high)]
         others = [one for one in _pairs(oracle) if not _among(one, leaders)] if every else []
         found += sorted([*leaders, *others], key=lambda one: (not one.leading, one.at))
     return found
 
 
-def _leaders(oracle: Oracle, low: float, high: float) -> Iterator[Crossing]:
+def _leaders(oracle: SweepTimes, low: float, high: float) -> Iterator[Crossing]:
     """Where the fastest changes between two values; a third one may be it for a while."""
     before, after = oracle.first(low), oracle.first(high)
     if oracle.ahead(before, after, low) <= 0 or oracle.ahead(after, before, high) <= 0:
@@ -203,7 +203,7 @@ def _leaders(oracle: Oracle, low: float, high: float) -> Iterator[Crossing]:
         yield found
 
 
-def _returned(oracle: Oracle, leader: Candidate, low: float, high: float) -> Iterator[Crossing]:
+def _returned(oracle: SweepTimes, leader: Candidate, low: float, high: float) -> Iterator[Crossing]:
     """Where another takes the place of one that is the fastest at both values, and gives it back."""
     for other in oracle.sweep.candidates:
         middle = oracle.hidden(other, leader, low, high) if other != leader else None
@@ -213,7 +213,7 @@ def _returned(oracle: Oracle, leader: Candidate, low: float, high: float) -> Ite
             return
 
 
-def _pairs(oracle: Oracle) -> Iterator[Crossing]:
+def _pairs(oracle: SweepTimes) -> Iterator[Crossing]:
     """Where any two candidates change places, at most twice between two neighbouring values."""
     for one, other in combinations(oracle.sweep.candidates, 2):
         last, since = 0, 0.0
@@ -225,7 +225,7 @@ def _pairs(oracle: Oracle) -> Iterator[Crossing]:
                 last, since = sign, value
 
 
-def _signs(oracle: Oracle, one: Candidate, other: Candidate) -> Iterator[tuple[float, int]]:
+def _signs(oracle: SweepTimes, one: Candidate, other: Candidate) -> Iterator[tuple[float, int]]:
     """At which values who is ahead: at those that were swept, and in the middle of two where that differs from both."""
     signs = [(value, oracle.ahead(one, other, value)) for value in oracle.sweep.values]
     for (low, sign), (high, then) in pairwise(signs):
@@ -245,11 +245,11 @@ def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
     )
 
 
-def changed(rows: Sequence[Row]) -> set[Pair]:
+def changed(rows: Sequence[ComparedPlan]) -> set[Pair]:
     """The pairs that stand another way round at two of the values that were swept; nothing is planned."""
     found = set()
     for sweep in sweeps(rows):
-        oracle = Oracle(sweep, rows, lambda schedule, settings: rows[0])
+        oracle = SweepTimes(sweep, rows, lambda schedule, settings: rows[0])
         for one, other in combinations(sweep.candidates, 2):
             signs = [sign for value in sweep.values if (sign := oracle.ahead(one, other, value))]
             if any(a != b for a, b in pairwise(signs)):

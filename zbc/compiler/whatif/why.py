@@ -108,7 +108,7 @@ def binds(compiled: Compiled) -> str:
     bound = found.lower_bound_ms(job.objective)
     busiest = max(rank.busy_ms for rank in found.per_rank)
     if compiled.step_ms <= busiest * (1 + SAME):
-        return "the work of the busiest rank: only a better cut, more ranks or faster ops shorten the step"
+        return "the work of the busiest rank: only a better partition, more ranks or faster ops shorten the step"
     if compiled.step_ms <= bound * (1 + SAME):
         return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
     if _full(compiled):

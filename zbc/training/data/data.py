@@ -60,7 +60,7 @@ class Windows:
         return self._targets[torch.tensor(indices)].long()
 
 
-class Noise:
+class RandomTokens:
     """Random tokens, made on demand from the sample's number; nothing can be learned from them."""
 
     def __init__(self, vocab: int, seq_len: int, seed: int, count: int = 2**20) -> None:
@@ -111,7 +111,7 @@ class Pairs:
         return pair[0], pair[1]
 
 
-class Part:
+class SampleRange:
     """Samples `start` to `stop` of others."""
 
     def __init__(self, samples: Samples, start: int, stop: int) -> None:
@@ -212,7 +212,7 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
     """The samples of `[data]` to train on. Raises E501 to E505, E530 to E532."""
     samples = _all_samples(data, model, seed)
     kept = _kept(data, samples)
-    return Part(samples, 0, len(samples) - kept) if kept else samples
+    return SampleRange(samples, 0, len(samples) - kept) if kept else samples
 
 
 def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples | None:
@@ -222,7 +222,7 @@ def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples |
     if not data.validation:
         return None
     samples = _all_samples(data, model, seed)
-    return Part(samples, len(samples) - _kept(data, samples), len(samples))
+    return SampleRange(samples, len(samples) - _kept(data, samples), len(samples))
 
 
 def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
@@ -255,7 +255,7 @@ def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
     if data.kind == "synthetic":
         if model.vocab is None:
             raise ZbcError("E150", "config: synthetic data are tokens and need model.vocab")
-        return Noise(model.vocab, seq_len, seed)
+        return RandomTokens(model.vocab, seq_len, seed)
     if data.kind == "tokens":
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return TokenWindows(paths, data.dtype, seq_len, model.vocab)

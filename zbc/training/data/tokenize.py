@@ -182,7 +182,7 @@ def _resume(part: Path, inputs: str, width: int) -> Journal:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Texts of consecutive bytes of a file. A document ends behind each of them if `each`, behind all if `last`."""
 
     size: int
@@ -191,7 +191,7 @@ class Piece:
     last: bool  # the file ends here
 
 
-def _pieces(file: Path, start: int) -> Iterator[Piece]:
+def _pieces(file: Path, start: int) -> Iterator[TextPiece]:
     """The rest of a file from byte `start`, which is where a piece ended; an empty file is one piece."""
     lines = file.suffix == ".jsonl"
     try:
@@ -209,7 +209,7 @@ def _pieces(file: Path, start: int) -> Iterator[Piece]:
             texts = list(_documents(file, raw, start)) if lines else [raw.decode()]
             start += len(raw)
             last = start >= size or not raw
-            yield Piece(len(raw), texts, lines, last)
+            yield TextPiece(len(raw), texts, lines, last)
 
 
 def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
@@ -253,7 +253,9 @@ def _text_of(file: Path, line: bytes, start: int) -> str:
     return text
 
 
-def _write(target: BinaryIO, part: Path, piece: Piece, tokenizer: Tokenizer, dtype: str, journal: Journal) -> Journal:
+def _write(
+    target: BinaryIO, part: Path, piece: TextPiece, tokenizer: Tokenizer, dtype: str, journal: Journal
+) -> Journal:
     """Append the tokens of a piece, then say so in the journal: a crash in between costs this piece, no more."""
     count, texts = 0, tokenizer.encode(piece.texts)
     for tokens in texts:

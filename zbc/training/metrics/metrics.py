@@ -48,7 +48,7 @@ class RunSettings:
     resumed: str | None = None  # the checkpoint they are in
 
 
-class RunLog:
+class RunRecord:
     """The run directory while the run lasts, as a context manager."""
 
     def __init__(
@@ -87,7 +87,7 @@ class RunLog:
         with rundir.begun(parent, name, out, about) as (self.folder, self._file):
             self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> RunRecord:
         return self
 
     def __exit__(

@@ -39,7 +39,7 @@ class Embed(nn.Module):
         return x if self.positions is None else x + self.positions(self.index[: tokens.shape[-1]])
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, hidden)
 
 
-class Head(nn.Module):
+class GptHead(nn.Module):
     """(B, T, H) -> (B, T, V)."""
 
     def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:

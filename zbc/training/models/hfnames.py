@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zbc.job.spec import Model
 
 
-class Part(NamedTuple):
+class TensorRows(NamedTuple):
     """One tensor of a folder: so many rows of the parameter (None: all there are), transposed there or not."""
 
     name: str
@@ -36,12 +36,12 @@ _LLAMA = {
 HEAD = "lm_head.weight"
 
 
-def parts(model: Model, parameter: str) -> list[Part]:
+def parts(model: Model, parameter: str) -> list[TensorRows]:
     """What the parameter with this global name (`layers.3.qkv.weight`) is made of, from its first row on."""
     return _llama(model, parameter) if model.family == "llama" else _gpt2(parameter)
 
 
-def _gpt2(parameter: str) -> list[Part]:
+def _gpt2(parameter: str) -> list[TensorRows]:
     ends = {
         "embed.tokens.weight": "transformer.wte.weight",
         "embed.positions.weight": "transformer.wpe.weight",
@@ -50,26 +50,26 @@ def _gpt2(parameter: str) -> list[Part]:
         "head.logits.weight": HEAD,
     }
     if parameter in ends:
-        return [Part(ends[parameter])]
+        return [TensorRows(ends[parameter])]
     _, index, module, kind = parameter.split(".")
     turned = kind == "weight" and not module.startswith("norm")
-    return [Part(f"transformer.h.{index}.{_GPT2[module]}.{kind}", transposed=turned)]
+    return [TensorRows(f"transformer.h.{index}.{_GPT2[module]}.{kind}", transposed=turned)]
 
 
-def _llama(model: Model, parameter: str) -> list[Part]:
+def _llama(model: Model, parameter: str) -> list[TensorRows]:
     ends = {
         "embed.tokens.weight": "model.embed_tokens.weight",
         "head.norm.weight": "model.norm.weight",
         "head.logits.weight": HEAD,
     }
     if parameter in ends:
-        return [Part(ends[parameter])]
+        return [TensorRows(ends[parameter])]
     _, index, module, _ = parameter.split(".")
     stem = f"model.layers.{index}"
     if module == "qkv":
         queries = (model.heads or 0) * model.head_width
         rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}
-        return [Part(f"{stem}.self_attn.{name}.weight", count) for name, count in rows.items()]
+        return [TensorRows(f"{stem}.self_attn.{name}.weight", count) for name, count in rows.items()]
     if module == "gate_up":
-        return [Part(f"{stem}.mlp.{name}.weight", model.mlp_width) for name in ("gate_proj", "up_proj")]
-    return [Part(f"{stem}.{_LLAMA[module]}.weight")]
+        return [TensorRows(f"{stem}.mlp.{name}.weight", model.mlp_width) for name in ("gate_proj", "up_proj")]
+    return [TensorRows(f"{stem}.{_LLAMA[module]}.weight")]

@@ -18,7 +18,7 @@ from zbc.training.models.gpt import linear
 from zbc.training.models.rotary import Rotary
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
     def __init__(

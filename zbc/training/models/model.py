@@ -129,14 +129,14 @@ def _gpt_block(model: spec.Model) -> nn.Module:
     hidden, heads = model.hidden or 0, model.heads or 0
     rotary = _rotary(model) if model.rotary else None
     tanh = model.activation == "gelu_tanh"
-    return gpt.Block(
+    return gpt.GptBlock(
         hidden, heads, ffn=model.mlp_width, layers=model.layers, eps=model.norm_eps, tanh=tanh, rotary=rotary
     )
 
 
 def _llama_block(model: spec.Model) -> nn.Module:
     heads = model.heads or 0
-    return llama.Block(
+    return llama.LlamaBlock(
         model.hidden or 0,
         heads=heads,
         kv_heads=model.kv_heads or heads,
@@ -154,7 +154,7 @@ def _rotary(model: spec.Model) -> Rotary:
 
 def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
     norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
-    return gpt.Head(hidden, vocab, norm(hidden, eps=model.norm_eps))
+    return gpt.GptHead(hidden, vocab, norm(hidden, eps=model.norm_eps))
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

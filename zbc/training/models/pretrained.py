@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.job.spec import Model
-from zbc.training.models.hfnames import HEAD, Part, parts
+from zbc.training.models.hfnames import HEAD, TensorRows, parts
 from zbc.training.models.model import LayerPlan
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -84,13 +84,13 @@ class Weights:
             raise ZbcError("E523", text, hint="config.json and the weights belong to different models")
         target.copy_(tensor)
 
-    def _parts(self, parameter: str) -> list[Part]:
+    def _parts(self, parameter: str) -> list[TensorRows]:
         found = parts(self._model, parameter)
         if self._tied and found[0].name == HEAD:
             found = parts(self._model, "embed.tokens.weight")
         return [part._replace(name=part.name.removeprefix(self._prefix)) for part in found]
 
-    def _read(self, part: Part) -> Tensor:
+    def _read(self, part: TensorRows) -> Tensor:
         path = self._files[part.name]
         try:
             with safetensors().safe_open(path, framework="pt") as file:

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from zbc.ir import Kind, Message, Op, Placement, Program
-from zbc.job.profile import Link, Point, spread
+from zbc.job.profile import LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.network import Network
 from zbc.training.profiling.statistics import quick
@@ -116,7 +116,7 @@ def _manifest(messages: int) -> Manifest:
     return manifest
 
 
-def fit(samples: Mapping[str, Sequence[float]]) -> Link | None:
+def fit(samples: Mapping[str, Sequence[float]]) -> LinkProfile | None:
     """The latency and the speed that come nearest to the medians, each weighed by its own size; None without any.
 
     What the sender's call takes is not part of it, since that is the rank's own time. Least squares of relative errors,
@@ -130,7 +130,7 @@ def fit(samples: Mapping[str, Sequence[float]]) -> Link | None:
         return None
     points = [Point(bytes=n, us=max(0.1, median(us) - less), spread=spread(us)) for n, us in sorted(found.items())]
     latency, per_byte = _line([(one.bytes, one.us) for one in points])
-    return Link(latency_us=latency, gbps=1 / (1e3 * per_byte), points=points)
+    return LinkProfile(latency_us=latency, gbps=1 / (1e3 * per_byte), points=points)
 
 
 def _line(rows: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zbc.ir import Kind, Op, Placement, Program
-from zbc.job.learning_rate import Schedule
+from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
 from zbc.plan.directory import Plan, RankPlan, assemble
 from zbc.runtime.hub import Hub
@@ -117,7 +117,7 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) 
     """A plan of one rank with a stage for each layer."""
     program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",))
     planning, training = job.planning(), job.training()
-    still = {"lr": 0.0, "schedule": Schedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
+    still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(
         program,
         parameters={},

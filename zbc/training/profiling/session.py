@@ -46,7 +46,7 @@ _LARGEST = 2**28  # bytes of a tensor that is sent
 
 
 @dataclass(frozen=True)
-class Effort:
+class Sampling:
     """How to measure. `together` processes compute at once, each with `threads` threads, for `rounds` rounds."""
 
     device: str
@@ -55,7 +55,7 @@ class Effort:
     rounds: int
 
 
-def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Effort:
+def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Sampling:
     """The effort with what is left open as a local run of the job would have it. Raises E603 without a GPU."""
     device = device or job.hardware.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -64,11 +64,11 @@ def effort(job: Job, *, device: str | None, threads: int | None, together: int |
     world = job.parallel.pp * job.parallel.dp
     threads = threads or (1 if device == "cuda" else max(1, cores() // world))
     together = together or (1 if device == "cuda" else max(1, min(world, cores() // threads)))
-    return Effort(device, threads, together, rounds)
+    return Sampling(device, threads, together, rounds)
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurements:
     """What the ranks measured."""
 
     times: Samples
@@ -80,7 +80,7 @@ class Found:
     name: str
 
 
-def measure(job: Job, how: Effort, done: Callable[[], None] = lambda: None) -> Profile:
+def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
     """Profile a job; `done` is called `rounds + 1` times on the way.
 
     Raises E5xx where the model or its data do not work, E702 where a process dies.
@@ -91,10 +91,10 @@ def measure(job: Job, how: Effort, done: Callable[[], None] = lambda: None) -> P
         if how.device == "cpu" or torch.cuda.device_count() > 1:
             link = _exchange(job, how, found["sizes"], folder)
         done()
-    return assemble(job, how, Found(link=link, **found))
+    return assemble(job, how, Measurements(link=link, **found))
 
 
-def assemble(job: Job, how: Effort, found: Found) -> Profile:
+def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
     """The profile of what was measured."""
     times = found.times
     host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
@@ -153,7 +153,7 @@ def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed |
 # ---- the ranks that measure layers ---------------------------------------------------------------------------
 
 
-def _layers(job: Job, how: Effort, done: Callable[[], None]) -> dict[str, Any]:
+def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]:
     """Times of all ranks together, and what the first one found besides."""
     counts, results = [0] * how.together, list[Any]()
     with _ranks(how.together, _rank, (job, how)) as pipes:
@@ -176,7 +176,7 @@ def _layers(job: Job, how: Effort, done: Callable[[], None]) -> dict[str, Any]:
     return {**first, "times": pooled}
 
 
-def _rank(rank: int, job: Job, how: Effort, pipe: Connection) -> dict[str, Any]:
+def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any]:
     """Measure until told that it is enough; all go on meanwhile, so that none is alone."""
     torch.set_num_threads(how.threads)
     device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")
@@ -215,7 +215,7 @@ def processor() -> str:
 # ---- the two ranks that exchange tensors ---------------------------------------------------------------------
 
 
-def _exchange(job: Job, how: Effort, sizes: tuple[int, ...], folder: str) -> LinkSamples:
+def _exchange(job: Job, how: Sampling, sizes: tuple[int, ...], folder: str) -> LinkSamples:
     """Tensors of a few sizes around those of the model."""
     most = max(sizes, default=2**16)
     wanted = sorted({64, *(size for size in (sizes[0] if sizes else most, most // 4, most, 4 * most) if size > 64)})
@@ -228,7 +228,7 @@ def _exchange(job: Job, how: Effort, sizes: tuple[int, ...], folder: str) -> Lin
     return {name: [*first.get(name, ()), *second.get(name, ())] for name in {**first, **second}}
 
 
-def _partner(rank: int, how: Effort, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
+def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
     torch.set_num_threads(how.threads)
     cuda = how.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

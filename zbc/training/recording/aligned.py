@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from zbc.trace.recording import Clock
+from zbc.trace.recording import ClockOffset
 from zbc.training.launch.board import Board
 
 _TRIES = 12
@@ -26,7 +26,7 @@ def compare_clocks(
     *,
     now: Callable[[], int] = time.perf_counter_ns,
     machine: str | None = None,
-) -> Clock:
+) -> ClockOffset:
     """Compare the clock `now` (ns) with that of rank 0; all ranks do so together, once for each `name`.
 
     `machine` tells machines apart; by default what the kernel says. Blocks for as long as `limit`.
@@ -38,7 +38,7 @@ def compare_clocks(
                 key = f"clock/{name}/{rank}/{attempt}"
                 board.hear(f"{key}/ask", limit)
                 board.tell(f"{key}/answer", f"{now()} {here}")
-        return Clock(now(), 0, 0)
+        return ClockOffset(now(), 0, 0)
     best: tuple[int, int, int] | None = None
     there = ""
     for attempt in range(_TRIES):
@@ -52,8 +52,8 @@ def compare_clocks(
     took, at, theirs = best or (0, 0, 0)
     offset, uncertainty = theirs - at, (took + 1) // 2
     if here and here == there and abs(offset) <= uncertainty:
-        return Clock(at, 0, 0)
-    return Clock(at, offset, uncertainty)
+        return ClockOffset(at, 0, 0)
+    return ClockOffset(at, offset, uncertainty)
 
 
 def _machine() -> str:

@@ -45,7 +45,7 @@ CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "bu
 
 
 @dataclass
-class Held:
+class RankBytes:
     """Bytes of one rank; see the head of this file."""
 
     weights: int = 0
@@ -56,7 +56,7 @@ class Held:
     buffers: int = 0
     peak: int = 0
 
-    def raise_to(self, other: Held) -> None:
+    def raise_to(self, other: RankBytes) -> None:
         """Take over what is larger in `other`."""
         for name in (entry.name for entry in fields(self)):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -145,7 +145,7 @@ class Reading:
     """What one op did, in bytes."""
 
     op: Op
-    held: Held  # after it; buffers and the peak are those while it ran
+    held: RankBytes  # after it; buffers and the peak are those while it ran
     transit: int  # on its way then, see `buffers` at the head of this file
     extra: int  # needed meanwhile beyond what was alive before and after
     rise: int  # the most that was alive meanwhile, beyond what was before it
@@ -162,7 +162,7 @@ class Scale:
 
     worker: Worker
     pace: Pace | None = None
-    held: Held = field(default_factory=Held)
+    held: RankBytes = field(default_factory=RankBytes)
     readings: list[Reading] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class Scale:
         def run(worker: Worker, op: Op) -> None:
             if op == worker.script[0][1]:
                 if self._steps < 2:
-                    self.held = Held()
+                    self.held = RankBytes()
                 self._steps += 1
                 self.readings.clear()
                 self._kept.clear()
@@ -215,7 +215,7 @@ class Scale:
             extra, rise = self._extra(before, came), ledger.peak - before
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
             self._mark(op, last)
-            self._note(Reading(op, Held(peak=peak), gone, extra, rise, ledger.bytes(came)))
+            self._note(Reading(op, RankBytes(peak=peak), gone, extra, rise, ledger.bytes(came)))
 
         return run
 
@@ -280,7 +280,7 @@ class Scale:
         reading.transit += there
         found.buffers = reading.transit + reading.extra
         self.readings.append(reading)
-        self.held.raise_to(found if not reading.op.kind.is_transfer else Held(peak=found.peak))
+        self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()

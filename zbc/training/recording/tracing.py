@@ -25,8 +25,7 @@ from zbc.runtime.execute import StepResult, run_step
 from zbc.runtime.state import Entry, Worker
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
-from zbc.trace.recording import Cause, Head, Memory, Timing, Writer
-from zbc.trace.recording import Clock as Compared
+from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
 from zbc.training.recording.aligned import compare_clocks
 from zbc.training.recording.measure import CATEGORIES, Scale
@@ -51,7 +50,7 @@ class Tracer:
     writer: Writer
     steps: frozenset[int]
     total: int  # steps of the run, up to the end of this leg
-    compare: Callable[[], Compared]
+    compare: Callable[[], ClockOffset]
     leg: int = -1
     _opened: bool = False
     _closed: bool = False
@@ -111,7 +110,7 @@ class Tracer:
         with Scale(worker, pace) as scale:
             result = run_step(worker, step, stop=stop)
         rows = [[getattr(reading.held, name) for name in (*CATEGORIES, "peak")] for reading in scale.readings]
-        memory = Memory(step + 1, (*CATEGORIES, "peak"), rows)
+        memory = MemorySamples(step + 1, (*CATEGORIES, "peak"), rows)
         self._scribe.add(lambda: self.writer.memory(memory))
         return result
 
@@ -158,7 +157,7 @@ def open_tracers(
     manifest, course = worker.acts[-1].plan.manifest, worker.course
     turns = itertools.count()
 
-    def compare() -> Compared:
+    def compare() -> ClockOffset:
         return compare_clocks(board, str(next(turns)), limit)
 
     found = {}
