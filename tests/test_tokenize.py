@@ -180,7 +180,7 @@ def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
     tokenize.tokenize([str(lines)], tmp_path / "fine.bin", Bytes())
     lines.write_text('{"text": "fine"}\n{"text": "broken \\ud83d here"}\n')
     error = error_of(tokenize.tokenize, [str(lines)], tmp_path / "l.bin", Bytes())
-    assert error.code == "E503" and "'\\ud83d', behind 'broken '" in error.message and error.where == f"{lines}:2"
+    assert error.code == "E503" and "'\\ud83d', after 'broken '" in error.message and error.where == f"{lines}:2"
     error.render().encode()
 
 

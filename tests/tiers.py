@@ -4,8 +4,9 @@ They add names, sizes and seeds, or are whole runs whose parts other tests show:
 end, of the commands of a page, of searches that take seconds. Continuous integration runs them all.
 
 The orders of `SIX` cover every pattern a rank can meet: one stage and a backward in one piece, backwards in halves,
-stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet.
-tests/runtime/test_tiers.py sees to it that these run every kind of op there is.
+stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet. Their
+losses and gradients are always compared with those of one process; most other tests always run two or three of them
+that differ most. tests/runtime/test_tiers.py sees to it that the six run every kind of op there is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-PARAM = type(pytest.param())
 SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
+_MARKED = type(pytest.param())  # what `parametrize` takes for a case with marks
 
 
 def few(cases: Iterable[Any], always: int | Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
@@ -56,10 +57,10 @@ def _repeat(case: Any) -> Any:
 
 def _values(case: Any) -> tuple[Any, ...]:
     """The arguments of a case, whether or not it is marked."""
-    if isinstance(case, PARAM):
+    if isinstance(case, _MARKED):
         return tuple(case.values)
     return case if isinstance(case, tuple) else (case,)
 
 
 def _whole(case: Any) -> Any:
-    return tuple(case.values) if isinstance(case, PARAM) else case
+    return tuple(case.values) if isinstance(case, _MARKED) else case

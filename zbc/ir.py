@@ -10,7 +10,7 @@ messages all show the same text:
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     REDUCE s0        stage-wide: no microbatch
     TIE, VALIDATE    rank-wide: no stage
-    OVERLAP          a mark: the two ops behind it are one group
+    OVERLAP          a mark: the two ops after it are one group
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Key(NamedTuple):
 
 
 def parse_line(text: str) -> tuple[Op, int | None]:
-    """An op and the peer rank printed behind it, if any. Raises E404 for anything else."""
+    """An op and the peer rank printed after it, if any. Raises E404 for anything else."""
     match = _OP.fullmatch(text)
     kind = _KINDS.get(match["kind"]) if match else None
     if match is None or kind is None:

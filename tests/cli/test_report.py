@@ -113,7 +113,7 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     assert "no trace of the phase m3, its ramp has m2, m4" in missing.err
     record(plan, folder, world, (8, 9), "")
     missing = zbc("report", "run", "--phase", "m3")
-    assert "recorded phases: m2, m4; and the steps behind the ramp, without --phase" in missing.err
+    assert "recorded phases: m2, m4; and the steps after the ramp, without --phase" in missing.err
 
 
 def test_a_phase_of_a_run_without_a_ramp_is_refused_with_the_way_out(zbc, run):

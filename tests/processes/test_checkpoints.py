@@ -53,7 +53,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_p
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "los')
     disk_before = disk.newest(out / "checkpoints")
     lines = run_here(plan, 2, out, resume="auto")
-    assert f"going on from {disk_before}, behind step 3" in lines[0]
+    assert f"going on from {disk_before}, after step 3" in lines[0]
     assert losses(out) == losses(tmp_path / "whole")
     assert same(out / "checkpoints/step-00000006", tmp_path / "whole/checkpoints/step-00000006")
     assert sum("wrote" in line for line in whole) == 3

@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
     release()
     lines = run_here(plan, 2, out, resume="auto")
-    assert f"going on from {folder / 'step-00000002'}, behind step 2" in lines[0]
+    assert f"going on from {folder / 'step-00000002'}, after step 2" in lines[0]
     assert sorted(disk.complete(folder)) == [2, 4, 6]
 
 

@@ -287,6 +287,7 @@ def test_a_rank_that_exits_is_named_with_its_code(tmp_path, out):
     assert len(metrics(out)) == 1
 
 
+@pytest.mark.repeats
 def test_a_layer_that_calls_sys_exit_is_named_with_rank_step_and_op(tmp_path, out):
     error = fails(write_troubled_plan(tmp_path, "leave", good=6), 4, out)
     assert (error.code, error.message) == ("E703", "run: rank 2 failed: SystemExit: out of here")

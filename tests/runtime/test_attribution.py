@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.jobs import toml_value
 from tests.runtime.test_tracing import traced
 from zbc.compiler.compile import compile_job, load_job
@@ -88,6 +90,7 @@ def test_a_link_that_is_slow_is_named(tmp_path):
     assert (found.slow_links[0].sender, found.slow_links[0].receiver) == (1, 2)
 
 
+@pytest.mark.repeats
 def test_one_op_that_is_slow_is_named(tmp_path):
     """The tenth forward on rank 1 is the second of the third step.
 

@@ -103,7 +103,7 @@ def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
 
 
 def _some(steps: int) -> str:
-    """Steps to record of a run that has so many: not the first, and one behind them to be weighed."""
+    """Steps to record of a run that has so many: not the first, and one after them to be weighed."""
     if steps >= 20:
         return "10-19"
     return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))

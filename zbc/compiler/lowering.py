@@ -1,7 +1,7 @@
 """How a compute-only schedule becomes a complete plan: the passes, in the order they run.
 
 The order matters:
-1. insert-comm first: it sends a B's gradient before the W behind it.
+1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
 3. reduce-grads needs all compute and transfers in place.
@@ -63,7 +63,7 @@ class Lowering:
         return _through(_FIRST, context)
 
     def finish(self, context: Context) -> Context:
-        """The passes behind `begin`."""
+        """The passes after `begin`."""
         return _through(self._last(), context)
 
     def states(self, context: Context) -> Iterator[tuple[str, Program]]:

@@ -39,12 +39,12 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
 
 
 def _behind_barrier(kind: Kind) -> bool:
-    """Whether it is the barrier, or something behind it."""
+    """Whether it is the barrier, or something after it."""
     return kind.row.closes == "barrier" or kind is Kind.GATHER
 
 
 def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
-    """When all ranks have stepped, behind the barrier."""
+    """When all ranks have stepped, after the barrier."""
     ranks = range(timeline.ranks)
     step = max(optimizer_ms(program, costs, r) for r in ranks)
     return max(timeline.closes(r) for r in ranks) + costs.of("agree") + step

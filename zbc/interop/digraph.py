@@ -1,6 +1,6 @@
 """A plan as a networkx graph: what waits for what, and when each runs.
 
-Nodes, named by the text of their op, as plan files have it (where several ops read alike, with rank and step behind):
+Nodes, named by the text of their op, as plan files have it (where several ops read alike, with rank and step after):
 
     an op of a rank        F, B, W, BW, STEP ..; OVERLAP is a point, at which its group begins
     a message              kind "message", named by its SEND; a RECV has no node of its own

@@ -16,7 +16,7 @@ from zbc.plan.directory import Manifest
 
 
 def dumps(program: Program, manifest: Manifest) -> str:
-    """One argument a line, comments behind `#`. Raises E413 for a plan that Megatron would not run like that."""
+    """One argument a line, comments after `#`. Raises E413 for a plan that Megatron would not run like that."""
     refused = Refused("megatron", "Megatron-LM")
     model = manifest.planning.get("model", {})
     if model.get("family") != "gpt":

@@ -289,6 +289,6 @@ def _improved(
 
 
 def _legal(ops: Sequence[Op]) -> bool:
-    """Whether every op comes behind those of its stage and microbatch whose results it reads."""
+    """Whether every op comes after those of its stage and microbatch whose results it reads."""
     at = {op: k for k, op in enumerate(ops)}
     return all(at.get(op._replace(kind=kind), k + 1) < k for op, k in at.items() for kind in _OWN[op.kind])

@@ -259,7 +259,7 @@ def _implied(kind: Kind) -> bool:
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:
-    """The cells of a rank; the two ops behind an OVERLAP share one."""
+    """The cells of a rank; the two ops after an OVERLAP share one."""
     rest = iter(ops)
     for op in rest:
         yield f"({action(next(rest))};{action(next(rest))})OVERLAP_F_B" if op.kind.is_mark else action(op)

@@ -4,7 +4,7 @@ A row per rank, and beside the actions of compute_only (torch_csv.py) those that
 
     1RECV_F0,1F0,1SEND_F0       post the buffer of stage 1 for microbatch 0, compute, start to send the result
     1RECV_B0,1B0,1SEND_B0       the same for gradients
-    1REDUCE_GRAD                behind the last backward of a stage: torch divides its gradients by the microbatches
+    1REDUCE_GRAD                after the last backward of a stage: torch divides its gradients by the microbatches
 
 torch's runtime posts at RECV and waits where the tensor is used, as zbc's does, so the order of messages is the one of
 the plan: receives posted ahead, FIFO in each direction. Modules in FSDP, which need UNSHARD and RESHARD too, are not

@@ -46,12 +46,12 @@ def decay_steps(schedule: RateSchedule, steps: float) -> float:
 
 
 def rate(lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
-    """The learning rate of step `step` (from 0) of a training of `steps`; behind its end the last one."""
+    """The learning rate of step `step` (from 0) of a training of `steps`; after its end the last one."""
     return rate_after(lr, schedule, steps, step + 1)
 
 
 def rate_after(lr: float, schedule: RateSchedule, steps: float, done: float) -> float:
-    """The learning rate of the step behind which `done` of `steps` are done; both may be fractions."""
+    """The learning rate of the step after which `done` of `steps` are done; both may be fractions."""
     down = decay_steps(schedule, steps)
     if done < schedule.warmup_steps:
         return lr * done / schedule.warmup_steps

@@ -57,6 +57,6 @@ def problems(
         before = phase.microbatches
         total += phase.length(per_microbatch)
         if total >= steps:
-            text = f"ends behind step {total}, train.steps is {steps}"
+            text = f"ends after step {total}, train.steps is {steps}"
             yield found(number, "steps", text, "a ramp ends before the training does")
             return

@@ -117,7 +117,7 @@ def _override(text: str, source: str) -> toml.Document:
         raise toml.too_deep(f"--set {key}") from None
     except tomli.TOMLDecodeError:
         read = {}
-    parsed = read["x"] if len(read) == 1 else value.strip()  # more than one: lines behind the value
+    parsed = read["x"] if len(read) == 1 else value.strip()  # more than one: lines after the value
     tree: Any = parsed
     for part in reversed(parts):
         tree = {part: tree}

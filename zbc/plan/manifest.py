@@ -60,7 +60,7 @@ class Manifest(_Strict):
     sharded: bool = False  # the copies of a stage share out the optimizer's work
     placement: list[list[Index]]  # stage -> rank per pipe
     layers: list[list[str]]  # stage -> layer names
-    boundaries: list[Boundary | None]  # behind each stage but the last; None: the runtime derives it
+    boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it
     capabilities: list[str]
     predicted: dict[str, Any]
     planning: dict[str, Any]

@@ -153,7 +153,7 @@ def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, Tentati
 
 
 def flush(worker: Worker, ahead: Ahead) -> StepResult | None:
-    """Make the last step final, with no step behind it."""
+    """Make the last step final, with no step after it."""
     pending = ahead.pending
     if pending is None:
         return None

@@ -3,7 +3,7 @@
     REDUCE     start: the gradients move into the vector, and the sum goes on beside what still runs
     VALIDATE   finish: the sums are there, and gradients are views of the vector
 
-The order in the vector is that of the parameters. Behind them stands one entry each that says whether a rank had a
+The order in the vector is that of the parameters. After them stands one entry each that says whether a rank had a
 gradient at all: where none had, there is none after the sum either, and an optimizer leaves that parameter alone.
 """
 
@@ -59,7 +59,7 @@ def gradient_type(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Move the gradients into one vector, zeros where there is none, and whether there is one behind them."""
+    """Move the gradients into one vector, zeros where there is none, and whether there is one after them."""
     first = parameters[0]
     sizes = [p.numel() for p in parameters]
     flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_type(first), device=first.device)

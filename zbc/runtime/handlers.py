@@ -143,7 +143,7 @@ def _with_slot(slot: Slot, tape: Tape, grad: Tensor | None) -> None:
 
 def _output_grad_here(worker: Worker, key: Key) -> Tensor:
     """The gradient of a stage output that no message brings."""
-    return take(worker.output_grads, key, "B {}: the stage behind has not handed over its gradient")
+    return take(worker.output_grads, key, "B {}: the next stage has not handed over its gradient")
 
 
 def backward_weight(worker: Worker, op: Op) -> None:
@@ -239,7 +239,7 @@ def gather(worker: Worker, op: Op) -> None:
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: the two ops behind it run one after the other, since a rank has one stream of compute."""
+    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute."""
 
 
 def refuse(worker: Worker, op: Op) -> None:

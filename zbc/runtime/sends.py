@@ -98,7 +98,7 @@ class ThreadSends:
         return self._ended + self._asked == self._begun
 
     def _ask(self) -> ZbcError | None:
-        """Wait here for what the thread has not come to; the error of the first that failed, behind which none is."""
+        """Wait here for what the thread has not come to; the error of the first that failed, after which none is."""
         while self._under_way and self._failure is None:
             try:
                 work, _, lost = self._under_way.popleft()

@@ -53,7 +53,7 @@ class RecordedGraph:
 class Inputs:
     """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, the loss included where it ends in one.
 
-    `again(i)` surrounds the second forward and the backward of layer i. `first` is the first layer behind whose input
+    `again(i)` surrounds the second forward and the backward of layer i. `first` is the first layer after whose input
     something trains: there the way back ends.
     """
 

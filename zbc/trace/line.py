@@ -28,7 +28,7 @@ class Cause(IntEnum):
 
 
 class Wait(NamedTuple):
-    """A wait inside op number `op` of a step, in ns; behind the last op it belongs to the close of the step."""
+    """A wait inside op number `op` of a step, in ns; after the last op it belongs to the close of the step."""
 
     op: int
     cause: Cause

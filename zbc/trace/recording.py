@@ -328,11 +328,11 @@ def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
     known = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
     if not known:
         return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")
-    what = f"the phase {phase}" if phase else "the steps behind the ramp"
+    what = f"the phase {phase}" if phase else "the steps after the ramp"
     text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(known)}" * (phase not in ["", *known]))
     names = [name for name in recorded if name]
     hint = f"recorded phases: {', '.join(names) or 'none'}"
-    return ZbcError("E430", text, hint=hint + "; and the steps behind the ramp, without --phase" * ("" in recorded))
+    return ZbcError("E430", text, hint=hint + "; and the steps after the ramp, without --phase" * ("" in recorded))
 
 
 def _read_rank(path: Path, rank: int, plan: str, ops: tuple[Op, ...]) -> RankTrace:

@@ -61,13 +61,13 @@ def build_evaluation(
 
 
 def due(worker: Worker, step: int, *, last: bool) -> bool:
-    """Whether to evaluate behind step `step` (from 0); `last`: it is the last one."""
+    """Whether to evaluate after step `step` (from 0); `last`: it is the last one."""
     evaluation = worker.evaluation
     return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
 
 
 def evaluate(worker: Worker, step: int) -> EvaluationResult:
-    """Evaluate the weights as they are behind step `step`; all ranks do so together. The last step has to be final."""
+    """Evaluate the weights as they are after step `step`; all ranks do so together. The last step has to be final."""
     evaluation = _of(worker)
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress

@@ -125,7 +125,7 @@ def by_slot(strip: Strip, window: Window) -> CellGrid:
     edges: list[float] = []
     closes = 0.0  # when the first op of the last column ends
     for start, end, piece in order:
-        if not edges or start >= closes:  # so is every op behind one of the column, on its rank or fed by it
+        if not edges or start >= closes:  # so is every op after one of the column, on its rank or fed by it
             edges.append(piece.start)
             closes = end
         closes = min(closes, end)

@@ -248,14 +248,14 @@ _WIDE = (Scope.STAGE, Scope.RANK)
 
 
 def _groups(g: Graph) -> Iterator[ZbcError]:
-    """Behind every OVERLAP stand an F and a backward of something else, in either order."""
+    """After every OVERLAP stand an F and a backward of something else, in either order."""
     for mark in g.marks:
         pair = g.ops[mark + 1 : min(mark + 3, g.first[g.rank(mark) + 1])]
         families = sorted(g.layout.rows[op.kind].family for op in pair)
         if families != ["forward", "input"] or pair[0][1:] == pair[1][1:]:
             behind = " and ".join(map(str, pair)) or "nothing"
             text = f"program: OVERLAP is not followed by an F and a backward that does not need it, but by {behind}"
-            yield ZbcError("E202", text, where=g.where(mark), hint="drop it, or put the two ops right behind it")
+            yield ZbcError("E202", text, where=g.where(mark), hint="drop it, or put the two ops right after it")
 
 
 def _step_ops(g: Graph) -> Iterator[ZbcError]:
@@ -343,7 +343,7 @@ def _out_of_order(g: Graph) -> Iterator[ZbcError]:
 
 
 def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
-    """The ops that find empty what an op behind them on their rank makes: (op, that op)."""
+    """The ops that find empty what an op after them on their rank makes: (op, that op)."""
     writers = late_writers(g)
     for one in g.unmet:
         if (one.op, one.cell) in writers:
@@ -351,7 +351,7 @@ def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
 
 
 def late_writers(g: Graph) -> dict[tuple[int, int], int]:
-    """(op, cell it finds empty) -> the first op behind it on its rank that writes the cell, where there is one."""
+    """(op, cell it finds empty) -> the first op after it on its rank that writes the cell, where there is one."""
     wanted: dict[int, list[int]] = {}
     for one in g.unmet:
         wanted.setdefault(one.cell, []).append(one.op)

@@ -1,6 +1,6 @@
 """The shortest cycle of waits among the ops that never run, found with networkx.
 
-What counts is which op waits for which op of another rank, or for a later one of its own; that an op stands behind
+What counts is which op waits for which op of another rank, or for a later one of its own; that an op stands after
 another on its rank costs nothing. Nodes are (START, op), its beginning; (END, op), the end of an op that holds up its
 rank; for a collective, which a rank starts and does not wait for, (NEXT, op), when it is the next one in the queue of
 its rank, and (OVER, op). Whatever is in no cycle is trimmed before the search.

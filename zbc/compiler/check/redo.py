@@ -50,12 +50,12 @@ def _early(g: Graph, wrong: int, redo: int) -> ZbcError:
 
 def _one_end(g: Graph, send: int, recv: int, redo: dict[int, int]) -> ZbcError:
     early, late = (send, recv) if send < redo[g.rank(send)] else (recv, send)
-    text = f"program: {names.named(g, g.ops[early])} comes before REDO and {names.named(g, g.ops[late])} behind it"
-    hint = f"move REDO behind it on rank {g.rank(late)}, or before the other on rank {g.rank(early)}"
+    text = f"program: {names.named(g, g.ops[early])} comes before REDO and {names.named(g, g.ops[late])} after it"
+    hint = f"move REDO after it on rank {g.rank(late)}, or before the other on rank {g.rank(early)}"
     return ZbcError("E206", text, details=[g.text(early), g.text(late)], hint=hint)
 
 
 def _again(g: Graph, used: int, made: int) -> ZbcError:
-    text = f"program: {g.ops[used]} comes before REDO and {g.ops[made]}, which it needs, behind it"
+    text = f"program: {g.ops[used]} comes before REDO and {g.ops[made]}, which it needs, after it"
     hint = f"move REDO on rank {g.rank(used)} before step {g.place(used)[1]}"
     return ZbcError("E206", text, details=[g.text(used), g.text(made)], hint=hint)

@@ -230,8 +230,8 @@ def block(z: Sizes) -> Footprint:
 def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     """`rise_w` and `rise_bw` of a block: at the weight of each of its linear layers, from the last to the first.
 
-    There are then the gradients of what lies behind it, its own as it is computed and as it stays, and, in BW, those of
-    its input and output, where what was kept behind it has gone. A narrow parameter's is cast when that of the output
+    There are then the gradients of what lies after it, its own as it is computed and as it stays, and, in BW, those of
+    its input and output, where what was kept after it has gone. A narrow parameter's is cast when that of the output
     has gone, too.
     """
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
@@ -333,7 +333,7 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
         z, inner = layers[k], k < len(layers) - 1
         # A second forward keeps all that the first one would have, its input and output included.
         again = z.act_b + z.loose + z.tail - z.entry if recompute else 0.0
-        result = z.result if inner else 0.0  # its gradient, from the layer behind; behind the last it is the stage's
+        result = z.result if inner else 0.0  # its gradient, from the layer after; after the last it is the stage's
         # With `keeps_given` the stage's was there before, and `left` counts it.
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
         shared = z.tail if inner and not recompute else 0.0  # its output, which `behind` has as the next one's input

@@ -20,7 +20,7 @@ def choose(
 ) -> tuple[int, int]:
     """Neighbouring ranks of a pipeline, and replicas of each, in a node of `size` ranks.
 
-    `boundaries` are the bytes of the tensor behind each stage but the last, `grads` of the gradients of each stage.
+    `boundaries` are the bytes of the tensor after each stage but the last, `grads` of the gradients of each stage.
     Where nothing is better one replica of the pipeline follows the other.
     """
     p = placement.ranks

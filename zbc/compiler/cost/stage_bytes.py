@@ -62,7 +62,7 @@ def _together(placement: Placement, a: int, b: int) -> bool:
 def _stage(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
 ) -> StageBytes:
-    """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes behind each stage."""
+    """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes after each stage."""
     sizes = [table[i].size for i in part]
     largest = max((z.largest for z in sizes), default=0.0)
     constant = sum(z.casts + z.tables for z in sizes)
@@ -122,7 +122,7 @@ class Dealt(NamedTuple):
 
 
 def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
-    """For the holder that is dealt most (dealing.py). A message says behind its elements which have gradients."""
+    """For the holder that is dealt most (dealing.py). A message says after its elements which have gradients."""
     ranks = job.parallel.dp * len(set(placement.holders(s)))
     params, whole = _counted(placement, s, part, table)
     counts = [count for i in part for count in table[i].parts]
@@ -156,7 +156,7 @@ def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
 
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor behind each stage but the last: as a profile saw it, or as it is known of a family."""
+    """Bytes of the tensor after each stage but the last: as a profile saw it, or as it is known of a family."""
     known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
     return [known or table[part[-1]].size.result for part in stages[:-1]]
 

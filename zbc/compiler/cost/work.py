@@ -115,7 +115,7 @@ def _norm_count(z: Sizes) -> int:
 
 
 def _norm_forward(z: Sizes) -> float:
-    """Bytes per token: a cast where types differ, a read and a write, a cast for the product behind it.
+    """Bytes per token: a cast where types differ, a read and a write, a cast for the product after it.
 
     RMSNorm on a CPU is made of single operations: a square, its mean, two products.
     """

@@ -1,9 +1,9 @@
 """A program as integers: one walk over the rows of its ops tells what waits for what, for the proof and the clock.
 
-Node i is op i, ranks one after the other; behind the ops come the messages, then the other events (collectives,
+Node i is op i, ranks one after the other; after the ops come the messages, then the other events (collectives,
 copies). Per node: `before`, the node before it on the compute lane of its rank (of a message, the one it starts
-behind), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The
-first node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node behind which nothing stands, that.
+after), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The
+first node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node after which nothing stands, that.
 
 The walk keeps the cells of a rank as the runtime will keep its stores: empty, written (by which node) or freed. What it
 finds wrong on the way (read too early, written twice, no place here) is noted for the checks, which put it into words.
@@ -78,7 +78,7 @@ class Graph:
     lost: list[tuple[int, str]] = field(default_factory=list)  # op, code: it has no place here
     unmet: list[Unmet] = field(default_factory=list)
     again: list[tuple[int, int, int]] = field(default_factory=list)  # op, cell (or MESSAGE), the node that was first
-    late: list[tuple[int, int]] = field(default_factory=list)  # op, an op behind it that makes what it closes
+    late: list[tuple[int, int]] = field(default_factory=list)  # op, an op after it that makes what it closes
     mixed: list[Mixed] = field(default_factory=list)
     absent: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> ranks that never come to it
     spare: dict[int, int] = field(default_factory=dict)  # event of a transfer that is there already -> its op

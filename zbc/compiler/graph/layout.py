@@ -120,7 +120,7 @@ class Layout:
 
     @property
     def stops(self) -> list[int]:
-        """Per message column, the event behind its last."""
+        """Per message column, the event after its last."""
         return [*self.firsts[1:], self.events] if self.firsts else []
 
     def settle(self) -> None:

@@ -278,7 +278,7 @@ class Gradients:
         return "left" in made and op.stage not in self._there
 
     def after(self, op: Op) -> None:
-        """Go on behind an op."""
+        """Go on after an op."""
         if op.kind in (Kind.STEP, Kind.COMMIT):
             self.bytes -= self._there.pop(op.stage, 0.0)
             self._whole.discard(op.stage)

@@ -60,7 +60,7 @@ def _woven(
 
 
 def _sends(program: Program) -> tuple[dict[Op, list[Op]], dict[tuple[int, int], list[Message]]]:
-    """The SENDs behind each op, and per channel the messages in sending order."""
+    """The SENDs after each op, and per channel the messages in sending order."""
     placement, made = program.placement, _crossing(program.placement, written=True)
     sends: dict[Op, list[Op]] = {}
     channels: dict[tuple[int, int], list[Message]] = {}

@@ -11,10 +11,10 @@ from zbc.ir import Kind, Op, Program
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Put `VALIDATE` behind all gradients, and a `STEP` for each stage of the rank behind it.
+    """Put `VALIDATE` after all gradients, and a `STEP` for each stage of the rank after it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
-    Where the copies of a stage share out its step, `GATHER` collects the weights behind it.
+    Where the copies of a stage share out its step, `GATHER` collects the weights after it.
 
         BW s0 m3          BW s0 m3
                     ->    VALIDATE

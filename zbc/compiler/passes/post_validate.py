@@ -50,7 +50,7 @@ class PostValidate:
     does not have to wait for them. REDO stands as early as its forwards can be run again by themselves, so that little
     is lost when they are; all messages between them are received before it.
 
-    Where the copies of a stage share out its step, GATHER collects the tentative weights behind TENTATIVE.
+    Where the copies of a stage share out its step, GATHER collects the tentative weights after TENTATIVE.
     """
 
     name: ClassVar[str] = "post-validate"
@@ -166,7 +166,7 @@ class _Hops:
 
 
 def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
-    """The ops with `inserted[k]` right behind the k-th compute op and its sends; 0 is the beginning."""
+    """The ops with `inserted[k]` right after the k-th compute op and its sends; 0 is the beginning."""
     listed: list[Op] = []
     count, done = 0, -1
     for op in ops:
@@ -198,7 +198,7 @@ def _messages(program: Program, reach: Sequence[int]) -> set[Message | None]:
 
 
 def _receive_in_time(ops: Sequence[Op], placement: Placement, begun: set[Message | None]) -> list[Op]:
-    """Receive the messages that may come twice before REDO, and all others behind it."""
+    """Receive the messages that may come twice before REDO, and all others after it."""
     redo = next(i for i, op in enumerate(ops) if op.kind is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
 

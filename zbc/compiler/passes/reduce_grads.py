@@ -12,9 +12,9 @@ from zbc.ir import Kind, Op, Program, groups
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """Put `REDUCE s` behind the last op of each stage that pipes or data-parallel copies replicate, on each holder.
+    """Put `REDUCE s` after the last op of each stage that pipes or data-parallel copies replicate, on each holder.
 
-    A weight that two stages share is summed by `TIE`, behind both. Stages with one holder need nothing. A sum is only
+    A weight that two stages share is summed by `TIE`, after both. Stages with one holder need nothing. A sum is only
     started: it goes on beside the ops that follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
@@ -26,7 +26,7 @@ class ReduceGrads:
 
     Ranks that meet in more than one sum must start them in one order, so all of a program follow one: that in which
     their gradients are complete on all holders, by what ops cost. Where a rank is done with a stage before its turn in
-    that order, its REDUCE stands behind the one before it.
+    that order, its REDUCE stands after the one before it.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -69,7 +69,7 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]
 
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
-    """The step behind which a sum can start: the last compute op of what it closes, or the SEND of its result."""
+    """The step after which a sum can start: the last compute op of what it closes, or the SEND of its result."""
     stages = _closes(program, op)
     last = max((i for i, other in enumerate(ops) if other.kind.computes and other.stage in stages), default=-1)
     inside = groups(ops)

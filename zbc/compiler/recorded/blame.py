@@ -3,7 +3,7 @@
     compute      F, B, W and BW themselves
     warm up      until the first op computes: what it takes for the first tensor to come through the pipeline
     message      between the first and the last op, waiting for a tensor; `from whom` says of which rank
-    drain        behind the last op, until the slowest rank has come to the end of its ops
+    drain        after the last op, until the slowest rank has come to the end of its ops
     sums         waiting for sums of gradients, for weights others stepped, and in the sum that ends the step
     optimizer    gradient norm and optimizer steps; without a barrier also agreeing on the step before
     host         all else: starting transfers, reading data, the runtime itself; what a rank does between two steps
@@ -111,7 +111,7 @@ def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int]
 
 
 def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
-    """What a step does behind its last op."""
+    """What a step does after its last op."""
     close = one.ends - (one.end[-1] if one.end else one.begins)
     gather = min(close, waited.get(Cause.GATHER, 0))
     delivery = min(close - gather, waited.get(Cause.DELIVERY, 0))

@@ -76,7 +76,7 @@ class RunReport:
     plan: str
     schedule: str
     device: str
-    phase: str  # of a training that began with smaller batches, the folder of these steps' plan; "" behind the ramp
+    phase: str  # of a training that began with smaller batches, the folder of these steps' plan; "" after the ramp
     microbatches: int
     steps: tuple[int, ...]  # those looked at
     median_step: int  # the one that is taken apart by cause

@@ -34,7 +34,7 @@ class Times:
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
     norm: list[int] = field(default_factory=list)  # the barrier without its waits: the longest of each step
-    sums: list[int] = field(default_factory=list)  # of the sum over all ranks behind the last one's coming
+    sums: list[int] = field(default_factory=list)  # of the sum over all ranks after the last one's coming
 
 
 def times_of(steps: Iterable[RecordedStep]) -> Times:

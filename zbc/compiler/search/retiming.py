@@ -1,6 +1,6 @@
 """The times that a move changes, and no others; kernels like listing.py, which read the columns of table.py.
 
-Of each place two times are kept: when its op ends, and how long the step goes on behind that (`tail`). With them a look
+Of each place two times are kept: when its op ends, and how long the step goes on after that (`tail`). With them a look
 at the moved ops alone tells most moves that make the step longer; what is left is timed anew where it changes.
 """
 

@@ -2,7 +2,7 @@
 
 A slot is a turn, not a time. With S stages per pipe, a microbatch that starts at slot t runs
 
-    F s at slot  t + s,    B s (or BW s) at slot  t + 2S - 1 - s,    W s right behind its B
+    F s at slot  t + s,    B s (or BW s) at slot  t + 2S - 1 - s,    W s right after its B
 
 Whatever starts are chosen, the ops of each rank in the order of their slots are an order that ends: what an op needs
 from another rank has a smaller slot, and ops that share a slot do not need each other.

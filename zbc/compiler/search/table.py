@@ -37,7 +37,7 @@ class SearchRow(NamedTuple):
 class Table(NamedTuple):
     """What timing and list scheduling read."""
 
-    first: Numbers  # by rank, and behind the last the number of ops
+    first: Numbers  # by rank, and after the last the number of ops
     rank: Numbers  # by op, as all that follow
     length: Numbers  # ms
     change: Numbers
@@ -87,7 +87,7 @@ class Rows:
 
     @property
     def first(self) -> list[int]:
-        """By rank the first place of an order, and behind the last the number of ops."""
+        """By rank the first place of an order, and after the last the number of ops."""
         counts = [0] * self.placement.ranks
         for row in self.rows:
             counts[row.rank] += row.units

@@ -67,7 +67,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
 def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
     """The same for steps that end with the sums of gradients and the gathers of weights that `costs` give times for.
 
-    Behind the last op of any rank comes the sum of the stage it worked on; behind all sums, the gathers of each rank,
+    After the last op of any rank comes the sum of the stage it worked on; after all sums, the gathers of each rank,
     one after the other.
     """
     least = min(costs.column("reduce"))
@@ -125,7 +125,7 @@ class _RankBounds:
         return max(0.0, window - others - own)
 
     def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
-        """W time that cannot be put off behind the last B of `rank`, since what is put off is held."""
+        """W time that cannot be put off after the last B of `rank`, since what is put off is held."""
         way, m = self.way, self.m
         total = m * sum(way.w[s] for s in stages)
         later = fill([(way.left[s], way.w[s], m) for s in stages], self.limits[rank] + ROOM)
@@ -155,7 +155,7 @@ class _RankBounds:
         return filling + 0.5 * spare * spare * min(rates, default=0.0)
 
     def _inside(self) -> float:
-        """Every other rank's F and B of stages behind `low` lie between this rank's first F and last B."""
+        """Every other rank's F and B of stages after `low` lie between this rank's first F and last B."""
         way, m, best = self.way, self.m, 0.0
         for rank, stages in enumerate(self.way.stages):
             inner = [s for s in stages if s > self.low]

@@ -5,8 +5,8 @@ pipe that asks for less:
 
 - nothing starts on r before the shorter of the ways down to its first stages;
 - before the first B on r, some microbatch has been to the end of its pipe and back; meanwhile r can run F only, and no
-  more of them than fit in memory; likewise behind its last F;
-- behind the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
+  more of them than fit in memory; likewise after its last F;
+- after the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
   work r can have left only the W that fit in memory.
 
 Work depends on how many microbatches each pipe gets; the split with the least bound counts. With three pipes and more
@@ -30,9 +30,9 @@ class _MirroredRank:
     head: float  # before its first op
     first_b: float  # before its first B, less the F that can run meanwhile
     warm: float  # the same, from its own first op on
-    tail: float  # idle behind its last F
+    tail: float  # idle after its last F
     back: float  # from its last B to the end
-    late_w: float  # W that can run behind the last B
+    late_w: float  # W that can run after the last B
     forced: bool  # a B comes before the last F
     life: tuple[float, ...]  # least memory-time over the limit
     f_and_b: tuple[float, ...]

@@ -6,7 +6,7 @@ one begins when all its ranks have come to it and are done with the one before. 
 the clock is one walk over the nodes of the graph in the order that the proof found.
 
 The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
-group takes is up to the costs; its time is shown as the first op and behind it the second, each with its share.
+group takes is up to the costs; its time is shown as the first op and after it the second, each with its share.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Tokens:
     dtype: str
     tokens: int
     vocab: int | None = None
-    end: int | None = None  # the token behind each document
+    end: int | None = None  # the token after each document
     documents: int | None = None
     tokenizer: str | None = None  # "bytes", or the sha256 of the tokenizer.json
 

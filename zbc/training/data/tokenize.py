@@ -3,7 +3,7 @@
     out.bin.part        the tokens so far
     out.bin.part.json   how many of them count, and where in the input they end; replaced after each piece
 
-A piece is some bytes of one file: cut behind a line end, so the same pieces come out whether or not the work was
+A piece is some bytes of one file: cut after a line end, so the same pieces come out whether or not the work was
 interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with
 the end token.
 """
@@ -35,7 +35,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON ca
 
 
 class Tokenizer(Protocol):
-    """Text to tokens. `end` is the token behind a document, None for none; `name` tells tokenizers apart."""
+    """Text to tokens. `end` is the token after a document, None for none; `name` tells tokenizers apart."""
 
     name: str
     vocab: int
@@ -59,7 +59,7 @@ class Json:
     """A tokenizer.json, through the tokenizers library. No special tokens are added but the end of a document."""
 
     def __init__(self, path: Path, end: str | None) -> None:
-        """`end` names the token behind each document; else a usual name that the vocabulary has. Raises E533, E610."""
+        """`end` names the token after each document; else a usual name that the vocabulary has. Raises E533, E610."""
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
@@ -183,7 +183,7 @@ def _resume(part: Path, inputs: str, width: int) -> Journal:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Texts of consecutive bytes of a file. A document ends behind each of them if `each`, behind all if `last`."""
+    """Texts of consecutive bytes of a file. A document ends after each of them if `each`, after all if `last`."""
 
     size: int
     texts: list[str]
@@ -247,7 +247,7 @@ def _text_of(file: Path, line: bytes, start: int) -> str:
         raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
     if (half := _SURROGATE.search(text)) is not None:
         near = text[max(0, half.start() - 20) : half.end()]
-        shown = f"data: {file} has a line with half of a character, {half[0]!a}, behind {near[:-1]!a}: {line[:60]!r}"
+        shown = f"data: {file} has a line with half of a character, {half[0]!a}, after {near[:-1]!a}: {line[:60]!r}"
         hint = r"\ud800 to \udfff come in pairs in JSON; drop or replace the ones that are alone"
         raise ZbcError("E503", shown, where=line_at(file, start), hint=hint)
     return text

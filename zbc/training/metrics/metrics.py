@@ -108,7 +108,7 @@ class RunRecord:
         line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
         if self._settings.resumed is None:
             return line
-        return f"{line}\ngoing on from {self._settings.resumed}, behind step {self._settings.first}"
+        return f"{line}\ngoing on from {self._settings.resumed}, after step {self._settings.first}"
 
     def record(self, result: StepResult) -> str | None:
         """Write a step down; its line for the console, if it is a step to show."""

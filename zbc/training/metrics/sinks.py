@@ -41,7 +41,7 @@ def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
 def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
     """What `[log]` asks for, writing below the run directory `folder`; `about` is what `run.json` says.
 
-    `first`: the run goes on behind so many steps, and what was written of later ones is to be forgotten.
+    `first`: the run goes on after so many steps, and what was written of later ones is to be forgotten.
     """
     sinks: list[Sink] = []
     if log.get("tensorboard"):
@@ -95,7 +95,7 @@ class WeightsAndBiases:
 
 
 def scalars(numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Finite numbers by name; the values of a list get the rank behind the name: `busy_ms/rank3`."""
+    """Finite numbers by name; the values of a list get the rank after the name: `busy_ms/rank3`."""
     for name, value in numbers.items():
         pairs = [(f"{name}/rank{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
         for key, number in pairs:

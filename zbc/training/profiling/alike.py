@@ -93,7 +93,7 @@ def chain(order: Sequence[str], inputs: Sequence[Hashable]) -> list[int]:
     """A short row of layers in which every kind occurs and each can take what the one before it gives.
 
     `order` is the kind of each layer, `inputs` what it takes. The first and the last layer stay. A piece of the model
-    can be left out if the layer behind it takes what the piece takes, and its kinds occur elsewhere.
+    can be left out if the layer after it takes what the piece takes, and its kinds occur elsewhere.
     """
     # Of a run of one kind, one is enough: what it gives is what it takes.
     kept = [i for i, kind in enumerate(order) if i == 0 or kind != order[i - 1]]

@@ -65,7 +65,7 @@ class Rig:
         )
 
     def output(self, stage: int) -> TensorSpec | None:
-        """What a stage gives; None behind the last."""
+        """What a stage gives; None after the last."""
         return (*self.inputs[1:], None)[stage]
 
 

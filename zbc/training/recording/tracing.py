@@ -41,7 +41,7 @@ class Tracer:
     """Runs the steps of a rank in one leg of its course, and records those in `steps` (from 0).
 
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
-    and behind the last. What ops hold is looked at in the step behind the last recorded one, or in the one before the
+    and after the last. What ops hold is looked at in the step after the last recorded one, or in the one before the
     first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a leg
     only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
     """
@@ -180,7 +180,7 @@ class Stamped:
 
     step: int  # from 0
     script: Sequence[Entry]  # its ops
-    marks: list[int]  # before the first op and behind each
+    marks: list[int]  # before the first op and after each
     leads: tuple[list[int], list[int]]  # ops, when they began to compute
     waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
     close: int
@@ -206,7 +206,7 @@ class Recorder:
 
     worker: Worker
     stamps: Stamps | None = None  # those of the worker's device
-    _marks: list[Any] = field(default_factory=list)  # before the first op and behind each
+    _marks: list[Any] = field(default_factory=list)  # before the first op and after each
     _leads: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # ops, when they begin to compute
     _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; from when, to when
 
