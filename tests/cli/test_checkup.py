@@ -69,6 +69,12 @@ def test_a_layer_that_does_something_else_is_found_with_every_parameter_it_spoil
     assert failed.json()["errors"][0]["code"] == "E510"
 
 
+def test_a_layer_that_mixes_microbatches_only_in_training_is_found_where_the_plan_has_several_in_flight(zbc, job):
+    ran = zbc("doctor", "--model", job(**zoo("reuses_in_secret", kind="zb-h1")))
+    assert ran.code == 6 and "error[E510]" in ran.err and "layers.0.weight: off by" in ran.err
+    assert zbc("doctor", "--model", job(**zoo("reuses_in_secret", kind="1f1b", pp=1))).code == 0
+
+
 def test_what_cannot_run_is_refused_as_in_training(zbc, job):
     ran = zbc("doctor", "--model", job(**zoo("lazy")))
     assert ran.code == 6 and "error[E509]" in ran.err

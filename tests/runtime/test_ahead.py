@@ -22,7 +22,6 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import Plan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
-from zbc.runtime.pending import Buffers
 from zbc.runtime.state import Worker
 from zbc.training.launch.threads import run_threads
 
@@ -298,16 +297,3 @@ def norm(schedule: str, p: int, copies: int, sync: str) -> float:
 )
 def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
     assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
-
-
-def test_a_buffer_is_told_from_one_that_is_gone_and_had_its_number():
-    """Each forward puts another tensor in place of a running statistic, and ids are used again."""
-    module = torch.nn.BatchNorm1d(4)
-    buffers, gone = Buffers([module]), id(module.running_mean)
-    module._buffers["running_mean"] = None
-    fresh = [torch.zeros(4) for _ in range(100)]
-    module._buffers["running_mean"] = next((one for one in fresh if id(one) == gone), fresh[0])
-    buffers.save()
-    module.running_mean.add_(1.0)
-    buffers.restore()
-    assert not module.running_mean.any()

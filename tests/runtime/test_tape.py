@@ -9,9 +9,9 @@ from torch import nn
 from zbc.runtime import tape
 
 
-@pytest.mark.parametrize("engine", [None, tape._engine], ids=["public", "direct"])
+@pytest.mark.parametrize("engine", [None, tape.engine], ids=["public", "direct"])
 def test_gradients_are_those_of_torch_whichever_function_walks_the_graph(engine, monkeypatch):
-    monkeypatch.setattr(tape, "_engine", engine)
+    monkeypatch.setattr(tape, "engine", engine)
     torch.manual_seed(3)
     layer, x, grad = nn.Linear(4, 3), torch.randn(2, 4, requires_grad=True), torch.randn(2, 3)
     expected = torch.autograd.grad(layer(x).tanh(), [x, *layer.parameters()], grad)

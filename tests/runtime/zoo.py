@@ -672,11 +672,11 @@ class Carries(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         self.count += 1
-        self.seen.append(y.detach())
+        self.seen.append(y if self.how == "graph" else y.detach())
         if self.table is None:
             self.table = torch.ones(W, device=x.device)
-        if self.how == "last":
-            return y + 0.1 * sum(self.seen[:-1], torch.zeros_like(y))
+        if self.how in ("last", "graph"):
+            return y + 0.1 * sum(self.seen[:-1], torch.zeros_like(y)).detach()
         return y * self.count if self.how == "count" else y * self.table
 
 
@@ -698,6 +698,11 @@ def roots() -> list[nn.Module]:
 
 def carries_last() -> list[nn.Module]:
     return [nn.Linear(W, W), Carries("last"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+def carries_graph() -> list[nn.Module]:
+    """What is kept has a history of autograd, as a cache of keys and values has that nobody detaches."""
+    return [nn.Linear(W, W), Carries("graph"), nn.Linear(W, W), nn.Linear(W, W)]
 
 
 def carries_count() -> list[nn.Module]:
@@ -734,11 +739,12 @@ class Grows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        now = torch.linspace(0, 1, W, device=x.device) if self.how == "table" else y.detach().mean(0)
         before = getattr(self, "mean", None)
-        if before is not None and self.how != "table":
-            now = (before + now) / 2
-        self.register_buffer("mean", now)
+        if self.how != "table":
+            now = y.detach().mean(0)
+            self.register_buffer("mean", now if before is None else (before + now) / 2)
+        elif before is None:
+            self.register_buffer("mean", torch.linspace(0, 1, W, device=x.device))
         return torch.tanh(y - self.mean)
 
 
@@ -790,6 +796,17 @@ def reuses_factor() -> list[nn.Module]:
 
 def reuses_in_a_hook() -> list[nn.Module]:
     return [nn.Linear(W, W), Reuses("hook"), nn.Linear(W, W), nn.Linear(W, W)]
+
+
+class ReusesInSecret(Reuses):
+    """Shows in training only: no shape depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.is_meta else super().forward(x)
+
+
+def reuses_in_secret() -> list[nn.Module]:
+    return [nn.Linear(W, W), ReusesInSecret("hook"), nn.Linear(W, W), nn.Linear(W, W)]
 
 
 def reuses_aside() -> list[nn.Module]:

@@ -19,7 +19,7 @@ _SHOWN = 8  # parameters of an error
 
 
 def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Plan the job, run one microbatch both ways and print what came out.
+    """Plan the job, run two microbatches both ways and print what came out.
 
     Raises E510 if it is not the same, E704 if it is not finite.
     """
@@ -55,8 +55,8 @@ def _report(schedule: str, plan: Plan, found: Checkup) -> None:
     lines = [f"bit by bit the same for {found.equal} of {len(found.parameters)} parameters"]
     if rest:
         worst = max(found.parameters, key=lambda one: one.error)
-        lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e} of its largest")
-    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g}: all right"))
+        lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
+    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
 
 
 def _differs(found: Checkup) -> ZbcError:

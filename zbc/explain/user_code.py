@@ -91,11 +91,11 @@ docs/models.md lists what layers may do.
     "E510": entry(
         "gradients are not those of plain autograd",
         """
-`zbc doctor --model JOB.toml` runs one microbatch through the stages of the plan
-and through the whole model, and compares the gradient of each parameter. They
-should have the same bits in float32 on a CPU; a difference within 1e-5 (2e-2 in
-bfloat16) of a parameter's largest gradient counts as rounding. A larger one
-means that a layer does not do the same thing both times, or gets its gradient
+`zbc doctor --model JOB.toml` runs two microbatches through the stages of the
+plan and through the whole model, and compares the gradient of each parameter.
+They should have the same bits in float32 on a CPU; a difference within 1e-5
+(2e-2 in bfloat16) of a parameter's largest gradient counts as rounding. A
+larger one means that a layer does not do the same thing both times, or gets its gradient
 in a way that a pipeline breaks.
 """,
     ),
@@ -105,8 +105,8 @@ in a way that a pipeline breaks.
 With model.compile = true each layer is tried out on random numbers before
 training starts, compiled and uncompiled, with B and W apart where the plan has
 them apart. It is refused if torch.compile fails, if its output or a gradient
-differs by more than rounding (1e-4 of its norm, 5e-2 in bfloat16), or if torch
-compiles it again for other numbers, which it would then do at every
+differs by more than rounding (1e-4 of its largest number, 5e-2 in bfloat16), or
+if torch compiles it again for other numbers, which it would then do at every
 microbatch. Without model.compile the layer trains as it is. What a factory
 compiles itself is left alone.
 """,

@@ -22,6 +22,7 @@ from zbc.plan.directory import judges
 from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.pending import Ahead, TentativeStep
 from zbc.runtime.progress import StepResult
+from zbc.runtime.remembered import present, put_back
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Again, Signal
@@ -86,8 +87,7 @@ def redo(worker: Worker, op: Op) -> None:
         worker.wait(message)
     worker.drop_repeated()
     worker.losses.clear()
-    if ahead.buffers is not None:
-        ahead.buffers.restore()
+    put_back(ahead.buffers, ahead.found)
     routes = [worker.routes[one] for _, one, _ in ahead.again]
     worker.renamed = {route.message: Again(route.message) for route in routes if route.message is not None}
     progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
@@ -138,8 +138,7 @@ def open_step(worker: Worker, ahead: Ahead) -> None:
         if peer is not None:
             buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
             worker.transport.post(signal, buffer, peer)
-    if ahead.buffers is not None:
-        ahead.buffers.save()
+    ahead.found = present(ahead.buffers)  # forwards change copies of these
 
 
 def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:

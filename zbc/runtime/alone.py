@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-# How many tensors and storages of Python hold a storage. Where torch has no such function every gradient is copied.
-_holders = getattr(torch._C, "_storage_Use_Count", None)
-_OWN = 2  # the gradient itself and the storage asked for to count
+from zbc.runtime.private import shares_memory
 
 
 class Alone:
@@ -27,24 +25,13 @@ class Alone:
         self._step, self._unseen = -1, list[nn.Parameter]()
 
     def look(self, step: int) -> None:
-        """To be called behind every backward: copies the gradients that are new and hold shared memory."""
+        """To be called after every backward: copies the gradients that are new and hold shared memory."""
         if step != self._step:
             self._step, self._unseen = step, self._all
-        if self._unseen:
-            self._unseen = [parameter for parameter in self._unseen if not _seen(parameter)]
-
-
-def _seen(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient, which is its own from here on."""
-    grad = parameter.grad
-    if grad is None:
-        return False
-    if _shares(grad):
-        parameter.grad = grad.clone()
-    return True
-
-
-def _shares(grad: Tensor) -> bool:
-    if grad.layout is not torch.strided:
-        return False
-    return _holders is None or _holders(grad.untyped_storage()._cdata) > _OWN
+        if not self._unseen:
+            return
+        for parameter in self._unseen:
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and shares_memory(grad):
+                parameter.grad = grad.clone()
+        self._unseen = [parameter for parameter in self._unseen if parameter.grad is None]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.precision import lower_precision
+from zbc.runtime.private import scale_all
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.validate import squares_of
 
@@ -227,7 +228,7 @@ def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
     """Multiply the gradients by `scale`, in place."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if scale is not None and grads:
-        torch._foreach_mul_(grads, scale)
+        scale_all(grads, scale)
 
 
 def _copy(value: Any) -> Any:

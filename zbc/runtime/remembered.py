@@ -1,27 +1,21 @@
 """Buffers that a forward changes, such as the running statistics of BatchNorm.
 
 In a pipeline several microbatches are between F and B at once, and with recompute a forward runs twice. So a forward
-never writes into a tensor that another microbatch may still need: it gets a copy, which takes the buffer's place. What
-backward saved stays as it was, a second forward starts from what the first one found, and each microbatch changes the
-buffers once, in the order of the forwards. A buffer may also come to be in the first forward only.
+never writes into a tensor that another microbatch may still need: a copy takes the buffer's place. What backward saved
+stays as it was, a second forward starts from what the first one found, and each microbatch changes the buffers once, in
+the order of the forwards. A buffer may also come to be in the first forward only: until then it is absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from torch import Tensor, nn
 
 Place = tuple[nn.Module, str]  # a module and the name of one of its buffers
-
-
-class Absent:
-    """Stands for a buffer that no forward has registered so far."""
-
-
-_ABSENT = Absent()
-Kept = Tensor | None | Absent
+Kept = Tensor | Literal["absent"] | None
 
 
 def places(layer: nn.Module, names: Sequence[str]) -> tuple[Place, ...]:
@@ -33,13 +27,13 @@ def places(layer: nn.Module, names: Sequence[str]) -> tuple[Place, ...]:
 
 def present(buffers: Sequence[Place]) -> list[Kept]:
     """What is in the places; for `put_back`."""
-    return [module._buffers.get(name, _ABSENT) for module, name in buffers]
+    return [module._buffers.get(name, "absent") for module, name in buffers]
 
 
 def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
-    """Have the places as they were when `present` looked."""
+    """Put `values` into the places."""
     for (module, name), value in zip(buffers, values, strict=True):
-        if isinstance(value, Absent):
+        if isinstance(value, str):
             module._buffers.pop(name, None)
         else:
             module._buffers[name] = value
@@ -48,7 +42,7 @@ def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
 def renew(buffers: Sequence[Place]) -> list[Kept]:
     """Put a copy into each place; return what was there, which nobody writes to any more."""
     before = present(buffers)
-    put_back(buffers, [*map(_copy, before)])
+    put_back(buffers, _copies(before))
     return before
 
 
@@ -57,11 +51,11 @@ def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None
     """The buffers as an earlier forward found them; afterwards they are as they were."""
     now = present(buffers)
     try:
-        put_back(buffers, [*map(_copy, before)])
+        put_back(buffers, _copies(before))
         yield
     finally:
         put_back(buffers, now)
 
 
-def _copy(value: Kept) -> Kept:
-    return value.clone() if isinstance(value, Tensor) else value
+def _copies(values: Sequence[Kept]) -> list[Kept]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from zbc.runtime.private import Dropouts
 
 RNG_LOCK = threading.RLock()
 
@@ -52,7 +53,7 @@ def draws(module: nn.Module) -> bool:
 
 
 def _draws(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, Dropouts):
         return module.p > 0
     if isinstance(module, nn.RReLU) or getattr(module, "zbc_random", False) is True:
         return True

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad calls it, too, in four times the time
+from zbc.runtime.private import set_grad_enabled
 
 
 class Slot:
@@ -51,12 +51,12 @@ class Slot:
         work = self._work[::-1]
         self._work.clear()
         before = torch.is_grad_enabled()
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             while work:
                 work.pop()()
         finally:
-            _set_grad_enabled(before)
+            set_grad_enabled(before)
 
     def __len__(self) -> int:
         return len(self._work)

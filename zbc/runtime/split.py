@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.private import transforming
 from zbc.runtime.slot import Slot, accumulate, current_slot
 
 # ---- linear --------------------------------------------------------------------------------------------------
@@ -76,13 +77,13 @@ class SplitLinear:
         self.module = module
         self._low: tuple[int, Tensor, Tensor] | None = None  # the weight's version, its cast, the weight
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         module, slot = self.module, current_slot()
         if slot is None or not _own(module):
-            return nn.Linear.forward(module, x)
-        kind = x.device.type
+            return nn.Linear.forward(module, input)
+        kind = input.device.type
         low = self._cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        return _apply(_Linear, x, module.weight, module.bias, low, slot)
+        return _apply(_Linear, input, module.weight, module.bias, low, slot)
 
     @property
     def low(self) -> Tensor | None:
@@ -137,12 +138,12 @@ class SplitEmbedding:
     def __init__(self, module: nn.Embedding) -> None:
         self.module = module
 
-    def __call__(self, index: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         module, slot = self.module, current_slot()
         if slot is None or not module.weight.requires_grad or not _own(module):
-            return nn.Embedding.forward(module, index)
+            return nn.Embedding.forward(module, input)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        return _apply(_Embedding, index, module.weight, padding, slot)
+        return _apply(_Embedding, input, module.weight, padding, slot)
 
 
 # ---- any layer with one input, by keeping its own small graph -------------------------------------------------
@@ -194,13 +195,13 @@ class SplitLeaf:
         self.module = module
         self.forward = module.forward
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         parameters = tuple(self.module.parameters(recurse=False))
         slot = current_slot()
         needed = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
         if slot is None or not needed or not _own(self.module):
-            return self.forward(x)  # type: ignore[no-any-return]
-        return _apply(_Leaf, x, self.forward, slot, *parameters)
+            return self.forward(input)  # type: ignore[no-any-return]
+        return _apply(_Leaf, input, self.forward, slot, *parameters)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -283,7 +284,11 @@ def _plain(module: nn.Module) -> bool:
 
 def _own(module: nn.Module) -> bool:
     """Whether the weights of a module are parameters now, and not what torch.func.functional_call put in their place:
-    the gradient of that goes on through the graph, and its values are other ones from call to call."""
+    the gradient of that goes on through the graph, and its values are other ones from call to call.
+
+    Nor are they while torch.vmap or another transform of torch.func runs."""
+    if transforming():
+        return False
     for parameter in module._parameters.values():
         if type(parameter) is not nn.Parameter and not (parameter is None or isinstance(parameter, nn.Parameter)):
             return False

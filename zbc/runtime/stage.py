@@ -29,21 +29,8 @@ class Traits:
     overwrites: bool = False
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
     whole: bool = False
-    carries: tuple[str, ...] = ()  # attributes inside the layer
-    mixes: tuple[str, ...] = ()  # attributes, too
-    grows: tuple[str, ...] = ()  # buffers that its first forward makes
-
-    def __or__(self, other: Traits) -> Traits:
-        remembers = tuple(dict.fromkeys((*self.remembers, *other.remembers)))
-        return Traits(
-            self.random or other.random,
-            self.overwrites or other.overwrites,
-            remembers,
-            self.whole or other.whole,
-            tuple(dict.fromkeys((*self.carries, *other.carries))),
-            tuple(dict.fromkeys((*self.mixes, *other.mixes))),
-            tuple(dict.fromkeys((*self.grows, *other.grows))),
-        )
+    carries: tuple[str, ...] = ()  # attributes inside the layer that its output follows
+    mixes: tuple[str, ...] = ()  # attributes that hold what a backward needs
 
 
 @dataclass(frozen=True)

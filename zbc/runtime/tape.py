@@ -16,12 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
-# What torch.autograd.backward calls once it has looked at shapes and types, which takes half as long as the walk of a
-# small graph; the handlers have looked already. Where torch has no such function, its public one does.
-_engine = getattr(graph, "_engine_run_backward", None)
+from zbc.runtime.private import engine
 
 
 class Tape(Protocol):
@@ -47,10 +44,10 @@ class RecordedGraph:
         edge = self._edge
         if edge is None:
             return
-        if _engine is None or grad is None:
+        if engine is None or grad is None:
             torch.autograd.backward((edge,), (grad,))
-        else:
-            _engine((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:  # the handlers have looked at shapes and types
+            engine((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Inputs:

@@ -15,13 +15,13 @@ from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.course import Course
-from zbc.plan.directory import Manifest, Plan, RankPlan, meeting
+from zbc.plan.directory import Manifest, RankPlan, meeting
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.pending import Ahead, Buffers
+from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import Stage, Traits
+from zbc.runtime.stage import Stage
 from zbc.runtime.state import Act, Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
@@ -30,8 +30,7 @@ from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained
 from zbc.training.models.building import build_stage, share_ties
-from zbc.training.probing.carried import refuse_carried, refuse_mixed
-from zbc.training.probing.probe import refuse_listening, refuse_unordered
+from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
@@ -128,32 +127,6 @@ def build_worker(
     return worker
 
 
-def refuse_ranks(plan: Plan, stages: Mapping[int, Stage], device: torch.device) -> None:
-    """Raise E509 for what the ranks of a plan refuse of its stages, which are all built here."""
-    manifest = plan.manifest
-    settings = Settings.of(manifest)
-    autocast, lowered = device if settings.model.dtype == "bfloat16" else None, LOWERED[settings.model.parameters]
-    traits = derive(layer_plans(settings), stages[0].takes, manifest, autocast=autocast, lowered=lowered).traits
-    for rank, ops in enumerate(plan.program.ranks):
-        part = RankPlan(rank, ops, manifest)
-        for s in plan.program.placement.stages_of(rank):
-            _refuse_forwards([part], s, traits)
-            _refuse_hooks(manifest, stages[s])
-
-
-def _refuse_forwards(parts: Sequence[RankPlan], stage: int, traits: Mapping[str, Traits]) -> None:
-    for name in parts[-1].manifest.layers[stage]:
-        for plan in parts:
-            refuse_unordered(plan.manifest, plan.ops, stage, name, traits[name])
-            refuse_carried(plan.manifest, plan.ops, stage, name, traits[name].carries)
-            refuse_mixed(plan.ops, stage, name, traits[name].mixes)
-
-
-def _refuse_hooks(manifest: Manifest, stage: Stage) -> None:
-    for layer in stage.layers:
-        refuse_listening(manifest, stage.index, layer.name, layer.module)
-
-
 def _rate(settings: Settings, course: Course, step: int) -> float:
     optimizer = settings.optimizer
     return course.rate(optimizer.lr, optimizer.schedule, settings.train.steps, step)
@@ -195,8 +168,8 @@ def _ahead(worker: Worker, act: Act) -> Ahead | None:
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
     posted = [message for kind, message in messages if kind.is_recv and message is not None]
     used = {message for kind, message in messages if kind.computes}
-    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
-    return Ahead(again, [message for message in posted if message not in used], buffers=Buffers(modules))
+    buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
+    return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
 def _tied(manifest: Manifest) -> str | None:
@@ -270,7 +243,6 @@ def _build_stages(
     stages = {}
     placement = manifest.to_placement()
     for s in placement.stages_of(parts[-1].rank):
-        _refuse_forwards(parts, s, shapes.traits)
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
@@ -287,7 +259,8 @@ def _build_stages(
             compiles=settings.model.compile,
             laid=shapes.laid[s],
         )
-        _refuse_hooks(manifest, stages[s])
+        for part in parts:
+            refuse_stage(part.manifest, part.ops, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but without saying that it exports it
+    from zbc.runtime.private import Store
 
 
 _PIECE = 2**20  # characters of one value; torch's store takes 8 MiB at most

@@ -38,7 +38,7 @@ from zbc.training.train import Failure, RankFailed, Seat, StopFlag, end, run_ran
 from zbc.training.watchdog import in_time
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from zbc.runtime.private import Store
 
 _HOST, _PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"

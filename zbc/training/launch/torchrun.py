@@ -20,6 +20,7 @@ from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED, ZbcError
 from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
+from zbc.runtime.private import flight_record
 from zbc.training.launch.board import Board, Connect, connector, open_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
@@ -174,10 +175,9 @@ def write_flight_record(path: Path) -> None:
 
     torch does so when NCCL times out, which it does not get to: the watchdog ends the run long before.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # private, and only where torch has NCCL
-    if dump is not None:
-        with suppress(OSError, TypeError):
-            path.write_bytes(dump())
+    with suppress(OSError, TypeError):
+        if record := flight_record():
+            path.write_bytes(record)
 
 
 def _tell_torchrun(failure: Failure, path: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ def build_stage(
     layers, patches, low = list[Layer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
         module = plan.build(seed).to(device)
-        seen = traits[plan.name] | Traits(random=draws(module))
+        seen = traits[plan.name]
+        seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
         # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
         kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
@@ -56,7 +58,8 @@ def build_stage(
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
     """None where there is nothing to compile: a layer that its user compiled, or that is one of those left outside."""
-    from zbc.training.models.compiled import compile_layer, is_compiled  # takes a second or two to import
+    from zbc.runtime.private import is_compiled
+    from zbc.training.models.compiled import compile_layer  # takes a second or two to import
 
     if is_compiled(module) or any(patch.module is module for patch in patches):
         return None

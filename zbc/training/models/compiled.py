@@ -11,18 +11,15 @@ of one kind share the code. Random numbers are drawn as without compiling.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch._dynamo  # takes a second or two: import this module where something is compiled
-import torch._inductor.config
-import torch.hub
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.private import compile_here
 from zbc.runtime.split import Patch
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
@@ -40,25 +37,9 @@ def compile_layer(layer: nn.Module, patches: Iterable[Patch]) -> Callable[[Tenso
     return compiled
 
 
-def is_compiled(layer: nn.Module) -> bool:
-    """Whether a layer is what torch.compile made of one."""
-    return isinstance(layer, torch._dynamo.OptimizedModule)
-
-
 def make_room(layers: int) -> None:
-    """Let so many layers, which may all be of one class and of different kinds, be compiled, by this process alone.
-
-    Workers beside every rank would outnumber the cores, and ranks do not end in a way that lets them go in peace; nor
-    would a progress bar, for which torch has tqdm make a lock between processes.
-    """
-    bars: Any = getattr(torch.hub, "tqdm", None)
-    if hasattr(bars, "set_lock"):
-        bars.set_lock(threading.RLock())
-    inductor: Any = torch._inductor.config
-    inductor.compile_threads = 1
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _WAYS * layers)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _WAYS * _WAYS * layers)
+    """Let so many layers, which may all be of one class and of different kinds, be compiled."""
+    compile_here(_WAYS * layers, _WAYS * _WAYS * layers)
 
 
 class Outside:
@@ -67,8 +48,8 @@ class Outside:
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return _outside(self.patch, x)
+    def __call__(self, input: Tensor) -> Tensor:
+        return _outside(self.patch, input)
 
 
 def _call(patch: Patch, x: Tensor) -> Tensor:

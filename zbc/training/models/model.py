@@ -22,12 +22,13 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.model_section import check_runnable
+from zbc.runtime.private import mse_kernel
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
 from zbc.runtime.tensors import Loss
 from zbc.training.models import gpt, llama
 from zbc.training.models.rotary import Rotary
-from zbc.training.probing.probe import refuse_untrainable
+from zbc.training.probing.refusals import refuse_untrainable
 
 TIED = "embed.tokens.weight"  # the weight that embedding and head share, under the name of the first
 
@@ -232,16 +233,11 @@ def loss(name: str) -> Loss:
     return mse if name == "mse" else userobject.load(name, "model.loss")
 
 
-# What functional.mse_loss calls once it has asked for warnings to give and expanded what need not be, which takes half
-# as long as a small loss itself. Where torch has no such function, its public one does.
-_mse, _MEAN = getattr(torch._C._nn, "mse_loss", None), 1
-
-
 def mse(output: Tensor, targets: Tensor) -> Tensor:
     """The mean of squared differences; what is not of one shape is torch's to judge."""
-    if _mse is None or output.shape != targets.shape:
+    if mse_kernel is None or output.shape != targets.shape:
         return functional.mse_loss(output, targets)
-    return _mse(output, targets, _MEAN)  # type: ignore[no-any-return]
+    return mse_kernel(output, targets, 1)  # type: ignore[no-any-return]  # 1: the mean
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`zbc doctor --model`: one microbatch through the stages of a plan and through plain autograd; are gradients equal?
+"""`zbc doctor --model`: two microbatches through the stages of a plan and through plain autograd; are gradients equal?
 
 All stages run here, on the CPU, one after the other: with B and W apart where the plan has them apart, with recompute
 where it recomputes, compiled where it compiles, boundary tensors of the planned types in between. The other side runs
@@ -27,18 +27,19 @@ from zbc.runtime.seeding import drawing, seed_of
 from zbc.training import frames
 from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
-from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans, refuse_ranks
+from zbc.training.probing.compare import ROUNDING, apart, largest
+from zbc.training.probing.refusals import overlaps, refuse_stage
+from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
-_ROUNDING = 1e-6  # of the largest gradient of all; some gradients are nothing else (a bias in front of a softmax)
 
 
 class Compared(NamedTuple):
     """One parameter: `error` is the largest difference of its gradients as a share of the largest gradient."""
 
     name: str
-    error: float  # 0 where all bits are equal, inf where only one side has a gradient or one of a number not finite
+    error: float  # see compare.py
     finite: bool = True  # whether the gradient of plain autograd is
 
 
@@ -92,14 +93,16 @@ class Checkup:
 
 
 def check_up(plan: Plan) -> Checkup:
-    """Run one microbatch of step 0 both ways.
+    """Run the first microbatches of step 0 both ways.
 
     Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
     """
     single = _single(plan)
     manifest, settings = single.manifest, Settings.of(single.manifest)
     worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
-    refuse_ranks(plan, worker.stages, CPU)
+    for rank, ops in enumerate(plan.program.ranks):
+        for s in plan.program.placement.stages_of(rank):
+            refuse_stage(plan.manifest, ops, worker.stages[s])
     with _shown():
         result = run_step(worker, 0)
     if result is None:
@@ -107,11 +110,10 @@ def check_up(plan: Plan) -> Checkup:
     mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
     with _shown():
         loss, plain = plain_gradients(single)
-    largest = max((_largest(g) for g in plain.values() if g is not None), default=0.0)
-    least = _ROUNDING * largest
+    least = ROUNDING * max(map(largest, plain.values()), default=0.0)
     least *= settings.model.compile  # uncompiled there is no such rounding
     found = tuple(
-        Compared(name, _error(mine.get(name), grad, least), grad is None or bool(grad.isfinite().all()))
+        Compared(name, apart(grad, mine.get(name), least), grad is None or bool(grad.isfinite().all()))
         for name, grad in plain.items()
     )
     return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
@@ -131,14 +133,19 @@ def _shown() -> Iterator[None]:
 
 
 def _single(plan: Plan) -> Plan:
-    """The plan's stages for one microbatch on one rank, without the end of a step."""
+    """The plan's stages on one rank, without the end of a step, for two microbatches: in flight together if any are in
+    the plan."""
     manifest, stages = plan.manifest, range(plan.manifest.stages)
     split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
-    ops = [Op(Kind.F, s) for s in stages]
-    ops += [Op(Kind.B if s in split else Kind.BW, s) for s in reversed(stages)]
-    ops += [Op(Kind.W, s) for s in stages if s in split]
+    count = min(2, manifest.microbatches)
+    together = any(overlaps(ops, s) for ops in plan.program.ranks for s in stages)
+    ops = list[Op]()
+    for mbs in [range(count)] if together else [[mb] for mb in range(count)]:
+        ops += [Op(Kind.F, s, mb) for mb in mbs for s in stages]
+        ops += [Op(Kind.B if s in split else Kind.BW, s, mb) for mb in mbs for s in reversed(stages)]
+        ops += [Op(Kind.W, s, mb) for mb in mbs for s in reversed(stages) if s in split]
     placement = Placement(((0,) * len(stages),))
-    program = Program(placement, 1, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied)
+    program = Program(placement, count, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied)
     single, _ = assemble(
         program,
         parameters={},
@@ -202,30 +209,6 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
         for local, parameter in module.named_parameters():
             found.setdefault(id(parameter), (f"{name}.{local}", parameter))
     return dict(found.values())
-
-
-def _error(mine: Tensor | None, plain: Tensor | None, least: float) -> float:
-    """As in `Compared`; differences of `least` and below, in numbers, are none."""
-    if mine is None or plain is None:
-        return 0.0 if mine is plain else math.inf
-    if torch.equal(mine, plain):  # none at all included
-        return 0.0
-    known = plain.isfinite()
-    if not torch.equal(known, mine.isfinite()):
-        return math.inf
-    distance = _largest(mine - plain)
-    if not distance:
-        return 0.0
-    if distance <= least:
-        return _ROUNDING
-    error = distance / (_largest(plain) or 1.0)
-    return error if math.isfinite(error) else math.inf
-
-
-def _largest(grad: Tensor) -> float:
-    """The largest of the numbers that are finite; 0 where there are none."""
-    known = grad[grad.isfinite()]
-    return known.abs().max().item() if known.numel() else 0.0
 
 
 def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:

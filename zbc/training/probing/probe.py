@@ -3,31 +3,27 @@
 random       it draws from torch's generators: the stage seeds them for it
 overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
-whole        its backward stays in one piece, all in B: it calls autograd itself, or its layers in a way of their own
-carries      it changes plain attributes of its modules: see carried.py
-mixes        it keeps in such attributes what the backward of another microbatch still needs
-grows        its first forward makes buffers: tables, or what it remembers from then on
+whole        its backward stays in one piece, all in B: it calls autograd itself
+carries      it changes plain attributes of its modules in every forward: see carried.py
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
-from zbc.plan.directory import Manifest
+from zbc.runtime.private import TorchDispatchMode
 from zbc.runtime.stage import Traits
 from zbc.training.probing.carried import attributes, differing
+
+_STATISTICS = ("running_mean", "running_var")  # what kernels of BatchNorm write to without their schema saying so
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,8 +43,10 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Attention draws for its dropout only, and says so if it has none.
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
         self.sparse |= any(given.get(name) is True for name in ("sparse", "sparse_grad"))
+        statistics = _STATISTICS if given.get("training", given.get("train")) else ()
         for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes or argument.name in statistics:
                 self._written += [t.untyped_storage() for t in _tensors(given.get(argument.name))]
         return func(*args, **kwargs)
 
@@ -80,27 +78,38 @@ class _Differentiates(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe(name: str, module: nn.Module, x: Tensor, run: Callable[[Tensor], object]) -> tuple[object, Traits]:
-    """Call `run(x)`, the forward of `module`, and say what it did.
+def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
+    """Call the forward of `module` on `x` and say what it did, and which buffers it made.
 
-    Raises E509 if it draws random numbers that nobody seeds (outside of torch, or from a generator of its own), writes
-    to its parameters, or asks for gradients that are not dense.
+    Attributes that the second forward leaves alone are tables: where the first changed something, a second one tells.
+    Raises E509 if it draws random numbers that nobody seeds (outside torch, or from a generator of its own), writes to
+    its parameters, or asks for gradients that are not dense.
     """
-    buffers = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
-    version, states, carried = x._version, _states(), attributes(module)
+    y, traits, made = _once(name, module, x)
+    if not (made or traits.carries):
+        return y, traits, made
+    _, again, _ = _once(name, module, x)
+    return y, replace(traits, remembers=union(traits.remembers, again.remembers), carries=again.carries), made
+
+
+def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
+    """What a forward returned and did, and which buffers it made."""
+    buffers, given = dict(module.named_buffers()), x.clone()
+    states, before = _states(), attributes(module)
     with _Ops() as ops, _Differentiates() as differentiates:
-        y = run(x)
+        y = module(given)
     elsewhere = next((what for what, state in _states().items() if states.get(what, state) != state), None)
     _refuse(name, module, ops, "a generator of its own" if ops.elsewhere else elsewhere)
     after = dict(module.named_buffers())
-    changed = [
-        key for key, (old, at) in buffers.items() if after.get(key) is not old or old._version != at or ops.wrote(old)
-    ]
-    remembers = tuple(dict.fromkeys([*changed, *_statistics(module)]))
-    grows = tuple(key for key in after if key not in buffers)
-    carries = differing(carried, attributes(module))
-    overwrites = x._version != version or ops.wrote(x)
-    return y, Traits(ops.draws, overwrites, remembers, differentiates.seen, carries, grows=grows)
+    changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
+    carries = differing(before, attributes(module))
+    traits = Traits(ops.draws, ops.wrote(given), changed, differentiates.seen, carries)
+    return y, traits, tuple(key for key in after if key not in buffers)
+
+
+def union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Every name once, in order."""
+    return tuple(dict.fromkeys((*one, *other)))
 
 
 def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None:
@@ -125,12 +134,8 @@ def _states() -> dict[str, object]:
     found: dict[str, object] = {"Python's random module": random.getstate()}
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        found["numpy.random"] = repr([*map(_plain, numpy.get_state())])
+        found["numpy.random"] = repr(numpy.get_state())
     return found
-
-
-def _plain(value: Any) -> Any:
-    return value.tobytes() if hasattr(value, "tobytes") else value
 
 
 def reaches(y: Tensor, x: Tensor) -> bool:
@@ -147,61 +152,3 @@ def reaches(y: Tensor, x: Tensor) -> bool:
         seen.add(node)
         left += [before for before, _ in node.next_functions]
     return False
-
-
-def _statistics(module: nn.Module) -> list[str]:
-    """Running statistics, which kernels update without a trace."""
-    return [
-        f"{path}.{key}" if path else key
-        for path, inner in module.named_modules()
-        if isinstance(inner, _NormBase) and inner.training and inner.track_running_stats
-        for key in ("running_mean", "running_var", "num_batches_tracked")
-        if inner._buffers.get(key) is not None
-    ]
-
-
-def refuse_untrainable(name: str, layer: nn.Module) -> None:
-    """Raise E509 for parameters that have no size yet, gradients that are not dense, and what cannot be looked into."""
-    for path, module in layer.named_modules():
-        where = f"{name}.{path}" if path else name
-        if isinstance(module, torch.jit.ScriptModule):
-            text = f"model: layer {where} is TorchScript, of which nobody sees what its forward does"
-            raise ZbcError("E509", text, hint="return the module that it was made from")
-        if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
-            text = f"model: layer {where} is lazy: its parameters have no size before its first forward"
-            raise ZbcError("E509", text, hint="give the sizes to the constructor")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            text = f"model: layer {where} has sparse gradients, which the gradient norm and sums over ranks do not know"
-            raise ZbcError("E509", text, hint="set sparse=False")
-
-
-def refuse_unordered(manifest: Manifest, ops: Iterable[Op], stage: int, layer: str, traits: Traits) -> None:
-    """Raise E509 if the buffers that a layer's forward changes could not come out as in one process.
-
-    They follow the order of the forwards, so there has to be one order: a single copy of the stage, each microbatch
-    once, ascending.
-    """
-    if not traits.remembers:
-        return
-    what = f"model: layer {layer} changes its buffer {traits.remembers[0]} in its forward"
-    hint = "use a layer without running statistics, as GroupNorm or LayerNorm, or track_running_stats=False"
-    if manifest.holders(stage) > 1:
-        text = f"{what}, and several ranks hold a copy of stage {stage}: each would keep other values"
-        raise ZbcError("E509", text, hint=hint)
-    order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage]
-    if order != sorted(set(order)):
-        text = f"{what}, and the plan does not run the forwards of stage {stage} in the order of the microbatches"
-        raise ZbcError("E509", text, hint=hint)
-
-
-def refuse_listening(manifest: Manifest, stage: int, layer: str, module: nn.Module) -> None:
-    """Raise E509 if a hook sees accumulated gradients of a layer, and they are those of one copy of its stage only."""
-    if manifest.holders(stage) == 1:
-        return
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            text = (
-                f"model: layer {layer} has a hook on the accumulated gradient of {name}, and several ranks hold a copy"
-            )
-            hint = "use register_hook, which sees the gradient of each microbatch, or a plan that has the stage once"
-            raise ZbcError("E509", f"{text} of stage {stage}: each would see its own share", hint=hint)

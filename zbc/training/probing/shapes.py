@@ -11,7 +11,7 @@ independent of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,21 +19,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.precision import lower_precision
+from zbc.runtime.private import FakeTensorMode
 from zbc.runtime.seeding import seeded
-from zbc.runtime.slot import Slot, using
-from zbc.runtime.split import split_backward
 from zbc.runtime.stage import Traits
 from zbc.runtime.tensors import Laid, TensorSpec
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
-from zbc.training.probing.carried import depends, grown, may_lose_track, mixes, settles
-from zbc.training.probing.probe import observe, reaches
+from zbc.training.probing.carried import carried
+from zbc.training.probing.probe import observe, reaches, union
 
 
 @dataclass(frozen=True)
@@ -57,24 +55,23 @@ class Shapes:
 
 class _Seen(NamedTuple):
     """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
-    or would if that wanted one."""
+    or would if that wanted one; `made`: buffers that came to be in its first forward."""
 
     traits: Traits
     trains: bool
     passes: bool
+    made: tuple[str, ...]
 
-    def in_one(self) -> _Seen:
-        return self._replace(traits=self.traits | Traits(whole=True))
-
-    def growing(self) -> _Seen:
-        """With the buffers that its first forward makes among those that it changes."""
-        names = dict.fromkeys((*self.traits.remembers, *self.traits.grows))
-        return self._replace(traits=replace(self.traits, remembers=tuple(names)))
-
-    def judged(self, *, carries: bool, mixes: bool) -> _Seen:
-        """Of attributes that change: whether its output follows them, and whether microbatches mix in them."""
-        names = self.traits.carries
-        traits = replace(self.traits, carries=names if carries else (), mixes=names if mixes else ())
+    def judged(self, follows: bool, mixes: bool) -> _Seen:
+        """Of attributes that change and buffers that were made: whether the output follows what they are of other
+        forwards, and whether microbatches mix in them."""
+        names, remembers = self.traits.carries, self.traits.remembers
+        traits = replace(
+            self.traits,
+            remembers=union(remembers, self.made) if follows else remembers,
+            carries=names if follows else (),
+            mixes=names if mixes else (),
+        )
         return self._replace(traits=traits)
 
 
@@ -106,10 +103,8 @@ def derive(
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
-            if found.traits.grows and grown(_with_values(plan, lowered), *behind[-1].spec):
-                found = found.growing()
-            if found.traits.carries:
-                found = _judged(plan, module, behind[-1].spec, found, lowered, manifest)
+            if found.traits.carries or found.made:
+                found = found.judged(*carried(_with_values(plan, lowered), behind[-1].spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
@@ -126,22 +121,6 @@ def derive(
     traits = {name: found.traits for name, found in seen.items()}
     counts = tuple(sizes[name] for name in names)
     return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid))
-
-
-def _judged(
-    plan: LayerPlan,
-    module: nn.Module,
-    takes: TensorSpec,
-    seen: _Seen,
-    lowered: torch.dtype | None,
-    manifest: Manifest,
-) -> _Seen:
-    """What the attributes that a layer's forward changes mean to the plan, found with numbers where they may matter."""
-    several = manifest.microbatches > 1 and not settles(module, *takes)
-    return seen.judged(
-        carries=may_lose_track(manifest) and depends(_with_values(plan, lowered), *takes),
-        mixes=several and mixes(_with_values(plan, lowered), *takes),
-    )
 
 
 def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -191,9 +170,7 @@ def _output(
         with seeded(0):
             built = _with_values(plan, lowered)
             with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                y, seen = _looked_at(plan, built, takes, flow, torch.device("cpu"))
-                x = takes.zeros(torch.device("cpu"))
-                seen = seen if _splits(built, lambda: built(x.clone())) else seen.in_one()
+                return _looked_at(plan, built, takes, flow, torch.device("cpu"))
     except ZbcError:
         raise
     except FAILURES as error:
@@ -201,7 +178,6 @@ def _output(
         details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
         hint = "each layer takes the one tensor that the layer before returns"
         raise ZbcError("E505", text, hint=hint, details=details) from error
-    return y, seen
 
 
 def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
@@ -215,27 +191,17 @@ def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
 
 def _run(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
     """Without values: on the meta device, or as fake tensors of another one, under autocast."""
-    meta = device.type == "meta"
-    lower = nullcontext() if meta else torch.autocast(device.type, torch.bfloat16)
-    if meta:
-        y, seen = _looked_at(plan, module, takes, flow, device)
-    else:
-        with FakeTensorMode(), lower:
-            y, seen = _looked_at(plan, hollow(module, device), takes, flow, device)
-
-    def forward() -> None:
-        with FakeTensorMode(), lower:  # what splits asks for autocast, which meta knows not
-            place = torch.device("cpu") if meta else device
-            hollow(module, place)(takes.zeros(place))
-
-    return y, seen if _splits(module, forward) else seen.in_one()
+    if device.type == "meta":
+        return _looked_at(plan, module, takes, flow, device)
+    with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
+        return _looked_at(plan, hollow(module, device), takes, flow, device)
 
 
 def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
     differentiable = takes.spec.dtype.is_floating_point or takes.spec.dtype.is_complex
     x = takes.zeros(device).requires_grad_(differentiable and flow)
     with torch.enable_grad():
-        y, traits = observe(plan.name, module, x.clone(), module)
+        y, traits, made = observe(plan.name, module, x)
         if not isinstance(y, Tensor):
             text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
             raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
@@ -245,28 +211,7 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
             text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
             raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
     passes = reaches(y, x) if x.requires_grad else differentiable
-    return Laid.of(y), _Seen(traits, y.requires_grad, passes)
-
-
-def _splits(module: nn.Module, forward: Callable[[], object]) -> bool:
-    """Whether `forward`, which runs the module, does so also where layers inside of it split their backward.
-
-    They may be called in other ways than by a plain forward: torch.vmap, arguments by name.
-    """
-
-    def runs() -> bool:
-        try:
-            with using(Slot()), torch.enable_grad():
-                forward()
-        except FAILURES:
-            return False
-        return True
-
-    patches = split_backward(module)
-    fine = not patches or runs()
-    for patch in patches:
-        del patch.module.forward
-    return fine or not runs()
+    return Laid.of(y), _Seen(traits, y.requires_grad, passes, made)
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:

@@ -32,12 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from zbc.ir import Kind, Message, Op
 from zbc.ops import At
 from zbc.runtime.clock import Clock
+from zbc.runtime.private import TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.state import Worker
 from zbc.training.data.prefetch import Prefetched
 from zbc.training.recording.pace import Pace, left
@@ -263,7 +262,7 @@ class Scale:
             ledger.move(self._posted[route.message])
         if op.kind is Kind.F and route is not None:
             result = worker.outputs.get(route.key) if route.local is None else worker.handed.get(route.local)
-            if result is not None and _shared(result):
+            if result is not None and shares_memory(result):
                 self._kept |= ledger.numbers([result])
         for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
             ledger.move(ledger.numbers(store.values()) - self._kept)
@@ -305,12 +304,6 @@ class _Begins:
     def start(self) -> float:
         self.began = time.perf_counter_ns()
         return self.inner.start()
-
-
-def _shared(tensor: Tensor) -> bool:
-    """Whether anything but this tensor refers to its storage; Python's handle of the storage is one reference more."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses > 2
 
 
 def _id(tensor: Tensor) -> int:
