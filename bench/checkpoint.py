@@ -80,14 +80,14 @@ def run_rank(rank: int, folder: Path, rounds: int, sender: Connection) -> None:
     import torch.distributed as dist
 
     from zbc.job.spec import Checkpoint
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
     from zbc.training.checkpoint.saving import Checkpoints
     from zbc.training.launch.board import Board
 
     torch.set_num_threads(1)
     meet, limit = f"file://{folder}/meet", timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS, timeout=limit)
-    mine = ours.build(Plan.read(folder / "plan"), rank, limit)
+    mine = ours.build(StoredPlan.read(folder / "plan"), rank, limit)
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
     kinds = {BESIDE: Checkpoint(every=1, keep=2), BETWEEN: Checkpoint(every=1, keep=2, asynchronous=False)}
     savers = {

@@ -103,9 +103,9 @@ def runtimes(kind: str, rank: int, folder: Path, limit: timedelta) -> dict[str, 
     import ours
     import peer
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
-    plan = Plan.read(folder)
+    plan = StoredPlan.read(folder)
     result: dict[str, Runtime] = {OURS: ours.build(plan, rank, limit)}
     for name in CASES[kind][1]:
         result[name] = peer.build(name, plan, rank, folder)

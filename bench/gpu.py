@@ -26,7 +26,7 @@ from record import Record
 from torch import Tensor
 
 from zbc.ir import Kind, Program
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.training.launch.threads import run_threads
@@ -96,7 +96,7 @@ class Case:
         self.device = device
         settings = {**SIZES[device.type], "dtype": "float32", "activations": "keep", "sync": "before-step", **options}
         plan = planned(JOB.format(**settings))
-        self.plan = Plan(plan.manifest, halved(plan.program)) if apart else plan
+        self.plan = StoredPlan(plan.manifest, halved(plan.program)) if apart else plan
         self.times: dict[str, list[float]] = defaultdict(list)  # kind -> ms of each op
         self._lock = threading.Lock()
 
@@ -188,14 +188,14 @@ def wait_all(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def planned(job: str) -> Plan:
+def planned(job: str) -> StoredPlan:
     from zbc.compiler.compile import compile_job, load_job
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(job)
         compiled = compile_job(load_job(path))
-    return Plan(compiled.assemble()[0], compiled.program)
+    return StoredPlan(compiled.assemble()[0], compiled.program)
 
 
 def main() -> None:

@@ -100,9 +100,9 @@ def once(folder: Path, number: int, steps: int) -> Loop:
 
 def orders(plan: Path) -> tuple[Any, ...]:
     """The layers of every stage, and the ops of every rank."""
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
-    read = Plan.read(plan)
+    read = StoredPlan.read(plan)
     return read.manifest.layers, read.program.ranks
 
 
@@ -127,14 +127,14 @@ def run_rank(rank: int, folder: Path, plans: list[str], steps: int, sender: Conn
     import torch.distributed as dist
     from fidelity import timed
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
     torch.set_num_threads(1)
     sleeping.calibrate()
     limit = timedelta(seconds=60)
     meeting = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=limit)
-    runs: list[Any] = [ours.build(Plan.read(folder / name), rank, limit) for name in plans]
+    runs: list[Any] = [ours.build(StoredPlan.read(folder / name), rank, limit) for name in plans]
     rows = [tuple(1e3 * timed(run, step) for run in runs) for step in range(WARM_UP + steps)]
     if rank == 0:
         sender.send(rows[WARM_UP:])

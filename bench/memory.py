@@ -25,7 +25,7 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.ir import Kind
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import Step, StepResult, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
@@ -113,7 +113,7 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
         path.write_text(JOB.format(**options))
         compiled = compile_job(load_job(path))
         compiled.write(Path(name) / "plan")
-        plan = Plan.read(Path(name) / "plan")
+        plan = StoredPlan.read(Path(name) / "plan")
     watches: dict[int, Watched] = {}
 
     def watched(worker: Worker) -> Step:

@@ -61,11 +61,11 @@ class Run:
     def __init__(self, folder: Path, rank: int, ms: float, limit: timedelta) -> None:
         import torch
 
-        from zbc.plan.directory import Plan, RankPlan
+        from zbc.plan.directory import RankPlan, StoredPlan
         from zbc.runtime.network import Network
         from zbc.training.worker import build_worker
 
-        plan, cpu = Plan.read(folder), torch.device("cpu")
+        plan, cpu = StoredPlan.read(folder), torch.device("cpu")
         network = Network(plan.manifest, cpu, limit)
         transport = Slow(network, ms) if ms else network
         self._worker = build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), transport, cpu)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.runtime.small_plans import make_plan, make_program, reference
 from zbc.compiler.schedules import SCHEDULES
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.launch.threads import run_threads
 
 MODEL = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
@@ -31,7 +31,7 @@ OPTIMIZER = {"lr": 3e-4, "clip_grad_norm": 1.0}
 RANKS, MICROBATCHES, SIZE = 2, 8, 1
 
 
-def plan_of(schedule: str, ranks: int, copies: int, **changes: Any) -> Plan:
+def plan_of(schedule: str, ranks: int, copies: int, **changes: Any) -> StoredPlan:
     """A plan for MICROBATCHES a step, over all copies."""
     tied, zero1 = changes.get("tied", False), changes.get("zero1", False)
     how = {"copies": copies, "sharded": zero1, "tied": tied and ranks > 1}

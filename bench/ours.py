@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from zbc.plan.directory import Plan, RankPlan
+from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.progress import StepResult
@@ -29,7 +29,7 @@ class Ours:
         """Nothing is left behind."""
 
 
-def build(plan: Plan, rank: int, limit: timedelta) -> Ours:
+def build(plan: StoredPlan, rank: int, limit: timedelta) -> Ours:
     cpu = torch.device("cpu")
     network = Network(plan.manifest, cpu, limit)
     return Ours(build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), network, cpu))

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 from zbc.ir import Program
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.slot import Slot, using
 from zbc.training.models import model
 from zbc.training.worker import Settings
@@ -89,7 +89,7 @@ class Peer:
             module.zero_grad()
 
 
-def build(name: str, plan: Plan, rank: int, folder: Path) -> Peer:
+def build(name: str, plan: StoredPlan, rank: int, folder: Path) -> Peer:
     """The schedule `name` of torch's, or its general runtime with our order, on one rank; `folder` is for its files."""
     program = plan.program
     placement, m = program.placement, program.microbatches

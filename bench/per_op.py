@@ -97,9 +97,9 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
     import ours
     import torch_runtime
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
-    plan = Plan.read(folder)
+    plan = StoredPlan.read(folder)
     ops = plan.program.ranks[rank]
     runtime = ours.build(plan, rank, PATIENCE)
     peer = torch_runtime.build(plan, rank, folder, recompute=False)
@@ -155,7 +155,7 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
 
     own = RankPlan(rank, plan.program.ranks[rank], plan.manifest)
     worker = build_worker(own, cast("Transport", Present(rank)), torch.device("cpu"))
-    worker.act.script = [entry for entry in worker.script if entry[1].kind.computes or entry[1].kind.is_transfer]
+    worker.phase_run.script = [entry for entry in worker.script if entry[1].kind.computes or entry[1].kind.is_transfer]
 
     def run(step: int) -> float:
         worker.step = step

@@ -98,7 +98,7 @@ BUGS = (
     Bug(
         "all copies read the data of the first",
         "zbc/runtime/handlers.py",
-        "number, takes = act.first + key.mb, stage.takes",
+        "number, takes = run.first + key.mb, stage.takes",
         "number, takes = key.mb, stage.takes",
         (RUNTIME + "test_copies.py",),
     ),

@@ -128,10 +128,10 @@ def contestants(kind: str, rank: int, folder: Path) -> dict[str, Callable[[int],
     import ours
     import peer
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
     limit = timedelta(seconds=60)
-    plans = {name: Plan.read(folder / f"{kind}-{sync}") for name, sync in SYNCS.items()}
+    plans = {name: StoredPlan.read(folder / f"{kind}-{sync}") for name, sync in SYNCS.items()}
     mine = {name: ours.build(plan, rank, limit) for name, plan in plans.items()}
     torch_name = CASES[kind][1]
     other = peer.build(torch_name, plans[BARRIER], rank, folder / f"{kind}-before-step")

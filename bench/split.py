@@ -19,7 +19,7 @@ from gpu import JOB, halved, planned
 from record import Record
 
 from zbc.ir import Kind
-from zbc.plan.directory import Plan, RankPlan
+from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
@@ -31,7 +31,7 @@ STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "
 class Timed:
     """A worker of one rank that notes how long ops of `kinds` take in each step."""
 
-    def __init__(self, plan: Plan, kinds: tuple[Kind, ...] = (Kind.B, Kind.W, Kind.BW)) -> None:
+    def __init__(self, plan: StoredPlan, kinds: tuple[Kind, ...] = (Kind.B, Kind.W, Kind.BW)) -> None:
         self.kinds = kinds
         ops = plan.program.ranks[0]
         self.worker = build_worker(RankPlan(0, ops, plan.manifest), Hub(1).end(0), torch.device("cpu"))
@@ -74,7 +74,7 @@ def _split(record: Record, steps: int) -> None:
     for dtype in ("float32", "bfloat16"):
         for activations in ("keep", "recompute"):
             plan = planned(_job(dtype, activations))
-            sides = Timed(plan), Timed(Plan(plan.manifest, halved(plan.program)))
+            sides = Timed(plan), Timed(StoredPlan(plan.manifest, halved(plan.program)))
             record(f"{dtype:9} {activations:10} {_compared(sides, steps)}")
 
 
@@ -86,7 +86,10 @@ def _compile(record: Record, steps: int) -> None:
         for dtype in ("float32", "bfloat16"):
             job = _job(dtype, "keep").replace("[model]", f'[model]\nfamily = "{family}"')
             plans = [planned(text) for text in (job, job.replace("[model]", "[model]\ncompile = true"))]
-            for name, pair in (("BW", plans), ("B + W", [Plan(one.manifest, halved(one.program)) for one in plans])):
+            for name, pair in (
+                ("BW", plans),
+                ("B + W", [StoredPlan(one.manifest, halved(one.program)) for one in plans]),
+            ):
                 compared = _compared((Timed(pair[0], kinds), Timed(pair[1], kinds)), steps)
                 record(f"{family:7} {dtype:9} {name:6} {compared}")
 

@@ -92,9 +92,9 @@ def runtimes(case: dict[str, Any], rank: int, folder: Path) -> dict[str, Callabl
     import ours
     import torch_runtime
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
-    plan = Plan.read(folder)
+    plan = StoredPlan.read(folder)
     mine = ours.build(plan, rank, PATIENCE)
     theirs = torch_runtime.build(plan, rank, folder, recompute=case["activations"] == "recompute")
     return {"zbc": lambda step: mine.step(step) and None, "torch": theirs}

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils.checkpoint import checkpoint
 
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.optimizer import torch_optimizer
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
@@ -33,7 +33,7 @@ class Checkpointed(nn.Module):
         return y
 
 
-def build(plan: Plan, rank: int, folder: Path, *, recompute: bool) -> Callable[[int], None]:
+def build(plan: StoredPlan, rank: int, folder: Path, *, recompute: bool) -> Callable[[int], None]:
     """A function that trains one step on this rank; behind it the norm of all gradients, clipping, the optimizer."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed

@@ -85,13 +85,13 @@ def alone(folder: Path, steps: int) -> tuple[int, dict[str, float]]:
     """Ops of a step of one rank whose layers compute nothing, and us of its thread per op."""
     import torch
 
-    from zbc.plan.directory import Plan, RankPlan
+    from zbc.plan.directory import RankPlan, StoredPlan
     from zbc.runtime.hub import Hub
     from zbc.training.worker import build_worker
 
     torch.set_num_threads(1)
     write_plan(NOTHING.format(kind="1f1b", m=32).replace("pp = 2", "pp = 1"), folder / "alone")
-    plan = Plan.read(folder / "alone")
+    plan = StoredPlan.read(folder / "alone")
     worker = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(1).end(0), torch.device("cpu"))
     runs, spent = contestants(worker, folder), {name: list[float]() for name in HOW}
     for step in range(20 + steps):
@@ -112,13 +112,13 @@ def run_rank(rank: int, folder: Path, cases: list[str], steps: int, sender: Conn
     import torch
     import torch.distributed as dist
 
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
     for case in cases:
-        plan = Plan.read(folder / str(list(CASES).index(case)))
+        plan = StoredPlan.read(folder / str(list(CASES).index(case)))
         found = take_turns(contestants(ours.build(plan, rank, limit).worker, folder), steps)
         if rank == 0:
             sender.send((len(plan.program.ranks[rank]), found))

@@ -27,7 +27,7 @@ from zbc.api import Plan  # noqa: E402
 from zbc.commands.drawing import card_text  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
-from zbc.compiler.schedules import SCHEDULES, Request, Schedule  # noqa: E402
+from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
 from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
@@ -172,13 +172,13 @@ def schedules() -> None:
     )
 
 
-def example(card: Schedule) -> Drawn:
+def example(card: ScheduleCard) -> Drawn:
     """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
     shown = Lowering().lower(Context.of(card.make(Request(*CARD, card.default_chunks))))
     return Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
 
 
-def page(card: Schedule, one: Drawn) -> str:
+def page(card: ScheduleCard, one: Drawn) -> str:
     """A page in CommonMark."""
     timeline = one.strip.steps[0]
     numbers = [

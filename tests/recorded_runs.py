@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zbc.compiler.compile import Compiled
 from zbc.ir import Kind, Op
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 
@@ -52,7 +52,7 @@ def record(
 ) -> trace.Trace:
     """The trace of a plan, or of a phase of its ramp, in this world."""
     compiled.write(folder / "plan")
-    plan = Plan.read(folder / "plan" / phase)
+    plan = StoredPlan.read(folder / "plan" / phase)
     run = folder / "run"
     trace.start(run, folder / "plan")
     count, now = plan.manifest.topology.world, 10**12
@@ -79,7 +79,7 @@ def record(
     return trace.read(run, phase)
 
 
-def _step(plan: Plan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:
+def _step(plan: StoredPlan, ranks: list[_Rank], world: World, step: int, begin: int) -> list[Timing]:
     topology, placement = plan.manifest.topology, plan.program.placement
     sent: dict[tuple[int, object], int] = {}
     begins = [begin + round(world.late(r) * MS) for r in range(len(ranks))]
@@ -126,7 +126,7 @@ def _finish(ranks: list[_Rank], world: World, step: int, begins: list[int]) -> l
     return timings
 
 
-def _needed(plan: Plan, op: Op) -> object | None:
+def _needed(plan: StoredPlan, op: Op) -> object | None:
     """The message an op waits for, None if there is none."""
     if op.kind is Kind.W:
         return None

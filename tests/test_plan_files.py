@@ -14,7 +14,7 @@ from zbc.commands.checking import check_plan
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.plan import directory as plans
-from zbc.plan.directory import Boundary, Plan
+from zbc.plan.directory import Boundary, StoredPlan
 from zbc.plan.manifest import sha
 
 
@@ -47,7 +47,7 @@ def rewrite_manifest(folder, **changes):
 
 def code_of(folder):
     with pytest.raises(ZbcError) as caught:
-        Plan.read(folder)
+        StoredPlan.read(folder)
     return caught.value.code
 
 
@@ -55,7 +55,7 @@ def code_of(folder):
 def test_a_program_reads_back_equal(tmp_path, name):
     program = lower(make(name, 3 * SCHEDULES[name].ranks_in, 5))
     plans.write(tmp_path / "plan", *assembled(program))
-    assert Plan.read(tmp_path / "plan").program == program
+    assert StoredPlan.read(tmp_path / "plan").program == program
 
 
 def test_bytes_are_deterministic_and_one_op_stands_on_a_line(tmp_path, folder):
@@ -97,7 +97,7 @@ def test_an_edited_manifest_is_noticed(folder):
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     with pytest.raises(ZbcError, match=name) as caught:
-        Plan.read(folder)
+        StoredPlan.read(folder)
     assert caught.value.code == "E401"
 
 
@@ -121,7 +121,7 @@ def test_a_plan_that_is_as_another_version_wrote_it_is_not_called_edited(folder,
     sha = hashlib.sha256(json.dumps(other, sort_keys=True).encode()).hexdigest()
     (folder / "plan.json").write_text(json.dumps({**other, "sha256": sha}))
     with pytest.raises(ZbcError, match="made by another version of zbc") as caught:
-        Plan.read(folder)
+        StoredPlan.read(folder)
     assert caught.value.code == "E403" and all(name in caught.value.message for name in (*missing, *added))
     with pytest.raises(ZbcError, match="made by another version of zbc"):
         check_plan(folder)
@@ -148,7 +148,7 @@ def test_a_manifest_that_contradicts_itself_is_damaged(folder, changes):
 def test_op_kinds_of_a_newer_zbc_are_refused_by_name(folder):
     rewrite_manifest(folder, capabilities=["F", "TELEPORT"])
     with pytest.raises(ZbcError, match="TELEPORT") as caught:
-        Plan.read(folder)
+        StoredPlan.read(folder)
     assert caught.value.code == "E406"
 
 
@@ -183,7 +183,7 @@ def test_a_rank_file_that_makes_no_sense_is_damaged_even_with_the_right_hash(fol
 def test_a_new_plan_replaces_an_old_one_whole(folder):
     plans.write(folder, *assembled(lower(make("1f1b", 2, 4))))
     assert sorted(os.listdir(folder)) == ["plan.json", "rank-0000.json", "rank-0001.json"]
-    assert Plan.read(folder).manifest.schedule == "1f1b"
+    assert StoredPlan.read(folder).manifest.schedule == "1f1b"
     assert os.listdir(folder.parent) == ["plan"]
 
 
@@ -220,7 +220,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_plan_and_nothing_else(folder
 def test_groups_read_back_equal(tmp_path):
     program = lower(SCHEDULES["dualpipe-v"].make(Request(3, 7, 2, overlap=True)))
     plans.write(tmp_path / "plan", *assembled(program))
-    assert Plan.read(tmp_path / "plan").program == program
+    assert StoredPlan.read(tmp_path / "plan").program == program
     assert '"OVERLAP"' in (tmp_path / "plan" / "rank-0001.json").read_text()
 
 

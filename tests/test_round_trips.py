@@ -49,7 +49,7 @@ def test_programs_survive_plan_files(data):
     )
     with tempfile.TemporaryDirectory() as name:
         plans.write(Path(name) / "plan", manifest, files)
-        read = plans.Plan.read(Path(name) / "plan")
+        read = plans.StoredPlan.read(Path(name) / "plan")
     assert read.program == program
     assert read.manifest.model_copy(update={"sha256": ""}) == manifest.model_copy(update={"sha256": ""})
 

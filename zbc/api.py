@@ -70,7 +70,7 @@ class Plan:
     @classmethod
     def read(cls, folder: str | Path) -> Plan:
         """A plan directory, verified. Raises E401 to E406."""
-        read = plans.Plan.read(Path(folder))
+        read = plans.StoredPlan.read(Path(folder))
         ramp = tuple(cls.read(Path(folder, part.folder)) for part in read.manifest.ramp)
         return cls(str(folder), read.program, manifest=read.manifest, ramp=ramp)
 

@@ -20,7 +20,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.recall import timeline_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Op
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 
 REPORT_KEYS = [
     "format",
@@ -65,7 +65,7 @@ def is_report(document):
 def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
     ran = zbc("plan", job(kind="zb-v"))
     assert (ran.code, ran.err) == (0, "")
-    plan = Plan.read(Path("plan"))
+    plan = StoredPlan.read(Path("plan"))
     predicted = plan.manifest.predicted
     assert ran.out.startswith("zb-v: 4 ranks, 8 stages, 8 microbatches, ")
     assert f"{predicted['bubble_rate_makespan']:.1%} of it" in ran.out
@@ -115,7 +115,7 @@ def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
     document = zbc("plan", "zbc.toml", "--json", "-o", "other").json()
     is_report(document)
     assert document["plan"] == "other"
-    assert document["plan_id"] == Plan.read(Path("other")).manifest.id
+    assert document["plan_id"] == StoredPlan.read(Path("other")).manifest.id
 
 
 def test_a_cuda_job_is_run_under_torchrun(zbc, job):
@@ -137,7 +137,7 @@ def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
 
 def test_set_and_schedule_win_over_the_file(zbc, job):
     zbc("plan", job(), "--schedule", "Schedule1F1B", "--set", "schedule.microbatches=5", "-q")
-    manifest = Plan.read(Path("plan")).manifest
+    manifest = StoredPlan.read(Path("plan")).manifest
     assert (manifest.schedule, manifest.microbatches) == ("1f1b", 5)
 
 
@@ -150,7 +150,7 @@ def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
     (folder / "my_order.py").write_text(PLUGIN)
     (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
     assert zbc("plan", "zbc.toml", "-q").code == 0
-    assert Plan.read(Path("plan")).manifest.schedule == "my_order:make"
+    assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
 def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
@@ -166,11 +166,11 @@ def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
     (folder / "my_order.py").write_text(PLUGIN)
     zbc("export", job(kind="zb-h1"), "--to", "torch-csv", "-o", "order.csv")
     zbc("plan", "zbc.toml", "--schedule", "my_order:make", "-q")
-    assert Plan.read(Path("plan")).manifest.schedule == "my_order:make"
+    assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
     made = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1,my_order:make,order.csv", "--json").json()
     steps = {entry["schedule"]: entry["makespan_ms"] for entry in made["schedules"]}
     assert set(steps) == {"1f1b", "zb-h1", "my_order:make", "order.csv"}
-    assert steps["my_order:make"] == Plan.read(Path("plan")).manifest.predicted["makespan_ms"]
+    assert steps["my_order:make"] == StoredPlan.read(Path("plan")).manifest.predicted["makespan_ms"]
     everything = zbc("compare", "zbc.toml", "--schedules", "all,my_order:make", "--json").json()["schedules"]
     assert {"zb-v", "my_order:make"} <= {entry["schedule"] for entry in everything}
 
@@ -242,7 +242,7 @@ def test_dump_ir_writes_the_program_after_the_schedule_and_after_each_pass(zbc, 
     assert names[1:] == ["01-insert-comm.txt", "02-fuse-backward.txt", "03-reduce-grads.txt", "04-optimizer-step.txt"]
     last = Path("ir", names[-1]).read_text().split("\n")
     assert last[0] == "rank 0"
-    plan = Plan.read(Path("plan"))
+    plan = StoredPlan.read(Path("plan"))
     first_rank = [Op.parse(line.strip()) for line in last[1 : last.index("rank 1")]]
     assert tuple(first_rank) == plan.program.ranks[0]
     assert not any("SEND" in line for line in Path("ir", names[0]).read_text().split("\n"))
@@ -446,7 +446,7 @@ def test_a_plan_is_drawn_from_its_directory_as_from_its_job(name, zbc, job):
 )
 def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job):
     assert zbc("plan", job(kind="zb-v", **changes), "-q").code == 0
-    plan = Plan.read(Path("plan"))
+    plan = StoredPlan.read(Path("plan"))
     timeline, _ = timeline_of(plan)
     predicted = plan.manifest.predicted
     assert timeline.makespan == pytest.approx(predicted["makespan_ms"], abs=1e-8)

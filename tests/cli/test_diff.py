@@ -10,7 +10,7 @@ import pytest
 from tests.jobs import toml_text
 from zbc.compiler.compile import compile_job, load_job
 from zbc.ir import Kind, Op
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_numbers_of_both_plans_and_their_change_are_there(zbc, plans):
     assert document["same_placement"] is False
     changed = document["ranks"][0]
     assert changed["only_second"] > 0
-    order = [op for op in Plan.read(Path("zb-v")).program.ranks[0] if op.kind.computes]
+    order = [op for op in StoredPlan.read(Path("zb-v")).program.ranks[0] if op.kind.computes]
     step = order.index(Op(Kind.F, 7, 0))
     assert {"op": "F s7 m0", "first_step": None, "second_step": step} in changed["changes"]
     assert "placement  4 stages -> 8" in zbc("diff", "1f1b", "zb-v").out

@@ -41,7 +41,7 @@ def test_every_plan_in_it_is_a_plan_and_is_checked(ramped, zbc, folder):
     assert sorted(path.name for path in (folder / "plan").iterdir() if path.is_dir()) == ["m1", "m3"]
     assert "all 9 of plan are as they were written" in zbc("check", "plan").out
     assert zbc("check", "plan/m3").code == 0 and "3 microbatches" in zbc("visualize", "plan/m3").out
-    whole = plans.Plan.read(folder / "plan")
+    whole = plans.StoredPlan.read(folder / "plan")
     assert [start.manifest.microbatches for start in whole.ramp] == [1, 3]
     for start in whole.ramp:
         assert timeline_of(start)[0].makespan == pytest.approx(start.manifest.predicted["makespan_ms"])

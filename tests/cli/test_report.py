@@ -11,7 +11,7 @@ import pytest
 from tests.compiler.test_recorded import GIVEN, as_predicted, compiled, slowed
 from tests.recorded_runs import record
 from tests.tiers import few
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
     assert [one["rank"] for one in found["slow_ranks"]] == [2] and found["replan"]["changed"]
     for command in found["replan_command"].split(" && "):
         assert zbc(*shlex.split(command)[1:]).code == 0
-    anew = Plan.read(folder / "plan-measured").ramp[0].manifest
+    anew = StoredPlan.read(folder / "plan-measured").ramp[0].manifest
     assert anew.predicted["barrier_ms"] == pytest.approx(found["replan"]["planned_ms"], rel=1e-5)
     assert [*map(list, anew.layers)] == found["replan"]["cut"] != [*map(list, plan.layers)]
     latest = zbc("report", "run")

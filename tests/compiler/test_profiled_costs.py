@@ -20,7 +20,7 @@ from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op, Placement
 from zbc.job.profile import Host
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 
 LINEAR = Placement.linear(4)
 EVEN = {"partition": {"layers_per_stage": [2, 2, 2, 2]}}
@@ -136,7 +136,7 @@ def test_a_plan_holds_its_profile_and_its_id_covers_it_but_not_its_place(tmp_pat
     described = replace(job(), profile=profile_of(job()))
     compiled = compile_job(described)
     compiled.write(tmp_path / "plan")
-    plan = Plan.read(tmp_path / "plan")
+    plan = StoredPlan.read(tmp_path / "plan")
     assert recall.costs_of(plan.manifest) == compiled.costs
     assert "profile.json" not in json.dumps(plan.manifest.planning)
     faster = profile_of(job(), layers={**described.profile.layers, "head": layer(0.5, 0.5, 0.4)})

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from zbc.ir import Kind
-from zbc.plan.directory import Plan, RankPlan
+from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.state import Worker
@@ -18,16 +18,16 @@ from zbc.training.worker import build_worker
 CPU = torch.device("cpu")
 
 
-def open_network(plan: Plan) -> Network:
+def open_network(plan: StoredPlan) -> Network:
     return Network(plan.manifest, CPU, timedelta(seconds=30))
 
 
-def open_worker(rank: int, plan: Plan) -> Worker:
+def open_worker(rank: int, plan: StoredPlan) -> Worker:
     part = plan.manifest.topology.of(rank).pp
     return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), open_network(plan), CPU)
 
 
-def train(rank: int, plan: Plan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
+def train(rank: int, plan: StoredPlan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
     """Losses, norms, and the gradients (plans without STEP leave them) and weights of this rank, packed."""
     worker = open_worker(rank, plan)
     found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]
@@ -54,7 +54,7 @@ def without_step(op) -> bool:
     return op.kind is not Kind.STEP
 
 
-def digests(rank: int, plan: Plan, steps: int) -> tuple[list[dict[int, str]], list[float]]:
+def digests(rank: int, plan: StoredPlan, steps: int) -> tuple[list[dict[int, str]], list[float]]:
     """After each step, a digest of the bits of every stage this rank holds; and the gradient norms."""
     worker = open_worker(rank, plan)
     found, norms = [], []

@@ -15,7 +15,7 @@ from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.launch.threads import run_threads
 
 TWO = {"pp": 2, "dp": 2}
@@ -119,7 +119,7 @@ def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path
         tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "tie_embeddings": True}
     )
     lines = run_here(plan, 4, tmp_path / "out", save_hf=tmp_path / "hf")
-    expected = reference(Plan.read(plan), 3)
+    expected = reference(StoredPlan.read(plan), 3)
     found = metrics(tmp_path / "out")
     assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)
     assert [row["grad_norm"] for row in found] == pytest.approx(expected.norms, rel=1e-5)
@@ -171,7 +171,7 @@ def test_a_batch_grows_while_four_processes_train(tmp_path):
     )
     lines = run_here(folder, 4, tmp_path / "run")
     assert "1, then 2, then 3 microbatches of 2" in lines[0]
-    expected, found = reference(Plan.read(folder), 5), metrics(tmp_path / "run")
+    expected, found = reference(StoredPlan.read(folder), 5), metrics(tmp_path / "run")
     assert [row["samples"] for row in found] == [4, 12, 20, 32, 44]
     assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)
     assert [row["grad_norm"] for row in found] == pytest.approx(expected.norms, rel=1e-5)

@@ -30,7 +30,7 @@ from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.checkpoint import folder as disk
 from zbc.training.launch import local
 from zbc.training.launch.board import Board
@@ -62,7 +62,7 @@ def test_a_run_shows_and_writes_the_losses_of_one_process(tmp_path, out):
     plan = write_plan(tmp_path, schedule={"kind": "zb-h1"}, optimizer={"lr": 0.01, "clip_grad_norm": 1.0})
     lines = run_here(plan, 4, out)
     with threads(max(1, cores() // 4)):  # as many as each rank: sums depend on it
-        expected = reference(Plan.read(plan), 3)
+        expected = reference(StoredPlan.read(plan), 3)
     found = metrics(out)
     assert [row["step"] for row in found] == [1, 2, 3]
     assert [row["loss"] for row in found] == expected.losses
@@ -86,7 +86,7 @@ def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
         run_here(plan, 1, None, steps=1)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["plan-1", "plan-2"]
     about = json.loads((tmp_path / "runs/plan-2/run.json").read_text())
-    manifest = Plan.read(plan).manifest
+    manifest = StoredPlan.read(plan).manifest
     assert about["plan"] == manifest.id and about["schedule"] == "1f1b" and about["steps"] == 1
     assert about["predicted"] == manifest.predicted and about["training"] == manifest.training
     assert len(metrics(tmp_path / "runs/plan-2")) == 1
@@ -355,7 +355,7 @@ def test_a_plan_that_the_check_calls_a_deadlock_hangs_where_it_says(tmp_path, ou
     tables = {"parallel": {"pp": 2}, "schedule": {"microbatches": 2}, "train": {"watchdog_s": 1.0}}
     plan = write_program(tmp_path, ranks, **tables)
     with pytest.raises(ZbcError) as proof:
-        check_all(Plan.read(plan).program)
+        check_all(StoredPlan.read(plan).program)
     assert proof.value.code == "E201"
     error = fails(plan, 2, out)
     assert error.code == "E701" and error.message == "run: no progress for 1 s at step 1"

@@ -15,8 +15,8 @@ import pytest
 from tests.processes.plans import compiled, metrics, run_here, write_plan
 from tests.test_linefile import no_file_beyond
 from zbc.errors import ZbcError
-from zbc.plan.course import Course
 from zbc.plan.directory import read_manifest
+from zbc.plan.phases import Phases
 from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.training.launch import launch, torchrun
 from zbc.training.metrics.live import LiveLine
@@ -42,8 +42,8 @@ def result(step=0, **changes):
 def open_log(tmp_path):
     def open_log(steps=12, out=tmp_path / "run", go_on=None, first=0, **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
-        course = Course.of(read_manifest(plan))
-        settings = RunSettings(plan, steps, "cpu", ["here:1"] * 4, course, first=first)
+        phases = Phases.of(read_manifest(plan))
+        settings = RunSettings(plan, steps, "cpu", ["here:1"] * 4, phases, first=first)
         return RunRecord(read_manifest(plan), settings, out, go_on=go_on)
 
     return open_log
@@ -85,7 +85,7 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
     planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
-    with RunRecord(manifest, RunSettings(tmp_path, 1, "cpu", [], Course.of(manifest)), tmp_path / "run") as log:
+    with RunRecord(manifest, RunSettings(tmp_path, 1, "cpu", [], Phases.of(manifest)), tmp_path / "run") as log:
         line = log.record(result())
     assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
     assert "80 samples/s" in line

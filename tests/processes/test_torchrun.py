@@ -156,7 +156,7 @@ def test_the_rank_that_hosts_the_store_stays_until_all_others_have_said_their_la
     connect = connector("127.0.0.1", store.port, "zbc")
 
     def place(rank):
-        return torchrun.Place(rank, 3, rank, 3, True, "127.0.0.1", store.port, rank == 0, "zbc", None)
+        return torchrun.Launched(rank, 3, rank, 3, True, "127.0.0.1", store.port, rank == 0, "zbc", None)
 
     def host():
         torchrun.part(place(0), connect, 60.0)
@@ -182,10 +182,10 @@ def test_a_rank_that_failed_because_another_did_ends_with_the_exit_code_of_that_
     def leave(code):
         raise SystemExit(code)
 
-    seat = train.Seat(0, 2, torch.device("cpu"), lambda: store, print, pytest.fail, leave)
+    context = train.RankContext(0, 2, torch.device("cpu"), lambda: store, print, pytest.fail, leave)
     watchdog = SimpleNamespace(stand_down=lambda: None, await_report=lambda: reported)
     with pytest.raises(SystemExit) as left:
-        train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), seat, watchdog)
+        train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), context, watchdog)
     assert left.value.code == code
 
 

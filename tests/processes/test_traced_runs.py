@@ -11,7 +11,7 @@ import pytest
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
 from zbc.errors import ZbcError
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace
 from zbc.training.recording.measure import CATEGORIES
 
@@ -29,7 +29,7 @@ def test_a_run_records_the_steps_it_is_asked_to(tmp_path):
     plan, out = write_plan(tmp_path, parallel={"pp": 2}, **SLEEPERS), tmp_path / "run"
     run_here(plan, 2, out, steps=5, trace=frozenset({1, 3}))
     found = trace.read(out)
-    assert found.steps == (2, 4) and found.plan == Plan.read(plan) and found.uncertainty_ns == 0
+    assert found.steps == (2, 4) and found.plan == StoredPlan.read(plan) and found.uncertainty_ns == 0
     for rank, one in enumerate(found.ranks):
         assert int(one.head.process.rpartition(":")[2]) == processes(out)[rank]
         assert len(one.clocks) == 2 and one.memory is not None and one.memory.step == 5
@@ -49,7 +49,7 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
     plan, out = write_plan(tmp_path, parallel={"pp": 2}, schedule=schedule, train={"steps": 8}), tmp_path / "run"
     run_here(plan, 2, out, trace=frozenset({1, 2, 3, 5, 6}))
     assert trace.phases(out) == ["m1", "m2", ""]
-    whole = Plan.read(plan)
+    whole = StoredPlan.read(plan)
     expected = {"m1": (whole.ramp[0], (2, 3), None), "m2": (whole.ramp[1], (4,), None), "": (whole, (6, 7), 8)}
     for phase, (its, steps, weighed) in expected.items():
         found = trace.read(out, phase)

@@ -14,7 +14,7 @@ import pytest
 from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.launch.reach import Interface, bind_towards, interfaces, towards
 
 HERE = Machine("127.0.0.1", "lo")
@@ -74,9 +74,9 @@ def trains(plan, out, places, commands):
         said = [process.communicate(timeout=80) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     hosts = [name.rpartition(":")[0] for name in json.loads((out / "run.json").read_text())["processes"]]
-    assert len(hosts) == Plan.read(plan).manifest.topology.world
+    assert len(hosts) == StoredPlan.read(plan).manifest.topology.world
     with threads(1):
-        expected = reference(Plan.read(plan), 3).losses
+        expected = reference(StoredPlan.read(plan), 3).losses
     assert [row["loss"] for row in metrics(out)] == pytest.approx(expected, abs=1e-6)
 
 

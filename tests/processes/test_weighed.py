@@ -15,7 +15,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.job.profile import LinkProfile
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.training.profiling.rig import build_rig
 from zbc.training.profiling.weigh import weigh
@@ -61,6 +61,6 @@ def most_buffers(rank, plan):
 def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, pool, tmp_path):
     compiled = compile_job(replace(sleeping(kind=kind, pp=p, m=m), profile=profile))
     compiled.write(tmp_path / "plan")
-    measured = (pair if p == 2 else pool).run(most_buffers, Plan.read(tmp_path / "plan"))
+    measured = (pair if p == 2 else pool).run(most_buffers, StoredPlan.read(tmp_path / "plan"))
     for predicted, steps in zip(peaks(compiled.program, compiled.costs), measured, strict=True):
         assert predicted.buffers == pytest.approx(statistics.median(steps), rel=0.1)

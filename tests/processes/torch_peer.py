@@ -8,13 +8,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from tests.processes.gloo_ranks import pack
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
 from zbc.training.worker import Settings
 
 
-def train(rank: int, plan: Plan, path: str, form: str = "compute_only") -> tuple[list[float], bytes]:
+def train(rank: int, plan: StoredPlan, path: str, form: str = "compute_only") -> tuple[list[float], bytes]:
     """One step: the losses of all microbatches (on the rank that has them) and the gradients, packed."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed

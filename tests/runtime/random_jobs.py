@@ -21,7 +21,7 @@ from tests.runtime import random_models
 from tests.runtime.small_plans import make_plan, make_program, ramped
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.folder import folder_of
@@ -118,8 +118,8 @@ def random_way(rng: random.Random, job: Job) -> Way:
         )
 
 
-def plan_of(job: Job, way: Way, **options: Any) -> Plan:
-    def one(microbatches: int) -> Plan:
+def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
+    def one(microbatches: int) -> StoredPlan:
         made = make_program(
             way.schedule,
             way.p,

@@ -15,8 +15,8 @@ from zbc.compiler.check import check_all
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
 from zbc.job import spec
-from zbc.plan.course import Course
-from zbc.plan.directory import Boundary, Plan, RampPlan, RankPlan, assemble
+from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assemble
+from zbc.plan.phases import Phases
 from zbc.runtime.hub import Hub
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
@@ -57,7 +57,7 @@ def make_plan(
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
     cuts: Sequence[int] | None = None,
-) -> Plan:
+) -> StoredPlan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says."""
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None)
@@ -81,25 +81,25 @@ def make_plan(
             **({} if checkpoint is None else {"checkpoint": checkpoint}),
         },
     )
-    return Plan(manifest, program)
+    return StoredPlan(manifest, program)
 
 
-def ramped(plan: Plan, *starts: tuple[Plan, int]) -> Plan:
+def ramped(plan: StoredPlan, *starts: tuple[StoredPlan, int]) -> StoredPlan:
     """`plan` of a training that begins with others, each for so many steps."""
     parts = [
         RampPlan(folder=f"m{one.manifest.microbatches}", microbatches=one.manifest.microbatches, steps=steps, sha256="")
         for one, steps in starts
     ]
-    return Plan(plan.manifest.model_copy(update={"ramp": parts}), plan.program, tuple(one for one, _ in starts))
+    return StoredPlan(plan.manifest.model_copy(update={"ramp": parts}), plan.program, tuple(one for one, _ in starts))
 
 
-def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) -> Plan:
+def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) -> StoredPlan:
     """A plan from op texts, one string per rank with commas between ops."""
     ops = tuple(tuple(Op.parse(text.strip()) for text in rank.split(",")) for rank in ranks)
     return make_plan(Program(placement, m, ops, ("test",)), **options)
 
 
-def make_worker(plan: Plan, rank: int = 0, hub: Hub | None = None) -> Worker:
+def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Worker:
     hub = hub or Hub(plan.manifest.topology.world)
     ramp = [RankPlan(rank, one.program.ranks[rank], one.manifest) for one in plan.ramp]
     return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU, ramp)
@@ -115,12 +115,12 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
-def reference(plan: Plan, steps: int = 1) -> Reference:
+def reference(plan: StoredPlan, steps: int = 1) -> Reference:
     """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
-    samples, course = build_samples(settings.data, settings.model, seed), Course.of(manifest)
-    batches = Batches(samples, seed=seed, microbatches=most, size=size, course=course)
+    samples, phases = build_samples(settings.data, settings.model, seed), Phases.of(manifest)
+    batches = Batches(samples, seed=seed, microbatches=most, size=size, phases=phases)
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
     if settings.model.tie_embeddings:
         layers[-1][1].logits.weight = layers[0][1].tokens.weight
@@ -134,7 +134,7 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
     low = settings.model.dtype == "bfloat16"
     result = Reference([], [], {}, {})
     for step in range(steps):
-        losses, m = [], course.samples(step) // size
+        losses, m = [], phases.samples(step) // size
         for mb in range(m):
             x, target = batches.inputs(step, mb), batches.targets(step, mb)
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
@@ -150,7 +150,7 @@ def reference(plan: Plan, steps: int = 1) -> Reference:
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
         for group in [] if optimizer is None else optimizer.param_groups:
-            group["lr"] = course.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
+            group["lr"] = phases.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
         _step(
             optimizer, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)]
         )

@@ -19,7 +19,7 @@ from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
@@ -44,7 +44,7 @@ def verdicts(steps: int, first: str) -> list[str]:
 
 def plan_for(
     schedule: str, p: int, sync: str, optimizer: str, m: int = MICROBATCHES, copies: int = 1, **model: Any
-) -> Plan:
+) -> StoredPlan:
     found = find(schedule)
     order = replace(found.make(Request(p=p, m=m, v=found.default_chunks)), dp=copies)
     costs = Costs.uniform(order.placement).with_ms(hop=(0.8,))  # so that the verdict comes late in the warm-up
@@ -64,7 +64,7 @@ def plan_for(
 class Watched:
     """A run whose gradients are spoiled as told, and what weights and state were once each step was final."""
 
-    def __init__(self, plan: Plan, what: list[str]) -> None:
+    def __init__(self, plan: StoredPlan, what: list[str]) -> None:
         self.what = what
         self.after: list[dict[str, torch.Tensor]] = [{} for _ in what]
         self.workers = run_threads(plan, len(what), setup=self.watch)
@@ -119,7 +119,7 @@ def synchronous(optimizer: str, low: bool, steps: int, first: str, m: int = MICR
     return Watched(plan, verdicts(steps, first))
 
 
-def again(plan: Plan) -> int:
+def again(plan: StoredPlan) -> int:
     """How many forwards run again when a step does not stand."""
     return sum(op.kind is Kind.F for ops in plan.program.ranks for op in ops[: ops.index(Op(Kind.REDO, 0))])
 

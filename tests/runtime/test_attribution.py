@@ -14,7 +14,7 @@ from tests.jobs import toml_value
 from tests.runtime.test_tracing import traced
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recorded import report
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 
 MS = 4.0
 JOB = """
@@ -47,7 +47,7 @@ def reported(tmp_path, ms, odd=None, change=lambda worker: None):
     args = {"ms": ms, **({} if odd is None else {"odd": odd})}
     (tmp_path / "job.toml").write_text(JOB.replace("{args}", toml_value(args)))
     compile_job(load_job(tmp_path / "job.toml")).write(tmp_path / "source")
-    found = traced(tmp_path, Plan.read(tmp_path / "source"), {1, 2, 3}, 5, change)[1]
+    found = traced(tmp_path, StoredPlan.read(tmp_path / "source"), {1, 2, 3}, 5, change)[1]
     return report.build(found, again=False)
 
 

@@ -19,7 +19,7 @@ from tests.runtime.test_gradients import VECTORS, check_gradients, user, without
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.slot import Slot
 from zbc.training.evaluate import evaluate
@@ -58,7 +58,7 @@ def compiled_layers(workers):
     return [layer.name for layer in layers if layer.compiled is not None]
 
 
-def apart(plan: Plan) -> bool:
+def apart(plan: StoredPlan) -> bool:
     return any(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
 
 

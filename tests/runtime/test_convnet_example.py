@@ -9,7 +9,7 @@ import torch
 
 from plans.convnet import Quadrants, layers
 from zbc.compiler.compile import compile_job, load_job
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.launch.threads import run_threads
 
 JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"
@@ -19,7 +19,7 @@ JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"
 def test_the_example_learns_to_find_the_bright_quarter(tmp_path, monkeypatch):
     monkeypatch.chdir(JOB.parents[1])
     compile_job(load_job(JOB)).write(tmp_path / "plan")
-    workers = run_threads(Plan.read(tmp_path / "plan"), 20)
+    workers = run_threads(StoredPlan.read(tmp_path / "plan"), 20)
     losses = [result.loss for result in workers[0].results]
     assert len(workers) == 4 and losses[0] > 1.0 and sum(losses[-5:]) / 5 < 0.4
 

@@ -14,7 +14,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.training.launch.threads import run_threads
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
@@ -25,7 +25,7 @@ def both(tmp_path, **changes):
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
     compiled.write(tmp_path / "plan")
     scales = []
-    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
     return list(zip(peaks(compiled.program, compiled.costs), (scale.held for scale in scales), strict=True))
 
 
@@ -70,7 +70,7 @@ def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, 
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
     compiled.write(tmp_path / "plan")
-    plan, scales = Plan.read(tmp_path / "plan"), {}
+    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
     run_threads(plan, 3, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         held = [scales[one] for one in plan.manifest.topology.ranks([rank])]
@@ -102,7 +102,7 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
     changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
     compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": True}, **changes))
     compiled.write(tmp_path / "plan")
-    plan, scales = Plan.read(tmp_path / "plan"), {}
+    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
     run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
     pipes = len(compiled.program.placement.pipes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
@@ -126,7 +126,7 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
     compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": zero1, "sync": sync}, **changes))
     compiled.write(tmp_path / "plan")
     scales = []
-    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
 
     def most(kind):
         """Beside weights and the optimizer's own; least of the copies, since a sum is made on the last one's thread."""
@@ -161,7 +161,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     )
     compiled.write(tmp_path / "plan")
     scales = []
-    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
     readings = [one for one in scales[1].readings if one.op.kind.computes]
     for op_kind in {one.op.kind for one in readings}:
         most = max(one.extra for one in readings if one.op.kind is op_kind)
@@ -175,7 +175,7 @@ def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_
     compiled = compile_job(job(data={"kind": "synthetic"}, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2}))
     compiled.write(tmp_path / "plan")
     scales = []
-    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
     found = {one.op: one for scale in scales for one in scale.readings if one.op.kind.computes}
     kinds = {op.kind for op in found}
     assert kinds == {Kind.F, Kind.BW} if kind == "1f1b" else kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
@@ -217,7 +217,7 @@ def test_the_peak_of_an_op_counts_its_result_once(tmp_path):
     compiled = compile_job(job(data={"kind": "synthetic"}, kind="zb-h1", pp=2, m=3, layers=2))
     compiled.write(tmp_path / "plan")
     scales = []
-    run_threads(Plan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
     for one in (one for scale in scales for one in scale.readings if one.op.kind is Kind.F):
         held = one.held
         after = held.weights + held.gradients + held.masters + held.optimizer + held.activations

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.training.launch.threads import run_threads
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
@@ -88,7 +88,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> Plan:
+def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
     """A plan for the model of `folder`, with its weights."""
     model = hfconfig.model_of(hfconfig.read_config(folder), "config.json")
     section = {**model.model_dump(mode="json"), "tie_embeddings": False, **changes}

@@ -22,7 +22,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.profile import Profile, spread
-from zbc.plan.directory import Plan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.launch.threads import run_threads
@@ -299,7 +299,7 @@ def weigh_ranks(folder):
 
 def scales_of(folder):
     scales = {}
-    run_threads(Plan.read(folder), 2, setup=lambda worker: scales.update({worker.plan.rank: Scale(worker)}))
+    run_threads(StoredPlan.read(folder), 2, setup=lambda worker: scales.update({worker.plan.rank: Scale(worker)}))
     return [scales[rank] for rank in sorted(scales)]
 
 

@@ -11,7 +11,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, 
 from tests.runtime.test_gradients import VECTORS, user
 from tests.tiers import few
 from zbc.job.learning_rate import RateSchedule
-from zbc.plan.course import Course, Leg
+from zbc.plan.phases import Phases, PhaseStart
 from zbc.training.checkpoint.folder import folder_of
 from zbc.training.data.data import Batches, RandomTokens
 from zbc.training.launch.threads import run_threads
@@ -114,7 +114,7 @@ def test_no_sample_is_read_twice_and_none_is_left_out():
     def few(worker):
         if worker.batches is not None:
             samples = Few(61, 16, seed=7, count=21)
-            worker.batches = Batches(samples, seed=7, microbatches=8, size=2, course=worker.course)
+            worker.batches = Batches(samples, seed=7, microbatches=8, size=2, phases=worker.phases)
 
     run_threads(plan, STEPS, setup=few)
     assert len(seen) == 2 * 2 * (1 + 1 + 3 + 4 + 4)
@@ -124,21 +124,21 @@ def test_no_sample_is_read_twice_and_none_is_left_out():
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), st.integers(0, 40))
 def test_a_course_is_the_sum_of_its_steps(parts, step):
-    course = Course.made(parts)
-    assert course.position(step) == sum(course.samples(before) for before in range(step))
-    assert course.position(step + 1) - course.position(step) == course.samples(step)
-    later = course.resumed(step, 1000)
-    taken = course.samples(step) + course.samples(step + 1)
+    phases = Phases.made(parts)
+    assert phases.position(step) == sum(phases.samples(before) for before in range(step))
+    assert phases.position(step + 1) - phases.position(step) == phases.samples(step)
+    later = phases.resumed(step, 1000)
+    taken = phases.samples(step) + phases.samples(step + 1)
     assert later.position(step) == 1000 and later.position(step + 2) == 1000 + taken
-    assert later.resumed(step, course.position(step)) == course
+    assert later.resumed(step, phases.position(step)) == phases
 
 
 def test_a_rate_by_samples_counts_what_was_read():
-    course = Course((Leg(0, 0, 2), Leg(4, 8, 4)))
+    phases = Phases((PhaseStart(0, 0, 2), PhaseStart(4, 8, 4)))
     falling = RateSchedule(kind="linear", by="samples", warmup_steps=1)
-    rates = [course.rate(8.0, falling, 8, step) for step in range(8)]
+    rates = [phases.rate(8.0, falling, 8, step) for step in range(8)]
     assert rates == pytest.approx([4.0, 8.0, 7.2, 6.4, 4.8, 3.2, 1.6, 0.0])
-    assert [course.full(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
+    assert [phases.full(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, s
     whole = run_threads(growing("1f1b", **how), STEPS, folder=tmp_path)
     rest = run_threads(growing("zb-v", p=3, **how), STEPS, folder=tmp_path / "rest", resume=folder_of(tmp_path, after))
     assert [r.loss for r in rest[0].results] == [r.loss for r in whole[0].results][after:]
-    assert rest[0].course.position(STEPS) == whole[0].course.position(STEPS) == 2 * 13
+    assert rest[0].phases.position(STEPS) == whole[0].phases.position(STEPS) == 2 * 13
     before, now = parameters(whole), parameters(rest)
     assert all(torch.equal(before[name], now[name]) for name in before)
 
@@ -167,7 +167,7 @@ def test_a_plan_with_other_batches_goes_on_behind_the_last_sample_that_was_read(
     def watch(worker):
         if worker.batches is not None:
             samples = Watched(61, 16, seed=7, count=40)
-            worker.batches = Batches(samples, seed=7, microbatches=4, size=2, course=worker.course)
+            worker.batches = Batches(samples, seed=7, microbatches=4, size=2, phases=worker.phases)
 
     run_threads(growing("1f1b", checkpoint={"every": 3, "keep": 9}), 3, folder=tmp_path, setup=watch)
     plain = make_plan(make_program("1f1b", 2, 2), optimizer=FAST, steps=STEPS)

@@ -104,8 +104,8 @@ class Watch:
             self.tell(one, "finish", "reads", op.kind.row.writes[0])
         for optimizer in worker.optimizers.values():
             self.tell(optimizer, "drop", "writes", Ref("clean"))
-        for act in worker.acts:
-            act.script[:] = [(self.watched(handler), op, text) for handler, op, text in act.script]
+        for run in worker.phase_runs:
+            run.script[:] = [(self.watched(handler), op, text) for handler, op, text in run.script]
 
     def tell(self, one, name, what, ref):
         inner = getattr(one, name)

@@ -12,7 +12,7 @@ from zbc.commands.summary import ranges
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
     from zbc.training.probing.checkup import Checkup, Compared
 
 _SHOWN = 8  # parameters of an error
@@ -24,11 +24,11 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     Raises E510 if it is not the same, E704 if it is not finite.
     """
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.plan.directory import Plan
+    from zbc.plan.directory import StoredPlan
 
     compiled = compile_job(load_job(path, overrides), budget=0.0)
     manifest, _ = compiled.assemble()
-    plan = Plan(manifest, compiled.program)
+    plan = StoredPlan(manifest, compiled.program)
     from zbc.training.probing.checkup import check_up  # torch takes a second; a job that cannot be planned needs none
 
     found = check_up(plan)
@@ -42,7 +42,7 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     _report(compiled.schedule, plan, found)
 
 
-def _report(schedule: str, plan: Plan, found: Checkup) -> None:
+def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
     manifest = plan.manifest
     layers = sum(map(len, manifest.layers))
     show(labelled("model", f"{layers} layers, {len(found.parameters)} parameters"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from zbc.compiler.schedules import Schedule
+    from zbc.compiler.schedules import ScheduleCard
     from zbc.viz.strip import Drawn
     from zbc.viz.terminal import View
 
@@ -211,7 +211,7 @@ _UNITS = (
 )
 
 
-def _list(cards: Sequence[Schedule], auto: str) -> Iterator[RenderableType]:
+def _list(cards: Sequence[ScheduleCard], auto: str) -> Iterator[RenderableType]:
     """All schedules, with the columns for which there is room."""
     rows = [("name", "placement", "chunks", "makespan", "span", "memory", "B, W")]
     for card in cards:
@@ -234,17 +234,17 @@ def _list(cards: Sequence[Schedule], auto: str) -> Iterator[RenderableType]:
         yield f"No room for: {', '.join(left_out)}."
 
 
-def _chunks(card: Schedule) -> str:
+def _chunks(card: ScheduleCard) -> str:
     low, high = card.chunks
     return f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"
 
 
-def card_text(card: Schedule, width: int) -> str:
+def card_text(card: ScheduleCard, width: int) -> str:
     """The card as plain text."""
     return "\n".join(part if isinstance(part, str) else part.plain for part in card_parts(card, width))
 
 
-def card_parts(card: Schedule, width: int) -> Iterator[str | Text]:
+def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     """What is known of one schedule, and its picture, made by the tool itself."""
     from zbc.compiler.lowering import Lowering
     from zbc.compiler.schedules import Request

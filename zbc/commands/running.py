@@ -53,9 +53,9 @@ def run(
         hint = f"first: {first}   then: zbc run plan"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)
     if local is not None:  # all ranks are here: look at every file before any process starts
-        from zbc.plan.directory import Plan
+        from zbc.plan.directory import StoredPlan
 
-        Plan.read(folder)
+        StoredPlan.read(folder)
     from zbc.training.launch import launch
 
     launch.run(

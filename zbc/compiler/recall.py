@@ -22,7 +22,7 @@ from zbc.errors import ZbcError
 from zbc.job import profile as profiles
 from zbc.job import toml
 from zbc.job.spec import SECTIONS, Job
-from zbc.plan.directory import MANIFEST, Manifest, Plan, read_manifest
+from zbc.plan.directory import MANIFEST, Manifest, StoredPlan, read_manifest
 
 
 def job_of(manifest: Manifest) -> Job:
@@ -104,7 +104,7 @@ def link_gbps(job: Job) -> float:
     return Machine.of(job).near.speed / 1e6
 
 
-def timeline_of(plan: Plan) -> tuple[Timeline, Costs]:
+def timeline_of(plan: StoredPlan) -> tuple[Timeline, Costs]:
     """When each op of a plan runs, as predicted when it was made."""
     costs = costs_of(plan.manifest)
     return simulate(plan.program, costs), costs

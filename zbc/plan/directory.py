@@ -42,15 +42,15 @@ from zbc.plan.reading import read_rank as read_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StoredPlan:
     """A whole plan directory in memory; `ramp` are the plans that a training begins with."""
 
     manifest: Manifest
     program: Program
-    ramp: tuple[Plan, ...] = ()
+    ramp: tuple[StoredPlan, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> StoredPlan:
         """Read and verify a plan directory. Raises E401 to E406."""
         manifest = read_manifest(folder)
         ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))

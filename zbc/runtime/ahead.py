@@ -40,7 +40,7 @@ def tentative(worker: Worker, op: Op) -> None:
     """
     worker.finish_sums()
     masters = masters_of(worker, op)
-    set_rate(masters, worker.rate(worker.course, worker.step))
+    set_rate(masters, worker.rate(worker.phases, worker.step))
     masters.tentative()
 
 

@@ -69,11 +69,11 @@ def run_step(
 
 def _enter(worker: Worker, step: int) -> StepResult | None:
     """Turn to what runs this step. Where that changes the step before becomes final; its result if that was to do."""
-    act = worker.act_of(step)
-    if act is worker.act:
+    run = worker.run_of(step)
+    if run is worker.phase_run:
         return None
     before = finish(worker)
-    worker.act = act
+    worker.phase_run = run
     return before
 
 

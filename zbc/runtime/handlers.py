@@ -31,15 +31,15 @@ NOT_HANDED = "F {}: the stage before has not handed over its output"
 def forward(worker: Worker, op: Op) -> None:
     """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
     key, stage, message, _, local, first, last = worker.routes[op]
-    kept, act, step = worker.kept, worker.act, worker.step
+    kept, run, step = worker.kept, worker.phase_run, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    number, takes = act.first + key.mb, stage.takes
+    number, takes = run.first + key.mb, stage.takes
     if message is None:
         x = _data(worker, number) if first else take(worker.handed, key, NOT_HANDED)
     finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
-    slot = Slot() if stage.casts_weights or key in act.halves else None
+    slot = Slot() if stage.casts_weights or key in run.halves else None
     if message is not None:  # last, so that what comes is used at once
         x = stage.arrived(worker.wait(message))
     if x.dtype is not takes.dtype or x.shape != takes.shape:
@@ -52,7 +52,7 @@ def forward(worker: Worker, op: Op) -> None:
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         worker.losses[key.mb] = y.item() if y.is_cpu else y.detach().clone()
-        kept[key] = x, tape, act.share(y), slot
+        kept[key] = x, tape, run.share(y), slot
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y.detach()
@@ -208,7 +208,7 @@ def validate(worker: Worker, op: Op) -> None:
     worker.finish_sums()
     layout, device = worker.layout, worker.device
     busy, peak = worker.clock.read(), peak_bytes(device)
-    first = worker.act.first
+    first = worker.phase_run.first
     losses = {first + mb: loss for mb, loss in worker.losses.items()}
     vector = layout.vector(
         worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
@@ -224,7 +224,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     if not verdict.skipped:
-        set_rate(optimizer, worker.rate(worker.course, worker.step))
+        set_rate(optimizer, worker.rate(worker.phases, worker.step))
         optimizer.step(verdict.clip(worker.clip))
     optimizer.drop()
 

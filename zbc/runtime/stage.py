@@ -34,7 +34,7 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Layer:
+class StageLayer:
     """A layer of a stage, and what the runtime knows of its forward."""
 
     name: str
@@ -64,7 +64,7 @@ class Stage:
     """
 
     index: int
-    layers: tuple[Layer, ...]
+    layers: tuple[StageLayer, ...]
     takes: TensorSpec
     gives: TensorSpec | None
     seed: int
@@ -130,7 +130,7 @@ class Stage:
         return finish(x)
 
     @functools.cached_property
-    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], Layer | None], ...]:
+    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
         """The forward of each layer, and the layer where more is to be done."""
         return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
 
@@ -194,7 +194,7 @@ class Stage:
                 x = run(index, input_of(index, x, first)).detach()
         return x, Inputs(inputs, run, again, first)
 
-    def _run(self, layer: Layer, x: Tensor, step: int, mb: int) -> Tensor:
+    def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
         if layer.plain:
             return layer.call(x)
         if layer.traits.overwrites:
@@ -223,7 +223,7 @@ class Stage:
         raise mismatch(f"output of stage {self.index}", y, gives)
 
 
-def _name(error: BaseException, layer: Layer, x: Tensor) -> None:
+def _name(error: BaseException, layer: StageLayer, x: Tensor) -> None:
     """Say which layer raised, and for what; an error of zbc's own says so itself."""
     if not isinstance(error, ZbcError):
         error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")

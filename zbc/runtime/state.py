@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES, Scope
-from zbc.plan.course import Course
 from zbc.plan.directory import RankPlan
+from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.optimizer import StageOptimizer
@@ -72,7 +72,7 @@ class BatchSource(Protocol):
 
     @property
     def count(self) -> int: ...  # samples
-    def follow(self, course: Course) -> None: ...
+    def follow(self, phases: Phases) -> None: ...
     def inputs(self, step: int, mb: int) -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
     def close(self) -> None: ...
@@ -95,8 +95,8 @@ class Evaluation:
 
 
 @dataclass
-class Act:
-    """What a rank runs in one leg of its course."""
+class PhaseRun:
+    """What a rank runs in one phase of the training."""
 
     plan: RankPlan
     layout: VectorLayout
@@ -134,8 +134,8 @@ class Route(NamedTuple):
 class Worker:
     """One rank at work. The only mutable object of the runtime; after a step every store is empty."""
 
-    acts: list[Act]  # by leg of the course
-    course: Course
+    phase_runs: list[PhaseRun]  # by phase
+    phases: Phases
     transport: Transport
     device: torch.device
     stages: dict[int, Stage]
@@ -143,7 +143,7 @@ class Worker:
     loss: Loss
     optimizers: dict[int, StageOptimizer]
     clip: float | None
-    rate: Callable[[Course, int], float]  # the learning rate of a step
+    rate: Callable[[Phases, int], float]  # the learning rate of a step
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
     tied: str | None = None  # the name of the weight that the first and the last stage share
 
@@ -166,7 +166,7 @@ class Worker:
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
     def __post_init__(self) -> None:
-        self.act = self.acts[0]
+        self.phase_run = self.phase_runs[0]
         manifest = self.plan.manifest
         self.placement = manifest.to_placement()
         self.everyone = tuple(range(manifest.topology.world))
@@ -176,35 +176,35 @@ class Worker:
         self.clock = clock_for(self.device)
         self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
-        for act in self.acts:
-            act.first = self.replica * act.plan.manifest.microbatches
-            self.prepare(act.plan.ops)
+        for run in self.phase_runs:
+            run.first = self.replica * run.plan.manifest.microbatches
+            self.prepare(run.plan.ops)
 
     @property
     def plan(self) -> RankPlan:
-        return self.act.plan
+        return self.phase_run.plan
 
     @property
     def layout(self) -> VectorLayout:
-        return self.act.layout
+        return self.phase_run.layout
 
     @property
     def script(self) -> Script:
-        return self.act.script
+        return self.phase_run.script
 
     @property
     def ahead(self) -> Ahead | None:
-        return self.act.ahead
+        return self.phase_run.ahead
 
-    def act_of(self, step: int) -> Act:
+    def run_of(self, step: int) -> PhaseRun:
         """What runs a step."""
-        return self.acts[self.course.leg(step)]
+        return self.phase_runs[self.phases.index(step)]
 
     def resume(self, step: int, position: int) -> None:
         """Go on with a training whose steps before `step` took `position` samples."""
-        self.course = self.course.resumed(step, position)
+        self.phases = self.phases.resumed(step, position)
         if self.batches is not None:
-            self.batches.follow(self.course)
+            self.batches.follow(self.phases)
 
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
@@ -238,7 +238,7 @@ class Worker:
 
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
-        return self.act.first + mb
+        return self.phase_run.first + mb
 
     def counted(self) -> list[StageOptimizer]:
         """The stages whose gradients this rank answers for in the norm of all.

@@ -248,7 +248,7 @@ class Trace:
     """A recorded run, or a phase of it: the plan, and per rank of the run what it did."""
 
     folder: Path  # the run directory
-    plan: plans.Plan
+    plan: plans.StoredPlan
     ranks: tuple[RankTrace, ...]
     phase: str = ""  # the folder of its plan, where that is one that the training began with
     whole: plans.Manifest | None = None  # the plan with that folder in it, if so
@@ -306,7 +306,7 @@ def read(run: Path, phase: str | None = None) -> Trace:
     if phase not in recorded:
         raise _unrecorded(run, phase, recorded)
     folder = run / FOLDER / phase
-    plan = plans.Plan.read(run / FOLDER / PLAN / phase)
+    plan = plans.StoredPlan.read(run / FOLDER / PLAN / phase)
     topology = plan.manifest.topology
     world = topology.world
     missing = [rank for rank in range(world) if not (folder / rank_file(rank)).is_file()]

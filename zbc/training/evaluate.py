@@ -41,7 +41,7 @@ def build_evaluation(
     """
     if not train.eval_every:
         return None
-    manifest = worker.acts[-1].plan.manifest
+    manifest = worker.phase_runs[-1].plan.manifest
     per_step, size, kept = manifest.topology.batch, manifest.microbatch_size, samples()
     batches, count = None, 0
     if kept is not None:

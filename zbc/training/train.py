@@ -75,7 +75,7 @@ class StopFlag:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """A rank's place in the run, made by what started its process."""
 
     rank: int
@@ -93,10 +93,10 @@ class Seat:
         return Board(self.connect(), self.rank, self.ranks)
 
 
-def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
+def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | None:
     """Train; returns why the run was stopped before its last step, None if it was not.
 
-    What goes wrong ends the process through `seat`, never with an exception.
+    What goes wrong ends the process through `context`, never with an exception.
     """
     watchdog: Watchdog | None = None
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
@@ -104,67 +104,67 @@ def run_rank(folder: Path, seat: Seat, options: RunOptions) -> str | None:
     try:
         manifest = read_manifest(folder)
         watchdog = Watchdog(
-            seat.board,
-            rank=seat.rank,
-            ranks=seat.ranks,
+            context.board,
+            rank=context.rank,
+            ranks=context.ranks,
             name=manifest.topology.name,
             limit=float(manifest.training["train"]["watchdog_s"]),
-            hung=seat.report,
-            orphaned=seat.leave,
+            hung=context.report,
+            orphaned=context.leave,
         )
         watchdog.start()
-        return _run(folder, manifest, seat, watchdog, options)
+        return _run(folder, manifest, context, watchdog, options)
     except FAILURES as error:
-        _give_up(error, seat, watchdog)
+        _give_up(error, context, watchdog)
     finally:
         if watchdog is not None:
             watchdog.stop()
 
 
-def _run(folder: Path, manifest: Manifest, seat: Seat, watchdog: Watchdog, options: RunOptions) -> str | None:
+def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watchdog, options: RunOptions) -> str | None:
     steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
-    board = seat.board()
+    board = context.board()
     watchdog.phase("waiting for all ranks to start", waiting=True)
     board.agree(identity(manifest, steps, options.trace), limit, manifest.topology.name)
     processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
-    plan = read_rank(folder, manifest.topology.of(seat.rank).pp, manifest)
+    plan = read_rank(folder, manifest.topology.of(context.rank).pp, manifest)
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
-    backend = "nccl" if seat.device.type == "cuda" else "gloo"
-    if seat.doorstep is not None:
-        check_reach(board, seat.doorstep, limit, manifest.topology.name)
-    store = prefixed("groups", seat.connect())
+    backend = "nccl" if context.device.type == "cuda" else "gloo"
+    if context.doorstep is not None:
+        check_reach(board, context.doorstep, limit, manifest.topology.name)
+    store = prefixed("groups", context.connect())
     try:
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.ranks, timeout=limit)
     except RuntimeError as error:
-        raise unconnected(manifest.topology.name(seat.rank), error) from error
-    network = Network(manifest, seat.device, limit)
+        raise unconnected(manifest.topology.name(context.rank), error) from error
+    network = Network(manifest, context.device, limit)
     watchdog.phase("building its stages")
-    worker = build_worker(plan, network, seat.device, ramp, tell=watchdog.phase)
+    worker = build_worker(plan, network, context.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
-    seat.stop.training = True
+    context.stop.training = True
     who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
     with resume.begun(board, options, manifest, folder, who) as start:
-        first = _load(worker, board, seat, start, watchdog)
+        first = _load(worker, board, context, start, watchdog)
         resumed = None if start.checkpoint is None else str(start.checkpoint)
-        course, launch = worker.course, options.launch
-        settings = RunSettings(folder, steps, seat.device.type, processes, course, launch, first, resumed)
-        with RunRecord(manifest, settings, options.out, go_on=start.run) if seat.rank == 0 else nullcontext() as log:
+        phases, launch = worker.phases, options.launch
+        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed)
+        with RunRecord(manifest, settings, options.out, go_on=start.run) if context.rank == 0 else nullcontext() as log:
             tracer = None
             if options.trace:
                 watchdog.phase("opening its trace", waiting=True)
                 run = None if log is None else log.folder
                 tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
-            checkpoints = _checkpoints(worker, board, seat, log, limit, first)
+            checkpoints = _checkpoints(worker, board, context, log, limit, first)
             watchdog.watch(worker.progress)
             with nullcontext() if tracer is None else _recorded(tracer):
-                stopped = _train(worker, board, seat, range(first, steps), log, tracer, checkpoints, limit)
+                stopped = _train(worker, board, context, range(first, steps), log, tracer, checkpoints, limit)
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
-        _save(worker, board, seat, options.save_hf, limit)
+        _save(worker, board, context, options.save_hf, limit)
     watchdog.phase("ending")
     board.meet("ended", limit)
     watchdog.nearly_done()
@@ -184,17 +184,17 @@ def _recorded(tracer: Tracers) -> Iterator[None]:
         raise
 
 
-def _load(worker: Worker, board: Board, seat: Seat, start: resume.Start, watchdog: Watchdog) -> int:
+def _load(worker: Worker, board: Board, context: RankContext, start: resume.Start, watchdog: Watchdog) -> int:
     """Load the checkpoint to go on from, if there is one: the steps it has."""
     if start.checkpoint is None:
         return 0
     # As long as something is read this is no stand-still, however long it takes.
     alive = functools.partial(watchdog.phase, "loading the checkpoint")
-    return load(worker, board, start.checkpoint, alive=alive, tell=seat.emit)
+    return load(worker, board, start.checkpoint, alive=alive, tell=context.emit)
 
 
 def _checkpoints(
-    worker: Worker, board: Board, seat: Seat, log: RunRecord | None, limit: timedelta, first: int
+    worker: Worker, board: Board, context: RankContext, log: RunRecord | None, limit: timedelta, first: int
 ) -> Checkpoints:
     """This rank's part in the checkpoints of the run, which begins with step `first`."""
     manifest = worker.plan.manifest
@@ -204,13 +204,13 @@ def _checkpoints(
     run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
     folder = resume.save_folder(manifest, run)
     try_out(board, folder)
-    return Checkpoints(worker, seat.board(), options, folder, str(run), seat.emit, first)
+    return Checkpoints(worker, context.board(), options, folder, str(run), context.emit, first)
 
 
 def _train(
     worker: Worker,
     board: Board,
-    seat: Seat,
+    context: RankContext,
     steps: range,
     log: RunRecord | None,
     tracer: Tracers | None,
@@ -218,14 +218,14 @@ def _train(
     limit: timedelta,
 ) -> str | None:
     if log is not None:
-        seat.emit(log.headline())
+        context.emit(log.headline())
         if not steps:
-            seat.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
+            context.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step
     told, skips = False, Skips(worker.plan.manifest)
 
     def show(result: StepResult | None) -> None:
-        _show(result, seat, log)
+        _show(result, context, log)
         try:
             skips.look(result)
         except ZbcError:
@@ -239,21 +239,21 @@ def _train(
 
     def asked() -> bool:
         nonlocal told
-        if seat.stop.reason is not None and not told:
-            board.ask_stop(seat.stop.reason)
+        if context.stop.reason is not None and not told:
+            board.ask_stop(context.stop.reason)
             told = True
         return told
 
     def evaluated(found: EvaluationResult) -> None:
         if log is not None:
-            seat.emit(log.record_evaluation(found))
+            context.emit(log.record_evaluation(found))
 
     stopped = train_steps(worker, steps, checkpoints, run=run, show=show, evaluated=evaluated, asked=asked)
     if stopped is None:
         return None
     reason = board.stop_reason() or "another rank"
     if log is not None:
-        seat.emit(f"stopped after step {stopped} (asked by {reason})")
+        context.emit(f"stopped after step {stopped} (asked by {reason})")
     return reason
 
 
@@ -293,18 +293,18 @@ def train_steps(
     return stopped
 
 
-def _show(result: StepResult | None, seat: Seat, log: RunRecord | None) -> None:
+def _show(result: StepResult | None, context: RankContext, log: RunRecord | None) -> None:
     """Write a step down and on the console, once it is known."""
     if log is None or result is None:
         return
     line = log.record(result)
     if line is not None:
-        seat.emit(line)
-    elif seat.live is not None:
-        seat.live(log.live(result))
+        context.emit(line)
+    elif context.live is not None:
+        context.live(log.live(result))
 
 
-def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedelta) -> None:
+def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
@@ -313,30 +313,30 @@ def _save(worker: Worker, board: Board, seat: Seat, folder: Path, limit: timedel
     said = ""
     if parameters:
         tensors = hfexport.tensors_of(model, parameters)
-        said = hfexport.write_shard(folder, writers.index(seat.rank), len(writers), tensors)
+        said = hfexport.write_shard(folder, writers.index(context.rank), len(writers), tensors)
     shards = board.meet("saved", limit, said)
-    if seat.rank == 0:
+    if context.rank == 0:
         hfexport.write_index(folder, model, shards)
-        seat.emit(f"wrote the weights to {folder}")
+        context.emit(f"wrote the weights to {folder}")
 
 
 # ---- when it fails -------------------------------------------------------------------------------------------
 
 
-def _give_up(error: BaseException, seat: Seat, watchdog: Watchdog | None) -> NoReturn:
+def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | None) -> NoReturn:
     """End the process: the first rank that fails reports why, all others follow in silence."""
     if watchdog is not None:
         watchdog.stand_down()
-    failure = explain(error, seat.rank)
-    claimed = in_time(lambda: seat.board().claim(), 5.0)
+    failure = explain(error, context.rank)
+    claimed = in_time(lambda: context.board().claim(), 5.0)
     if claimed is False:
         reported = None if watchdog is None else watchdog.await_report()
-        seat.leave(failure.exit_code if reported is None else reported)
+        context.leave(failure.exit_code if reported is None else reported)
     if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
         gone = watchdog.await_silence()
         rows, _ = watchdog.rows()
         failure = _with_details(failure, [rows[rank] for rank in gone])
-    seat.report(failure)
+    context.report(failure)
 
 
 def explain(error: BaseException, rank: int) -> Failure:

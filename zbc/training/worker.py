@@ -14,15 +14,15 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
-from zbc.plan.course import Course
 from zbc.plan.directory import Manifest, RankPlan, meeting
+from zbc.plan.phases import Phases
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
-from zbc.runtime.state import Act, Worker
+from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
@@ -100,15 +100,15 @@ def build_worker(
     if lowered is not None and first.dtype.is_floating_point:
         first = first._replace(dtype=lowered)
     shapes = derive(plans, first, manifest, autocast=autocast, lowered=lowered)
-    parts, course = [*ramp, plan], Course.of(manifest)
+    parts, phases = [*ramp, plan], Phases.of(manifest)
     stages = _build_stages(parts, settings, plans, shapes, device)
     worker = Worker(
-        acts=[_act(part, shapes) for part in parts],
-        course=course,
+        phase_runs=[_phase_run(part, shapes) for part in parts],
+        phases=phases,
         transport=transport,
         device=device,
         stages=stages,
-        batches=_batches(settings, parts, course, samples, transport.rank, device)
+        batches=_batches(settings, parts, phases, samples, transport.rank, device)
         if ends and samples is not None
         else None,
         loss=model.loss(settings.model.loss),
@@ -122,21 +122,21 @@ def build_worker(
     worker.sums |= _sums(worker)
     kept, where = functools.partial(_validation, settings, bool(ends)), place(settings.data, settings.model, kept=True)
     worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
-    for act in worker.acts:
-        act.ahead = _ahead(worker, act)
+    for run in worker.phase_runs:
+        run.ahead = _ahead(worker, run)
     return worker
 
 
-def _rate(settings: Settings, course: Course, step: int) -> float:
+def _rate(settings: Settings, phases: Phases, step: int) -> float:
     optimizer = settings.optimizer
-    return course.rate(optimizer.lr, optimizer.schedule, settings.train.steps, step)
+    return phases.rate(optimizer.lr, optimizer.schedule, settings.train.steps, step)
 
 
-def _act(plan: RankPlan, shapes: Shapes) -> Act:
+def _phase_run(plan: RankPlan, shapes: Shapes) -> PhaseRun:
     manifest = plan.manifest
     placement = manifest.to_placement()
     layout = VectorLayout(shapes.parameters, manifest.topology.batch, manifest.topology.world, shapes.sizes)
-    return Act(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
+    return PhaseRun(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
@@ -159,12 +159,12 @@ def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) 
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
-def _ahead(worker: Worker, act: Act) -> Ahead | None:
+def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
     """What REDO runs again, and which messages come to it that nothing before REDO uses; None for plans without it."""
-    kinds = [op.kind for op in act.plan.ops]
+    kinds = [op.kind for op in run.plan.ops]
     if Kind.REDO not in kinds:
         return None
-    again = [entry for entry in act.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
+    again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
     messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
     posted = [message for kind, message in messages if kind.is_recv and message is not None]
     used = {message for kind, message in messages if kind.computes}
@@ -180,7 +180,7 @@ def _tied(manifest: Manifest) -> str | None:
 def _sums(worker: Worker) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums."""
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
-    for op in dict.fromkeys(op for act in worker.acts for op in act.plan.ops if op.kind.sums):
+    for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.TIE:
             copies = {id(p): p for s in worker.stages.values() if (p := s.parameters.get(model.TIED)) is not None}
             found[op] = Bucket(list(copies.values()), meeting(manifest, op))
@@ -203,7 +203,7 @@ def _validation(settings: Settings, needed: bool) -> Samples | None:
 
 
 def _batches(
-    settings: Settings, plans: Sequence[RankPlan], course: Course, samples: Samples, rank: int, device: torch.device
+    settings: Settings, plans: Sequence[RankPlan], phases: Phases, samples: Samples, rank: int, device: torch.device
 ) -> Batches | Prefetched:
     """What the rank reads, in its order; a user's dataset may draw random numbers, so it stays in the rank's thread."""
     manifest = plans[-1].manifest
@@ -212,7 +212,7 @@ def _batches(
         seed=settings.train.seed,
         microbatches=manifest.topology.batch,
         size=manifest.microbatch_size,
-        course=course,
+        phases=phases,
         lowered=LOWERED[settings.model.parameters],
         where=place(settings.data, settings.model),
     )

@@ -22,7 +22,7 @@ from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.local_search import LocalSearch
 from zbc.compiler.partition.setup import Choice, Ordered, Setup
 from zbc.compiler.partition.timing import over_of
-from zbc.compiler.schedules import BUDGET, SCHEDULES, Schedule
+from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.ladder import LARGE
@@ -96,7 +96,7 @@ class Best:
 
 
 def best_of_one(
-    job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None, budget: float | None = None
+    job: Job, table: Sequence[estimate.Layer], schedule: ScheduleCard, chunks: int | None, budget: float | None = None
 ) -> Ordered:
     """The best order of one schedule. Raises E1xx (it cannot be) or E303 (nothing keeps to the limit)."""
     evaluator, best = Evaluator(job, table, schedule, chunks), Best(job)
@@ -275,7 +275,7 @@ def _asked(best: Best, evaluator: Evaluator, budget: float, *, usual: bool) -> N
             _offer(best, setup, seconds, 0.0 if usual else seconds)
 
 
-def _entrants(job: Job) -> Iterator[tuple[Schedule, int | None]]:
+def _entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
     """Every schedule with the chunks worth trying; those by hand last, when most of them can be ruled out."""
     asked = job.schedule.chunks
     for name in SEARCHED:

@@ -15,7 +15,7 @@ from zbc.compiler.partition.initial import initial, is_open, recomputing, times,
 from zbc.compiler.partition.limits import shortage
 from zbc.compiler.partition.setup import Choice, Setup, with_recompute
 from zbc.compiler.partition.timing import FixedOrder, Recipes, Remade, Timing, limited, reduced
-from zbc.compiler.schedules import Schedule
+from zbc.compiler.schedules import ScheduleCard
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import least_of
@@ -43,7 +43,7 @@ class Judged(NamedTuple):
 class Evaluator:
     """One schedule of a job, and what may be chosen for it. Raises E1xx where it cannot be."""
 
-    def __init__(self, job: Job, table: Sequence[estimate.Layer], schedule: Schedule, chunks: int | None) -> None:
+    def __init__(self, job: Job, table: Sequence[estimate.Layer], schedule: ScheduleCard, chunks: int | None) -> None:
         self.job, self.table, self.schedule = job, table, schedule
         schedule.check_ranks(job.parallel.pp)
         self.v = schedule.stages_per_rank(chunks)

@@ -15,7 +15,7 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
 from zbc.compiler.partition.limits import Limit, limit_of
-from zbc.compiler.schedules import Request, Schedule
+from zbc.compiler.schedules import Request, ScheduleCard
 from zbc.compiler.schedules.searched import OWN_LIMIT
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
@@ -85,7 +85,7 @@ class Setup:
     """A schedule with all that its order is made from; `make` may be called for several budgets."""
 
     job: Job
-    schedule: Schedule
+    schedule: ScheduleCard
     placement: Placement
     v: int
     stages: Stages
@@ -95,7 +95,13 @@ class Setup:
 
     @classmethod
     def of(
-        cls, job: Job, table: Sequence[estimate.Layer], schedule: Schedule, placement: Placement, v: int, choice: Choice
+        cls,
+        job: Job,
+        table: Sequence[estimate.Layer],
+        schedule: ScheduleCard,
+        placement: Placement,
+        v: int,
+        choice: Choice,
     ) -> Setup:
         """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
         stages = choice.stages

@@ -8,7 +8,7 @@ from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, interleaved_1f1b
-from zbc.compiler.schedules.request import Generator, Request, Schedule
+from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 
@@ -24,7 +24,7 @@ def _v(p: int, v: int) -> Placement:
 
 
 _ALL = (
-    Schedule(
+    ScheduleCard(
         name="gpipe",
         make=gpipe,
         placement=_linear,
@@ -39,7 +39,7 @@ _ALL = (
         memory="m",
         aliases=("ScheduleGPipe",),
     ),
-    Schedule(
+    ScheduleCard(
         name="1f1b",
         make=one_f_one_b,
         placement=_linear,
@@ -54,7 +54,7 @@ _ALL = (
         memory="p",
         aliases=("Schedule1F1B", "one-f-one-b"),
     ),
-    Schedule(
+    ScheduleCard(
         name="interleaved-1f1b",
         make=interleaved_1f1b,
         placement=Placement.looped,
@@ -71,7 +71,7 @@ _ALL = (
         needs="closed forms hold when p divides m; any m runs; a group below p: less memory, more bubble",
         options=("group",),
     ),
-    Schedule(
+    ScheduleCard(
         name="breadth-first",
         make=breadth_first,
         placement=Placement.looped,
@@ -87,7 +87,7 @@ _ALL = (
         aliases=("ScheduleLoopedBFS", "looped-bfs"),
         needs="closed forms hold from m >= p on; any m runs",
     ),
-    Schedule(
+    ScheduleCard(
         name="zb-h1",
         make=zb_h1,
         placement=_linear,
@@ -102,7 +102,7 @@ _ALL = (
         memory="p",
         aliases=("zbh1",),
     ),
-    Schedule(
+    ScheduleCard(
         name="zb-h2",
         make=zb_h2,
         placement=_linear,
@@ -118,7 +118,7 @@ _ALL = (
         aliases=("zbh2",),
         needs="closed forms hold from m >= 2p-1 on; any m runs",
     ),
-    Schedule(
+    ScheduleCard(
         name="eager-1f1b",
         make=eager_1f1b,
         placement=_linear,
@@ -132,7 +132,7 @@ _ALL = (
         span="3m + 3(p-1)",
         memory="2p-1",
     ),
-    Schedule(
+    ScheduleCard(
         name="zb-v",
         make=searched.zb_v,
         placement=_v,
@@ -149,7 +149,7 @@ _ALL = (
         needs="closed forms hold from m >= 2p on; any m runs; fitted to the job's costs",
         searched=True,
     ),
-    Schedule(
+    ScheduleCard(
         name="zb-auto",
         make=searched.zb_auto,
         placement=_linear,
@@ -166,7 +166,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="v-auto",
         make=searched.v_auto,
         placement=Placement.vshape,
@@ -182,7 +182,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="v-half",
         make=searched.v_half,
         placement=_v,
@@ -198,7 +198,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="v-min",
         make=searched.v_min,
         placement=_v,
@@ -214,7 +214,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="1f1b-v",
         make=searched.one_f_one_b_v,
         placement=Placement.vshape,
@@ -230,7 +230,7 @@ _ALL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="looped-zb",
         make=searched.looped_zb,
         placement=Placement.looped,
@@ -250,15 +250,15 @@ _ALL = (
     *BIDIRECTIONAL,
 )
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+SCHEDULES: dict[str, ScheduleCard] = {schedule.name: schedule for schedule in _ALL}
 LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that say how much memory as well, as `memory_limit` does
 AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
 _ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
 
-__all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "Schedule", "find"]
+__all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "ScheduleCard", "find"]
 
 
-def find(name: str) -> Schedule:
+def find(name: str) -> ScheduleCard:
     """The schedule of that name or alias, in any case. Raises E104 with the nearest name."""
     known = _ALIASES.get(name.lower())
     if known is None:

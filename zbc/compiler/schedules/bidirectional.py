@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.dualpipe import dualpipe, dualpipe_v
-from zbc.compiler.schedules.request import Request, Schedule
+from zbc.compiler.schedules.request import Request, ScheduleCard
 from zbc.compiler.schedules.waves import bitpipe, chimera, hanayo, two_pipes
 from zbc.compiler.search.feasible import check_feasible
 from zbc.compiler.search.pipes import packed
@@ -57,7 +57,7 @@ def _down_and_up(p: int, v: int) -> Placement:
 
 
 BIDIRECTIONAL = (
-    Schedule(
+    ScheduleCard(
         name="chimera",
         make=chimera,
         placement=two_pipes,
@@ -74,7 +74,7 @@ BIDIRECTIONAL = (
         options=("group", "early"),
         fitted=True,
     ),
-    Schedule(
+    ScheduleCard(
         name="bitpipe",
         make=bitpipe,
         placement=two_pipes,
@@ -91,7 +91,7 @@ BIDIRECTIONAL = (
         options=("group", "early"),
         fitted=True,
     ),
-    Schedule(
+    ScheduleCard(
         name="dualpipe",
         make=dualpipe,
         placement=two_pipes,
@@ -108,7 +108,7 @@ BIDIRECTIONAL = (
         options=("overlap",),
         ranks_in=2,
     ),
-    Schedule(
+    ScheduleCard(
         name="dualpipe-v",
         make=dualpipe_v,
         placement=_down_and_up,
@@ -125,7 +125,7 @@ BIDIRECTIONAL = (
         needs="closed form for m >= 2p; any m runs; pairs as groups: 3m + (p - 1)",
         options=("overlap",),
     ),
-    Schedule(
+    ScheduleCard(
         name="hanayo",
         make=hanayo,
         placement=_down_and_up,
@@ -143,7 +143,7 @@ BIDIRECTIONAL = (
         chunks_in=2,
         fitted=True,
     ),
-    Schedule(
+    ScheduleCard(
         name="chimera-zb",
         make=chimera_zb,
         placement=two_pipes,
@@ -159,7 +159,7 @@ BIDIRECTIONAL = (
         searched=True,
         budget=BUDGET,
     ),
-    Schedule(
+    ScheduleCard(
         name="bitpipe-zb",
         make=bitpipe_zb,
         placement=two_pipes,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from zbc.compiler.schedules.request import Schedule
+from zbc.compiler.schedules.request import ScheduleCard
 from zbc.errors import ZbcError
 from zbc.job.spec import Draft
 
 OPTIONS = ("group", "early", "overlap")
 
 
-def option_problems(draft: Draft, schedule: Schedule, known: Iterable[Schedule]) -> list[ZbcError]:
+def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     """What a job asks of `schedule` that it cannot do, all of it E120; `known` are all schedules."""
     section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
     if section is None or parallel is None:
@@ -27,7 +27,7 @@ def option_problems(draft: Draft, schedule: Schedule, known: Iterable[Schedule])
     return problems
 
 
-def undecided(draft: Draft, known: Iterable[Schedule]) -> list[ZbcError]:
+def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     """What a job asks of an order that is chosen among schedules without it, or that stands in a file: E120."""
     section = draft.sections.get("schedule")
     if section is None or (section.kind is None and section.file is None):  # a plugin is told
@@ -35,12 +35,12 @@ def undecided(draft: Draft, known: Iterable[Schedule]) -> list[ZbcError]:
     return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
 
 
-def _not_for(draft: Draft, schedule: Schedule, known: list[Schedule]) -> Iterator[ZbcError]:
+def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:
     keys = [key for key in OPTIONS if key not in schedule.options]
     yield from _unread(draft, schedule.name, keys, known)
 
 
-def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[Schedule]) -> Iterator[ZbcError]:
+def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCard]) -> Iterator[ZbcError]:
     for key in keys:
         if getattr(draft.sections["schedule"], key) is None:
             continue
@@ -49,7 +49,7 @@ def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[Schedule])
         yield ZbcError("E120", text, where=draft.document.where(("schedule", key)), hint="leave it out")
 
 
-def _group(draft: Draft, schedule: Schedule, group: int, p: int) -> Iterator[ZbcError]:
+def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator[ZbcError]:
     """A unit has to give every pipe as many microbatches."""
     where = draft.document.where(("schedule", "group"))
     pipes = len(schedule.placement(p, schedule.default_chunks).pipes)

@@ -50,7 +50,7 @@ Generator = Callable[[Request], Program]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ScheduleCard:
     """A registered schedule and its card."""
 
     name: str

@@ -165,7 +165,7 @@ class Checkpoints:
             format=disk.FORMAT,
             version=disk.VERSION,
             step=step,
-            samples=self.worker.course.position(step),
+            samples=self.worker.phases.position(step),
             data_samples=data_samples,
             seed=manifest.training["train"]["seed"],
             optimizer=manifest.training["optimizer"]["kind"],

@@ -19,7 +19,7 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.sharded import Piece, deal
-from zbc.runtime.stage import Layer
+from zbc.runtime.stage import StageLayer
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.files import TensorPart, check_type
 
@@ -88,7 +88,7 @@ def _buffers(worker: Worker, stage: int) -> Iterator[HeldPart]:
                 yield HeldPart(TensorPart(BUFFER + name, tuple(value.shape), 0, value), holders, holders[0])
 
 
-def state_buffers(layer: Layer) -> Iterator[tuple[str, nn.Module, str]]:
+def state_buffers(layer: StageLayer) -> Iterator[tuple[str, nn.Module, str]]:
     """The buffers that are state: those of a state_dict, and others that forwards change."""
     changing = {(id(module), key) for module, key in layer.buffers}
     for path, module in layer.module.named_modules():

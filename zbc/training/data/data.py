@@ -1,9 +1,9 @@
 """What a step trains on: which samples, in which order, as tensors of one microbatch.
 
 The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a step begins
-at the position that its course says, which is how many samples the steps before it took. Any rank can look up any
-microbatch; resuming needs one integer and nothing else. With several copies of the pipeline microbatches are counted
-over all, so no two copies see the same sample.
+at the position that the phases of the training give, which is how many samples the steps before it took. Any rank can
+look up any microbatch; resuming needs one integer and nothing else. With several replicas microbatches are counted over
+all, so no two replicas see the same sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
-from zbc.plan.course import Course
+from zbc.plan.phases import Phases
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.data import corpus
@@ -130,7 +130,7 @@ class SampleRange:
 class Batches:
     """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
 
-    `course` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
+    `phases` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
     Raises E504, at `where`, if the samples do not make one step.
     """
 
@@ -141,7 +141,7 @@ class Batches:
         seed: int,
         microbatches: int,
         size: int,
-        course: Course | None = None,
+        phases: Phases | None = None,
         lowered: torch.dtype | None = None,
         where: str | None = None,
     ) -> None:
@@ -151,11 +151,11 @@ class Batches:
             text = f"data: {self._count} samples, one step needs {needed} ({parts})"
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
             raise ZbcError("E504", text, where=where, hint=hint)
-        self.course = course or Course.even(needed)
+        self.phases = phases or Phases.even(needed)
         self._lowered = lowered
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
-        self._begun = self.course, 0, self.course.position(0)
+        self._begun = self.phases, 0, self.phases.position(0)
         self._next: tuple[int, list[int]] = 0, []  # a position, the numbers of the samples from there on
 
     @property
@@ -163,9 +163,9 @@ class Batches:
         """How many samples there are."""
         return self._count
 
-    def follow(self, course: Course) -> None:
-        """Have the steps begin where `course` says."""
-        self.course = course
+    def follow(self, phases: Phases) -> None:
+        """Have the steps begin where `phases` says."""
+        self.phases = phases
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -181,10 +181,10 @@ class Batches:
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
-        course, known, start = self._begun
-        if known != step or course is not self.course:
-            start = self.course.position(step)
-            self._begun = self.course, step, start
+        phases, known, start = self._begun
+        if known != step or phases is not self.phases:
+            start = self.phases.position(step)
+            self._begun = self.phases, step, start
         size, (first, numbers) = self._size, self._next
         place = start + mb * size
         if not first <= place <= first + len(numbers) - size:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from zbc.plan.course import Course
+from zbc.plan.phases import Phases
 from zbc.training.data.data import Batches
 
 AHEAD = 4  # tensors made ready before they are asked for
@@ -19,7 +19,7 @@ Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
 
 
 class Prefetched:
-    """Batches, ahead of the plan: `wants` is what a step of every leg of the course asks for, in its order.
+    """Batches, ahead of the plan: `wants` is what a step of every phase asks for, in its order.
 
     What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
     for. Tensors for a GPU are pinned, so that their copy does not block.
@@ -46,10 +46,10 @@ class Prefetched:
     def targets(self, step: int, mb: int) -> Tensor:
         return self._take("targets", step, mb)
 
-    def follow(self, course: Course) -> None:
-        """Have the steps begin where `course` says, with the same legs."""
+    def follow(self, phases: Phases) -> None:
+        """Have the steps begin where `phases` says; there are as many as before."""
         self._forget()
-        self._batches.follow(course)
+        self._batches.follow(phases)
 
     def close(self) -> None:
         """End the thread; what it reads at the moment is finished, and from now on all is made on the spot."""
@@ -66,7 +66,7 @@ class Prefetched:
 
     def _take(self, kind: str, step: int, mb: int) -> Tensor:
         ready = self._ready.pop((kind, step, mb), None)
-        place = self._places[self._batches.course.leg(step)].get((kind, mb)) if self._places else None
+        place = self._places[self._batches.phases.index(step)].get((kind, mb)) if self._places else None
         if place is not None:
             self._order(step, place + 1)
         made = None if ready is None else ready.result()
@@ -76,7 +76,7 @@ class Prefetched:
         """Have the next ones made; forget those that are no longer next."""
         coming: list[tuple[str, int, int]] = []
         while len(coming) < AHEAD:
-            wants = self._wants[self._batches.course.leg(step)]
+            wants = self._wants[self._batches.phases.index(step)]
             coming += [(kind, step, mb) for kind, mb in wants[place : place + AHEAD - len(coming)]]
             step, place = step + 1, 0
         for key in self._ready.keys() - set(coming):

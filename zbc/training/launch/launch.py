@@ -25,7 +25,7 @@ from zbc.training.metrics import sinks
 from zbc.training.metrics.live import LiveLine
 
 if TYPE_CHECKING:
-    from zbc.training.launch.torchrun import Place
+    from zbc.training.launch.torchrun import Launched
 
 _TORCH = (2, 11)
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
@@ -187,13 +187,13 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         raise ZbcError("E601", text, hint=f"run: zbc run {named} --local {wanted}")
 
 
-def _place(manifest: Manifest) -> Place:
+def _place(manifest: Manifest) -> Launched:
     """What torchrun says in the environment. Raises E603."""
-    from zbc.training.launch.torchrun import Place, check_devices
+    from zbc.training.launch.torchrun import Launched, check_devices
 
     env = os.environ
     rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
-    place = Place(
+    place = Launched(
         rank=rank,
         ranks=ranks,
         local_rank=local_rank,

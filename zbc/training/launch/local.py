@@ -34,7 +34,7 @@ from zbc.training.launch.board import Board, Connect, connector, plain_name, pre
 from zbc.training.launch.forking import fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.signals import Signals, handled
-from zbc.training.train import Failure, RankFailed, Seat, StopFlag, end, run_rank
+from zbc.training.train import Failure, RankContext, RankFailed, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def _rank(order: Order, pipe: Connection) -> None:
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()
     bind_loopback()
     torch.set_num_threads(order.threads)
-    seat = Seat(
+    context = RankContext(
         rank=order.rank,
         ranks=order.ranks,
         device=torch.device("cpu"),
@@ -342,7 +342,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         stop=stop,
         live=(lambda text: line.tell("live", text)) if order.options.live else None,
     )
-    line.tell("done", run_rank(order.folder, seat, order.options))
+    line.tell("done", run_rank(order.folder, context, order.options))
     end(0)
 
 

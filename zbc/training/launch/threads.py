@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.plan.directory import Plan, RankPlan
+from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import Step, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.progress import StepResult
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def run_threads(
-    plan: Plan,
+    plan: StoredPlan,
     steps: int,
     *,
     setup: Callable[[Worker], None] | None = None,

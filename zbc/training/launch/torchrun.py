@@ -26,7 +26,7 @@ from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
 from zbc.training.launch.signals import Signals, shares_terminal
-from zbc.training.train import Failure, Seat, StopFlag, end, run_rank
+from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
 _LINGER_S = 10.0  # for the others' last word with the store, where its host is a rank itself and the run has failed
@@ -36,7 +36,7 @@ _LEFT = "left"
 
 
 @dataclass(frozen=True)
-class Place:
+class Launched:
     """What the launcher says about this process."""
 
     rank: int
@@ -52,7 +52,7 @@ class Place:
     recorder_file: str | None = None  # for NCCL's flight recorder
 
 
-def check_devices(manifest: Manifest, place: Place) -> None:
+def check_devices(manifest: Manifest, place: Launched) -> None:
     """Raises E603 unless every rank of this machine has a device of its own; all of them find the same."""
     if manifest.planning["hardware"]["device"] != "cuda":
         return
@@ -67,7 +67,7 @@ def check_devices(manifest: Manifest, place: Place) -> None:
 def run_place(
     folder: Path,
     manifest: Manifest,
-    place: Place,
+    place: Launched,
     options: RunOptions,
     emit: Callable[[str], None],
     live: Callable[[str], None],
@@ -94,7 +94,7 @@ def run_place(
 def _run(
     folder: Path,
     manifest: Manifest,
-    place: Place,
+    place: Launched,
     options: RunOptions,
     connect: Connect,
     emit: Callable[[str], None],
@@ -133,14 +133,14 @@ def _run(
             leave(EXIT_PIPE)
 
     device, door = _device(manifest, place), _doorstep(place)
-    seat = Seat(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
+    context = RankContext(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
     if options.live:
-        seat = replace(seat, live=live)
+        context = replace(context, live=live)
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
-        return run_rank(folder, seat, options)
+        return run_rank(folder, context, options)
 
 
-def _doorstep(place: Place) -> Doorstep | None:
+def _doorstep(place: Launched) -> Doorstep | None:
     """Choose where gloo listens."""
     if place.one_machine:
         bind_loopback()
@@ -149,7 +149,7 @@ def _doorstep(place: Place) -> Doorstep | None:
     return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
 
 
-def part(place: Place, connect: Connect, patience: float) -> None:
+def part(place: Launched, connect: Connect, patience: float) -> None:
     """This rank's last word with the store; the rank that hosts it stays until all have said theirs, or for a while."""
 
     def say() -> None:
@@ -163,7 +163,7 @@ def part(place: Place, connect: Connect, patience: float) -> None:
         in_time(say, patience if place.hosts_store else _SAY_S)
 
 
-def _device(manifest: Manifest, place: Place) -> torch.device:
+def _device(manifest: Manifest, place: Launched) -> torch.device:
     if manifest.planning["hardware"]["device"] != "cuda":
         return torch.device("cpu")
     torch.cuda.set_device(place.local_rank)

@@ -26,8 +26,8 @@ import zbc
 from zbc.errors import ZbcError, unwritten
 from zbc.job.flops import training_flops
 from zbc.job.spec import Model, Optimizer
-from zbc.plan.course import Course
 from zbc.plan.directory import Manifest
+from zbc.plan.phases import Phases
 from zbc.runtime.progress import EvaluationResult, StepResult
 from zbc.text import percent, short, size
 from zbc.training.launch import rundir
@@ -42,7 +42,7 @@ class RunSettings:
     steps: int
     device: str
     processes: list[str]  # per rank, host:pid
-    course: Course  # of the training
+    phases: Phases  # of the training
     launch: str = ""  # what torchrun calls this launch
     first: int = 0  # steps trained before, by the run that this one goes on with
     resumed: str | None = None  # the checkpoint they are in
@@ -63,8 +63,8 @@ class RunRecord:
         self._log = manifest.training["log"]
         optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
         planned = manifest.training["train"]["steps"]
-        self._course = settings.course
-        self._rate = functools.partial(settings.course.rate, optimizer.lr, optimizer.schedule, planned)
+        self._phases = settings.phases
+        self._rate = functools.partial(settings.phases.rate, optimizer.lr, optimizer.schedule, planned)
         seq_len = manifest.planning["model"].get("seq_len")
         self._unit = "samples" if seq_len is None else "tokens"
         self._per_sample = seq_len or 1
@@ -153,7 +153,7 @@ class RunRecord:
             raise ZbcError("E606", f"run: {what}", hint=hint) from None
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
-        samples = self._course.samples(result.step)
+        samples = self._phases.samples(result.step)
         rate = samples * self._per_sample / result.seconds if result.seconds > 0 else math.nan
         busy = max(result.busy_seconds)
         return {
@@ -163,7 +163,7 @@ class RunRecord:
             "skipped": result.skipped,
             "redone": result.redone,
             "lr": self._rate(result.step),
-            "samples": self._course.position(result.step + 1),
+            "samples": self._phases.position(result.step + 1),
             f"{self._unit}_per_s": rate,
             "mfu": self._mfu(samples, result.seconds),
             "step_ms": 1e3 * result.seconds,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbc.runtime.remembered import places
 from zbc.runtime.seeding import draws
 from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
-from zbc.runtime.stage import Layer, Stage, Traits
+from zbc.runtime.stage import Stage, StageLayer, Traits
 from zbc.runtime.tensors import Laid, TensorSpec
 from zbc.training.models.model import LayerPlan
 
@@ -39,7 +39,7 @@ def build_stage(
     `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
     `compiles`: layers that can be are compiled, when they first run.
     """
-    layers, patches, low = list[Layer](), list[Patch](), dtype == "bfloat16"
+    layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
         module = plan.build(seed).to(device)
         seen = traits[plan.name]
@@ -49,7 +49,7 @@ def build_stage(
         kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
         found = split_backward(module, kinds)
         compiled = _compiled(module, found) if chosen else None
-        layers.append(Layer(plan.name, module, seen, places(module, seen.remembers), compiled))
+        layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.job.userobject import FAILURES
-from zbc.plan.directory import Plan, RankPlan, assemble
+from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
@@ -92,7 +92,7 @@ class Checkup:
         }
 
 
-def check_up(plan: Plan) -> Checkup:
+def check_up(plan: StoredPlan) -> Checkup:
     """Run the first microbatches of step 0 both ways.
 
     Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
@@ -132,7 +132,7 @@ def _shown() -> Iterator[None]:
         raise ZbcError("E703", f"model: it fails in training: {first}", details=details) from error
 
 
-def _single(plan: Plan) -> Plan:
+def _single(plan: StoredPlan) -> StoredPlan:
     """The plan's stages on one rank, without the end of a step, for two microbatches: in flight together if any are in
     the plan."""
     manifest, stages = plan.manifest, range(plan.manifest.stages)
@@ -156,10 +156,10 @@ def _single(plan: Plan) -> Plan:
         planning={**manifest.planning, "optimizer": {"sync": "before-step"}},
         training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
     )
-    return Plan(single, program)
+    return StoredPlan(single, program)
 
 
-def plain_gradients(plan: Plan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
+def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
     """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, LOWERED[settings.model.parameters], manifest.microbatches
@@ -211,7 +211,7 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def _ways(plan: Plan, settings: Settings) -> tuple[str, ...]:
+def _ways(plan: StoredPlan, settings: Settings) -> tuple[str, ...]:
     split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
     compiled = ", compiled" * settings.model.compile
     return tuple(

@@ -18,7 +18,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.remembered import present, put_back, renew
 from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.runtime.slot import Slot, using
-from zbc.runtime.stage import Layer, Stage
+from zbc.runtime.stage import Stage, StageLayer
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.models.compiled import first_line, not_compiled
 from zbc.training.probing.compare import apart, largest
@@ -71,7 +71,7 @@ def _left_alone(stage: Stage) -> Iterator[None]:
             layer.module.zero_grad()
 
 
-def _compiled(stage: Stage, layer: Layer, x: Tensor, slot: Slot | None) -> dict[str, Tensor]:
+def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> dict[str, Tensor]:
     """What the compiled layer makes of `x`. Raises E511 if it is compiled again for other numbers: it would be all the
     time."""
     try:
@@ -92,7 +92,7 @@ def _compiled(stage: Stage, layer: Layer, x: Tensor, slot: Slot | None) -> dict[
 
 
 def _run(
-    stage: Stage, layer: Layer, call: Callable[[Tensor], Tensor], x: Tensor, slot: Slot | None
+    stage: Stage, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, slot: Slot | None
 ) -> dict[str, Tensor]:
     """One forward and backward of a layer, of the buffers it has now: its output and the gradients there are."""
     before = renew(layer.buffers)
@@ -114,7 +114,7 @@ def _run(
     return {_OUTPUT: y} | {f"the gradient of {name}": grad for name, grad in grads.items() if grad is not None}
 
 
-def _hold(layer: Layer, plain: dict[str, Tensor], found: dict[str, Tensor], dtype: str, way: str) -> None:
+def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor], dtype: str, way: str) -> None:
     """Raise E511 unless both are the same up to rounding."""
     share, floor = TOLERANCE[dtype]
     least = floor * max((largest(grad) for name, grad in plain.items() if name != _OUTPUT), default=0.0)

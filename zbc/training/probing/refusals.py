@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import Manifest
-from zbc.runtime.stage import Layer, Stage
+from zbc.runtime.stage import Stage, StageLayer
 
 
 def refuse_untrainable(name: str, layer: nn.Module) -> None:
@@ -44,7 +44,7 @@ def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
             raise ZbcError("E509", text, hint=hint)
 
 
-def _refuse_hooks(stage: Stage, layer: Layer) -> None:
+def _refuse_hooks(stage: Stage, layer: StageLayer) -> None:
     """Hooks see the accumulated gradients of one copy of a stage, which are no gradients of one process."""
     for name, parameter in layer.module.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -54,7 +54,7 @@ def _refuse_hooks(stage: Stage, layer: Layer) -> None:
             raise ZbcError("E509", text, hint=hint)
 
 
-def _refuse_buffers(stage: Stage, layer: Layer, *, copies: bool) -> None:
+def _refuse_buffers(stage: Stage, layer: StageLayer, *, copies: bool) -> None:
     """Buffers follow the order of the forwards, so there has to be one order: each microbatch once, ascending."""
     if not layer.traits.remembers:
         return
@@ -67,7 +67,7 @@ def _refuse_buffers(stage: Stage, layer: Layer, *, copies: bool) -> None:
     raise ZbcError("E509", text, hint=hint)
 
 
-def _refuse_attributes(stage: Stage, layer: Layer, why: str | None) -> None:
+def _refuse_attributes(stage: Stage, layer: StageLayer, why: str | None) -> None:
     if not layer.traits.carries or why is None:
         return
     names = ", ".join(layer.traits.carries[:3])

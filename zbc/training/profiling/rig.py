@@ -15,7 +15,7 @@ from torch import nn
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
-from zbc.plan.directory import Plan, RankPlan, assemble
+from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.tensors import TensorSpec
@@ -113,7 +113,7 @@ def _ops(stages: int, microbatches: int) -> list[Op]:
     return [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in range(stages))]
 
 
-def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) -> Plan:
+def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) -> StoredPlan:
     """A plan of one rank with a stage for each layer."""
     program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",))
     planning, training = job.planning(), job.training()
@@ -132,4 +132,4 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) 
             "train": {**training["train"], "eval_every": 0},
         },
     )
-    return Plan(manifest, program)
+    return StoredPlan(manifest, program)

@@ -27,7 +27,7 @@ def pace_of(worker: Worker, timing: Timing, result: StepResult | None) -> Pace |
     """The pace for a step like that of `timing`; None if `result` does not tell. All ranks find the same factor."""
     if result is None:
         return None
-    factor = slower(worker.act.plan.manifest, result)
+    factor = slower(worker.phase_run.plan.manifest, result)
     return {what: factor * seconds for what, seconds in usual(worker, timing).items()}
 
 

@@ -38,20 +38,20 @@ _MESSAGE = Cause.MESSAGE.value  # waited for at every other op
 
 @dataclass
 class Tracer:
-    """Runs the steps of a rank in one leg of its course, and records those in `steps` (from 0).
+    """Runs the steps of a rank in one phase, and records those in `steps` (from 0).
 
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
     and after the last. What ops hold is looked at in the step after the last recorded one, or in the one before the
-    first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a leg
-    only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
+    first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a
+    phase only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
     """
 
     worker: Worker
     writer: Writer
     steps: frozenset[int]
-    total: int  # steps of the run, up to the end of this leg
+    total: int  # steps of the run, up to the end of this phase
     compare: Callable[[], ClockOffset]
-    leg: int = -1
+    number: int = -1
     _opened: bool = False
     _closed: bool = False
     _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the one that is looked at
@@ -59,7 +59,7 @@ class Tracer:
     def __post_init__(self) -> None:
         self._recorder, self._scribe = Recorder(self.worker), Scribe()
         first, self._last = min(self.steps, default=0), max(self.steps, default=-1)
-        begin = self.worker.course.legs[self.leg].first
+        begin = self.worker.phases.starts[self.number].first
         before = first - 1 if first - 1 > begin else None
         self._weighed = self._last + 1 if self._last + 1 < self.total else before
         self._begin = begin
@@ -117,23 +117,23 @@ class Tracer:
 
 @dataclass(frozen=True)
 class Tracers:
-    """A tracer for each leg of the course that has steps to record, or has had."""
+    """A tracer for each phase that has steps to record, or has had."""
 
-    legs: dict[int, Tracer]
+    tracers: dict[int, Tracer]
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
-        tracer = self.legs.get(worker.course.leg(step))
+        tracer = self.tracers.get(worker.phases.index(step))
         return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
 
     def settle(self) -> None:
         """The run has failed: write down what was recorded until then."""
-        for tracer in self.legs.values():
+        for tracer in self.tracers.values():
             tracer.settle()
 
     def end(self) -> None:
         """The run is over."""
-        for tracer in self.legs.values():
+        for tracer in self.tracers.values():
             tracer.end()
 
 
@@ -154,21 +154,21 @@ def open_tracers(
         trace.start(run, plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
     process = f"{socket.gethostname()}:{os.getpid()}"
-    manifest, course = worker.acts[-1].plan.manifest, worker.course
+    manifest, phases = worker.phase_runs[-1].plan.manifest, worker.phases
     turns = itertools.count()
 
     def compare() -> ClockOffset:
         return compare_clocks(board, str(next(turns)), limit)
 
     found = {}
-    ends = [*(leg.first for leg in course.legs[1:]), run_steps.stop]
-    for number, (act, end) in enumerate(zip(worker.acts, ends, strict=True)):
-        phase = "" if act is worker.acts[-1] else manifest.ramp[number].folder
-        mine = frozenset(step for step in steps if course.leg(step) == number)
+    ends = [*(start.first for start in phases.starts[1:]), run_steps.stop]
+    for number, (one, end) in enumerate(zip(worker.phase_runs, ends, strict=True)):
+        phase = "" if one is worker.phase_runs[-1] else manifest.ramp[number].folder
+        mine = frozenset(step for step in steps if phases.index(step) == number)
         if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
             continue
         own = cores() if worker.on_host else None
-        head = Head(act.plan.manifest.id, worker.rank, worker.device.type, process, len(act.script), own)
+        head = Head(one.plan.manifest.id, worker.rank, worker.device.type, process, len(one.script), own)
         writer = Writer(folder, head, run_steps.start, phase)
         found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
     return Tracers(found)

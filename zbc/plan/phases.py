@@ -11,7 +11,7 @@ from zbc.job.learning_rate import RateSchedule, rate_after
 from zbc.plan.directory import Manifest
 
 
-class Leg(NamedTuple):
+class PhaseStart(NamedTuple):
     """Steps that take equally many samples, over all replicas of the pipeline."""
 
     first: int  # step, from 0
@@ -20,60 +20,60 @@ class Leg(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Course:
-    """The legs of a training, the last of which has no end.
+class Phases:
+    """The phases of a training, the last of which has no end.
 
-    `shift` is what a training that began with other batches has taken more than these legs say.
+    `shift` is what a training that began with other batches has taken more than these phases say.
     """
 
-    legs: tuple[Leg, ...]
+    starts: tuple[PhaseStart, ...]
     shift: int = 0
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Course:
+    def of(cls, manifest: Manifest) -> Phases:
         """That of a plan: its ramp, then its own batches."""
         per = manifest.topology.dp * manifest.microbatch_size
         parts = [(part.microbatches * per, part.steps) for part in manifest.ramp]
         return cls.made([*parts, (manifest.microbatches * per, 0)])
 
     @classmethod
-    def even(cls, samples: int) -> Course:
+    def even(cls, samples: int) -> Phases:
         """Every step takes as many samples."""
-        return cls((Leg(0, 0, samples),))
+        return cls((PhaseStart(0, 0, samples),))
 
     @classmethod
-    def made(cls, parts: Sequence[tuple[int, int]]) -> Course:
-        """From (samples of a step, steps) of every leg; the steps of the last one do not matter."""
+    def made(cls, parts: Sequence[tuple[int, int]]) -> Phases:
+        """From (samples of a step, steps) of every phase; the steps of the last one do not matter."""
         firsts = accumulate((steps for _, steps in parts[:-1]), initial=0)
         positions = accumulate((samples * steps for samples, steps in parts[:-1]), initial=0)
         sizes = (samples for samples, _ in parts)
-        return cls(tuple(map(Leg, firsts, positions, sizes)))
+        return cls(tuple(map(PhaseStart, firsts, positions, sizes)))
 
-    def leg(self, step: int) -> int:
-        """The number of the leg that a step is in."""
-        legs = self.legs
-        number = len(legs) - 1
-        while number and legs[number].first > step:
+    def index(self, step: int) -> int:
+        """The number of the phase that a step is in."""
+        starts = self.starts
+        number = len(starts) - 1
+        while number and starts[number].first > step:
             number -= 1
         return number
 
     def samples(self, step: int) -> int:
         """How many samples a step takes."""
-        return self.legs[self.leg(step)].samples
+        return self.starts[self.index(step)].samples
 
     def position(self, step: int) -> int:
         """How many samples the steps before `step` took: where in the data it begins."""
-        leg = self.legs[self.leg(step)]
-        return self.shift + leg.position + (step - leg.first) * leg.samples
+        phase = self.starts[self.index(step)]
+        return self.shift + phase.position + (step - phase.first) * phase.samples
 
-    def resumed(self, step: int, position: int) -> Course:
-        """The same legs in a training whose steps before `step` took `position` samples."""
+    def resumed(self, step: int, position: int) -> Phases:
+        """The same phases in a training whose steps before `step` took `position` samples."""
         return replace(self, shift=position - replace(self, shift=0).position(step))
 
     @property
     def most(self) -> int:
         """Samples of the largest step."""
-        return max(leg.samples for leg in self.legs)
+        return max(phase.samples for phase in self.starts)
 
     def rate(self, lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
         """The learning rate of a step of a training of `steps`, by steps or by samples as `schedule` has it."""
@@ -82,5 +82,5 @@ class Course:
         return rate_after(lr, schedule, self.full(steps), self.full(step + 1))
 
     def full(self, step: int) -> float:
-        """How many steps of the last leg's size the samples before `step` make."""
-        return self.position(step) / self.legs[-1].samples
+        """How many steps of the last phase's size the samples before `step` make."""
+        return self.position(step) / self.starts[-1].samples
