@@ -63,8 +63,8 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
     ("arguments", "text"),
     [
         ([], "give JOB.toml to measure"),
-        (["zbc.toml", "--from-trace", "run"], "no place beside it"),
-        (["--from-trace", "run", "--threads", "2"], "no place beside it"),
+        (["zbc.toml", "--from-trace", "run"], "measures nothing"),
+        (["--from-trace", "run", "--threads", "2"], "measures nothing"),
         (["zbc.toml", "--base", "p.json"], "goes with --from-trace"),
         (["zbc.toml", "--phase", "m4"], "--phase goes with --from-trace"),
         (["zbc.toml", "--rounds", "1"], "--rounds"),

@@ -159,7 +159,7 @@ def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_b
     assert code == "E511" and "layer layers.0 compiled (backward in one) is not what it is uncompiled" in text
     assert refusal(user("value_dependent")) == (
         "E511",
-        "model: layer layers.0 depends on its data: torch compiles it anew for other numbers",
+        "model: layer layers.0 depends on its data: torch compiles it again for other numbers",
     )
 
 

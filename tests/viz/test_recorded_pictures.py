@@ -124,7 +124,7 @@ def test_the_trace_has_counters_of_what_was_held(slow):
 def test_two_copies_are_drawn_below_one_another(tmp_path):
     plan = compiled("1f1b", p=2, m=4, parallel={"dp": 2})
     found = recorded.drawn(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 3, 2.0))))
-    assert [one.name for one in found] == ["predicted", "measured, step 5, copy 0", "measured, step 5, copy 1"]
+    assert [one.name for one in found] == ["predicted", "measured, step 5, replica 0", "measured, step 5, replica 1"]
     assert found[2].strip.length > 1.3 * found[1].strip.length
 
 

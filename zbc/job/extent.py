@@ -8,7 +8,7 @@ from zbc.errors import ZbcError
 from zbc.job.toml import Document
 
 LAYERS = 100_000
-RANKS = 100_000  # of a run, over all copies of the pipeline
+RANKS = 100_000  # of a run, over all replicas of the pipeline
 OPS = 10_000_000  # compute ops of a step, over all ranks: some minutes and several GB
 
 
@@ -19,7 +19,7 @@ def problems(document: Document, layers: int | None, ranks: int | None, ops: int
         yield ZbcError("E114", text, where=document.where(("model", "layers")), hint=f"use {LAYERS} or fewer")
     elif ranks is not None and ranks > RANKS:
         text = f"config: parallel.pp times parallel.dp is {ranks}, more ranks than zbc plans for, {RANKS}"
-        yield ZbcError("E114", text, where=document.where(("parallel", "dp")), hint="use fewer copies or ranks")
+        yield ZbcError("E114", text, where=document.where(("parallel", "dp")), hint="use fewer replicas or ranks")
     elif ops is not None and ops > OPS:
         text = f"config: a step of this job has {ops} ops, zbc plans up to {OPS}"
         hint = "use fewer microbatches (a larger microbatch_size), ranks or chunks"

@@ -3,7 +3,7 @@
     ramp = [{ microbatches = 8, steps = 500 }, { microbatches = 16, samples = 100_000 }]
 
 The first steps have 8 microbatches each, the next 16, and all others `schedule.microbatches`. `samples` stands for as
-many whole steps as take that many, over all copies of the pipeline.
+many whole steps as take that many, over all replicas of the pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Phase(Section):
     samples: Count | None = Field(default=None, description="how long, rounded up to whole steps; or steps")
 
     def length(self, per_microbatch: int) -> int:
-        """How many steps it has; `per_microbatch` counts the samples of a microbatch in all copies of the pipeline."""
+        """How many steps it has; `per_microbatch` counts the samples of a microbatch in all replicas."""
         return self.steps or -(-(self.samples or 0) // (self.microbatches * per_microbatch))
 
 

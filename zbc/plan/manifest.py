@@ -55,7 +55,7 @@ class Manifest(_Strict):
     microbatches: Count
     microbatch_size: Count
     slices: Count
-    copies: Count = 1  # data-parallel copies of the pipeline; `ranks` are those of one
+    copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` are those of one
     tied: bool = False  # the first and the last stage share a weight
     sharded: bool = False  # the copies of a stage share out the optimizer's work
     placement: list[list[Index]]  # stage -> rank per pipe

@@ -3,7 +3,7 @@
     TENTATIVE  the weights that forward reads become what a step without clipping would make of them; nothing else does
     NORM       the numbers that make the gradient norm, the loss and the rest go from rank to rank, each adding its own;
                every entry comes from one rank, so the sum is exact in any order
-    VERDICT    the sums of all come back from the last rank; with copies of the pipeline, their last ranks add up first
+    VERDICT    the sums of all come back from the last rank; with several replicas, their last ranks add up first
     REDO       if the step is to be clipped or skipped: step so, publish the weights, drop what the forwards since have
                made, wait for what is still on its way to them, and run them again, messages and all
     COMMIT     otherwise: the ordinary step, in place; the weights that forward reads have its bits already
@@ -34,7 +34,7 @@ NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
 
 
 def tentative(worker: Worker, op: Op) -> None:
-    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over copies.
+    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over replicas.
 
     The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
     """
@@ -98,7 +98,7 @@ def redo(worker: Worker, op: Op) -> None:
 
 
 def _settle(worker: Worker, pending: TentativeStep) -> bool:
-    """Whether the last step stands; if not, step as the verdict says and write the working weights anew."""
+    """Whether the last step stands; if not, step as the verdict says and write the working weights again."""
     verdict = pending.verdict
     if verdict is None:
         raise ZbcError("E703", "run: the verdict of the last step is not known", hint="plan again")

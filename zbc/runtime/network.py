@@ -71,8 +71,8 @@ def signalled(manifest: Manifest) -> list[tuple[int, int]]:
 def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
 
-    They are the holders of each stage that has more than one, over all copies, and those of a weight that the first and
-    the last stage share; without a barrier also the last ranks of all copies, which make the verdict.
+    The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
+    the last stage share; without a barrier also the last ranks of all replicas, which make the verdict.
     """
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
     sums += [Op(Kind.TIE, 0)] if manifest.tied else []
@@ -228,7 +228,7 @@ class Network:
     def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
         """How a message goes.
 
-        Looked up once: dist.isend and irecv ask anew each time, which takes as long as the transfer's start itself.
+        Looked up once: dist.isend and irecv ask again each time, which takes as long as the transfer's start itself.
         """
         group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)

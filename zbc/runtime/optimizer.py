@@ -150,7 +150,7 @@ class Masters:
         self._step(self._pairs)
 
     def publish(self) -> None:
-        """Write the working weights anew from the masters."""
+        """Write the working weights again from the masters."""
         self._publish(self._pairs)
 
     def tentative(self) -> None:

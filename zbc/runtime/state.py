@@ -83,14 +83,14 @@ class Evaluation:
     """What a rank needs to evaluate: the forward-only program, and the data where they are read."""
 
     every: int
-    microbatches: int  # of a batch, per copy of the pipeline
+    microbatches: int  # of a batch, per replica of the pipeline
     batches: BatchSource | None  # None on ranks with neither the first nor the last stage
-    count: int  # microbatches per evaluation, in all copies; 0 where the rank does not know
+    count: int  # microbatches per evaluation, in all replicas; 0 where the rank does not know
     script: Script
     results: list[EvaluationResult] = field(default_factory=list)
 
     def number(self, worker: Worker, mb: int) -> int:
-        """The number of a microbatch among those of all copies of the pipeline."""
+        """The number of a microbatch among those of all replicas of the pipeline."""
         return worker.replica * self.microbatches + mb
 
 
@@ -102,7 +102,7 @@ class PhaseRun:
     layout: VectorLayout
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
-    first: int = 0  # the number of this copy's first microbatch among those of all copies of the pipeline
+    first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class PhaseRun:
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
 
     def share(self, loss: Tensor) -> Tensor:
-        """The gradient of a step's loss, a mean over the microbatches of all copies, by the loss of one."""
+        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one."""
         share = self._shares.get(loss.dtype)
         if share is None:
             share = self._shares[loss.dtype] = loss.new_tensor(1.0 / self.layout.microbatches)
@@ -237,7 +237,7 @@ class Worker:
         self.progress.waiting = False
 
     def number(self, mb: int) -> int:
-        """The number of a microbatch among those of all copies of the pipeline: what it reads and draws depend on."""
+        """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
         return self.phase_run.first + mb
 
     def counted(self) -> list[StageOptimizer]:

@@ -9,7 +9,7 @@ Each rank fills its own entries and leaves the others zero, so the sum is exact 
     per rank                              peak bytes                         the rank
 
 Since the norm is made of one number per chunk, it is the same double for every cut of the model, and for every way in
-which copies share out the optimizer. With copies of the pipeline the first one answers for the gradients, and each for
+which copies share out the optimizer. Of several replicas the first one answers for the gradients, and each for
 the losses of its own microbatches.
 """
 
@@ -80,8 +80,8 @@ class VectorLayout:
     """Which entry of the vector means what."""
 
     parameters: tuple[str, ...]  # of the whole model, sorted
-    microbatches: int  # of all copies
-    ranks: int  # of all copies
+    microbatches: int  # of all replicas
+    ranks: int  # of all replicas
     sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
 
     @functools.cached_property
@@ -212,6 +212,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew what `peak_bytes` counts; on a CPU nothing does."""
+    """Begin again what `peak_bytes` counts; on a CPU nothing does."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -21,7 +21,7 @@ class Cause(IntEnum):
     """What a rank waited for inside an op."""
 
     MESSAGE = 0  # a tensor, or numbers, from a neighbour
-    SUM = 1  # a sum of gradients over copies that was started before
+    SUM = 1  # a sum of gradients over replicas that was started before
     ALL = 2  # every rank: a sum over all of them
     DELIVERY = 3  # that what it sent has been taken
     GATHER = 4  # weights that other ranks stepped

@@ -14,7 +14,7 @@ from zbc.viz.strip import Drawn, Strip, repeated
 
 
 def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
-    """The prediction of `steps` steps in a row, then for each copy of the pipeline as many recorded ones from `first`.
+    """The prediction of `steps` steps in a row, then for each replica as many recorded ones from `first`.
 
     Without `first` it is the median of the recorded steps, or the earliest from which so many follow one another.
     Raises E432 if these steps were not recorded.
@@ -35,7 +35,7 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
 
 def _name(steps: list[RecordedStep], replica: int, dp: int) -> str:
     which = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number}-{steps[-1].number}"
-    return f"measured, {which}" + (f", copy {replica}" if dp > 1 else "")
+    return f"measured, {which}" + (f", replica {replica}" if dp > 1 else "")
 
 
 def _numbers(trace: Trace, steps: int, first: int | None) -> range:

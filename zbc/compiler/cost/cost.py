@@ -346,7 +346,7 @@ def _with_sums(
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of a sum over these ranks of all copies of the pipeline, or of half of one."""
+    """ms of a sum over these ranks of all replicas of the pipeline, or of half of one."""
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2 if job.parallel.dp * len(set(holders)) > 1 else 0.0
     return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0

@@ -4,7 +4,7 @@ Per token of a block of width h, with queries of width q (all heads), keys and v
 f, and P weights that the token meets in linear layers:
 
     F   2 P + 4 q c      c: keys that causal attention computes with per query, on average (`keys_seen`)
-    B   2 P + 10 q c     the scores are computed anew: five products where forward has two (arXiv 2205.14135)
+    B   2 P + 10 q c     the scores are computed again: five products where forward has two (arXiv 2205.14135)
     W   2 P
 
 P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. With experts a token

@@ -12,7 +12,7 @@ from zbc.ir import Kind, Op, Program, groups
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """Put `REDUCE s` after the last op of each stage that pipes or data-parallel copies replicate, on each holder.
+    """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
     A weight that two stages share is summed by `TIE`, after both. Stages with one holder need nothing. A sum is only
     started: it goes on beside the ops that follow, up to VALIDATE.

@@ -123,7 +123,7 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
 def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
     """The ranks whose ops are slow beside those of the others, the slowest first.
 
-    Where others hold the same stages, in other copies of the pipeline or in the other pipe, those are the ones to be
+    Where others hold the same stages, in other replicas of the pipeline or in the other pipe, those are the ones to be
     held against: stages that take longer than was predicted take so on all of them.
     """
     spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()

@@ -1,4 +1,4 @@
-"""The job of a plan with the profile that its recorded run leads to (derive.py), planned anew.
+"""The job of a plan with the profile that its recorded run leads to (derive.py), planned again.
 
 What `zbc profile --from-trace` and `zbc plan --profile` make of a run is the plan that is spoken of here.
 """

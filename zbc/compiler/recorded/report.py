@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def build(trace: Trace, *, again: bool = True) -> RunReport:
-    """Compare a recorded run with its plan; `again`: plan it anew with the measured times, too."""
+    """Compare a recorded run with its plan; `again`: plan it again with the measured times, too."""
     manifest, program = trace.plan.manifest, trace.plan.program
     costs = recall.costs_of(manifest)
     timeline = simulate(program, costs)

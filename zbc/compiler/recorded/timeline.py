@@ -28,7 +28,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded steps of one copy of the pipeline, on one axis that begins with the first of them.
+    """Recorded steps of one replica of the pipeline, on one axis that begins with the first of them.
 
     `waited` and `delayed` have an entry per op of the graph, step after step: ms it waited for its message, and
     ms that went by between that and its start.

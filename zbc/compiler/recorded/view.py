@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step of every rank of the run; `ranks` are those of the run, over all copies of the pipeline."""
+    """One recorded step of every rank of the run; `ranks` are those of the run, over all replicas of the pipeline."""
 
     number: int  # from 1
     program: Program

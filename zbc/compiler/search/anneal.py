@@ -18,7 +18,7 @@ from zbc.compiler.search.timing import locate, run, steps
 EVEN = 0.05  # weight of the mean span beside the objective; it tells plateaus apart
 CHAINED = 60  # percent of the moves that are drawn from a chain
 INSTANT = 1e-12  # share of a step that ops take which may as well take no time
-KEPT = 8  # accepted moves after which a chain is traced anew
+KEPT = 8  # accepted moves after which a chain is traced again
 MOVE_VISITS, PLACE_VISITS, CHANGE_VISITS = 16, 4, 7  # in op visits: a move, each place it spans, each time it changes
 # By how many degrees a move may be worse, drawn at random; with digits that are the same everywhere.
 DRAWS = 1024
@@ -69,7 +69,7 @@ def anneal(
     goal = makespan if by_makespan else span
     best_goal = goal
     best_value = current = goal + EVEN * mean
-    # Ops in a circle that wait for one another come later and later, which times tell, unless they take no time.
+    # Ops in a cycle that wait for one another come later and later, which times tell, unless they take no time.
     instant = any_instant(table, INSTANT * makespan)
     work = size + CHANGE_VISITS * tails(0, size - 1, by_makespan, ops, course)
     for r in range(len(begin)):

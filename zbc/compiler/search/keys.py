@@ -70,7 +70,7 @@ def random_genes(rng: Random, v: int) -> Genes:
 
 
 def mutate(rng: Random, genes: Genes, steps: int) -> Genes:
-    """A neighbour: the time of a leg, a turn or one of the `steps` single steps changed, or a knob drawn anew."""
+    """A neighbour: the time of a leg, a turn or one of the `steps` single steps changed, or a new knob."""
     draw = rng.random()
     if draw < SINGLE:
         single = list(genes.single) or [0.0] * steps

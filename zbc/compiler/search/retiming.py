@@ -1,7 +1,7 @@
 """The times that a move changes, and no others; kernels like listing.py, which read the columns of table.py.
 
 Of each place two times are kept: when its op ends, and how long the step goes on after that (`tail`). With them a look
-at the moved ops alone tells most moves that make the step longer; what is left is timed anew where it changes.
+at the moved ops alone tells most moves that make the step longer; what is left is timed again where it changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from zbc.compiler.search.table import Links, Numbers
 
-CIRCLE = 100  # times that a tail is computed on average after which they are in a circle
+CYCLE = 100  # times that a tail is computed on average after which they are in a cycle
 # (order, position, end, tail, queued): the ops by place, the place of each op, its two times by place, and by place
 # whether it is waiting to be timed, 0 or 1.
 Course = tuple[Numbers, Numbers, Numbers, Numbers, Numbers]
@@ -170,10 +170,10 @@ def take_back(changed: int, notes: Notes, end: Numbers) -> None:
 
 
 def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> int:
-    """Compute the tails anew that follow from the order of places `low` to `high`; returns how many.
+    """Compute the tails again that follow from the order of places `low` to `high`; returns how many.
 
     A tail is the longest way from the end of the op at a place to the end of a rank, less what comes before the first
-    op of that rank where it is the span that counts. In a circle of ops they would grow without end: it is left.
+    op of that rank where it is the span that counts. In a cycle of ops they would grow without end: it is left.
     """
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
@@ -200,7 +200,7 @@ def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> i
         _, k = heappop(heap)
         queued[k] = 0
         count += 1
-        if count > CIRCLE * len(order):
+        if count > CYCLE * len(order):
             continue
         op = order[k]
         if k < highest[k]:

@@ -1,7 +1,7 @@
 """Where schedules change places as a number of the world grows: link speed, latency, the time of a transfer.
 
 A comparison knows the order of its rows at the values it was swept over. Where two of them stand the other way round at
-two neighbouring values, the value between at which they are level is found by planning both anew, again and again, at
+two neighbouring values, the value between at which they are level is found by planning both again and again, at
 the middle of what is left. Where they stand the same way round at both, they may have changed places twice: if the one
 behind could be ahead in between, by what it takes at its better end, both are planned in the middle as well.
 """

@@ -4,7 +4,7 @@ Noise is of two kinds. **Jitter**: the time of every op and every transfer is mu
 from a lognormal distribution with mean 1 and the given standard deviation. **A straggler**: in each trial all ops of
 one rank take longer by a given share, rank after rank in turn, so that every rank is the slow one equally often.
 
-The order is what was planned; nothing is planned anew. With the optimizer's barrier a trial is one step, and its time
+The order is what was planned; nothing is planned again. With the optimizer's barrier a trial is one step, and its time
 the makespan. Without it trials are steps in a row: each rank goes on where it ended, and a step's time is what it adds
 to the end of the last rank. Sums of gradients and the optimizer keep their times.
 """

@@ -25,7 +25,7 @@ from zbc.training.launch.rounds import same_launch
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to load, None to begin anew. `run`: the run directory to go on in, None for a new one."""
+    """`checkpoint`: what to load, None to begin at step 0. `run`: the run directory to go on in, None for a new one."""
 
     checkpoint: Path | None = None
     run: Path | None = None
@@ -60,12 +60,12 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who
 def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     """What `--resume` means here.
 
-        none   begin anew
+        none   begin at step 0
         auto   the newest complete checkpoint: of checkpoint.dir, of --out, or of this plan's runs in log.dir; without
-               one begin anew
+               one begin at step 0
         PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
 
-    Without --resume a run begins anew, except that a restart goes on with the run it is a restart of. So
+    Without --resume a run begins at step 0, except that a restart goes on with the run it is a restart of. So
     does a restart of a run that was given a PATH, once it has a checkpoint of its own.
 
     Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.

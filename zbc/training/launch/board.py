@@ -38,7 +38,7 @@ class Beat:
 
 
 def plain_name(rank: int) -> str:
-    """A rank for messages, where there is one copy of the pipeline."""
+    """A rank for messages, where there is one replica of the pipeline."""
     return f"rank {rank}"
 
 

@@ -47,7 +47,7 @@ def run(
 
     `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
     `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`; `max_restarts`: how often
-    the ranks of a `local` run that fails are started anew.
+    the ranks of a `local` run that fails are started again.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the

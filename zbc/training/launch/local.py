@@ -2,7 +2,7 @@
 
 This process hosts the store, starts the ranks from a fork server that has torch loaded (0.2 s for four ranks instead of
 8 s), shows what rank 0 says and watches. A rank that dies or fails ends the others at once: they are killed, stopped
-ones too, and a rank whose parent is gone ends itself. With `--max-restarts` all of them are then started anew, with
+ones too, and a rank whose parent is gone ends itself. With `--max-restarts` all of them are then started again, with
 another store, and go on from the newest checkpoint.
 """
 
@@ -88,7 +88,7 @@ def run_local(
     emit: Callable[[str], None],
     live: Callable[[str], None],
 ) -> None:
-    """Train with one process per rank of the plan, for each copy of the pipeline.
+    """Train with one process per rank of the plan, for each replica of the pipeline.
 
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
     KeyboardInterrupt when SIGINT or SIGTERM ended the run.

@@ -18,4 +18,4 @@ class RunOptions:
     restarted: bool = False  # ranks of this launch were started before
     live: bool = False  # rank 0 says after every step how far the run is
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
-    max_restarts: int = 0  # of --local: how often the ranks are started anew
+    max_restarts: int = 0  # of --local: how often the ranks are started again

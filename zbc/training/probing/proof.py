@@ -85,7 +85,7 @@ def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> 
         with torch.compiler.set_stance("fail_on_recompile"):
             _run(stage, layer, layer.call, other.requires_grad_(x.requires_grad), slot)
     except RuntimeError as error:
-        text = f"model: layer {layer.name} depends on its data: torch compiles it anew for other numbers"
+        text = f"model: layer {layer.name} depends on its data: torch compiles it again for other numbers"
         hint = "set model.compile = false and plan again, or take what looks at values (item) out of its forward"
         raise ZbcError("E511", text, hint=hint, details=[first_line(error)]) from error
     return found
