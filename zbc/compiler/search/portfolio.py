@@ -50,11 +50,6 @@ class Effort:
     def seconds(cls, seconds: float, engine: Engine, seed: int = 0) -> Effort:
         return cls(int(seconds * cls._rate(engine)), seed)
 
-    @classmethod
-    def lasting(cls, visits: int, engine: Engine) -> float:
-        """The seconds that so many op visits stand for."""
-        return visits / cls._rate(engine)
-
     @staticmethod
     def _rate(engine: Engine) -> int:
         return COMPILED_RATE if engine.compiled else PLAIN_RATE
