@@ -23,7 +23,7 @@ def run(tmp_path):
 
 
 def ops_of(run, rank):
-    return trace.plans.Plan.read(run / "trace/plan").program.ranks[rank]
+    return trace.plans.StoredPlan.read(run / "trace/plan").program.ranks[rank]
 
 
 def writer(run, rank):

@@ -95,8 +95,8 @@ docs/models.md lists what layers may do.
 plan and through the whole model, and compares the gradient of each parameter.
 They should have the same bits in float32 on a CPU; a difference within 1e-5
 (2e-2 in bfloat16) of a parameter's largest gradient counts as rounding. A
-larger one means that a layer does not do the same thing both times, or gets its gradient
-in a way that a pipeline breaks.
+larger one means that a layer does not do the same thing both times, or gets its
+gradient in a way that a pipeline breaks.
 """,
     ),
     "E511": entry(
