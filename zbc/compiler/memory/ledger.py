@@ -90,8 +90,11 @@ def _held(refs: Sequence[Ref]) -> list[str]:
     return [ref.what for ref in refs if VALUES[ref.what].memory == "activations"]
 
 
-def ledger(timeline: Timeline, costs: Costs) -> list[list[Event]]:
-    """The events of every rank, in the order in which they happen, of a program whose timeline this is."""
+def ledger(timeline: Timeline, costs: Costs) -> Iterator[list[Event]]:
+    """The events of each rank, in the order in which they happen, of a program whose timeline this is.
+
+    One rank at a time: those of all ranks together are several times as large as the program.
+    """
     graph = timeline.graph
     times = [_times(timeline, rank, costs) for rank in range(timeline.ranks)]
     posted = {
@@ -100,7 +103,8 @@ def ledger(timeline: Timeline, costs: Costs) -> list[list[Event]]:
         for i in graph.mine(rank)
         if graph.ops[i].kind.is_recv
     }
-    return [list(_RankLedger(graph, rank, times[rank], posted, costs).events()) for rank in range(timeline.ranks)]
+    for rank in range(timeline.ranks):
+        yield list(_RankLedger(graph, rank, times[rank], posted, costs).events())
 
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
@@ -130,6 +134,17 @@ def _times(timeline: Timeline, rank: int, costs: Costs) -> list[tuple[float, flo
     return result
 
 
+class _Effect(NamedTuple):
+    """What ops of one kind, stage and pipe do, whatever the microbatch."""
+
+    lane: Lane
+    change: Change | None
+    tensors: float  # that it adds to what is on its way at its rank, and their bytes
+    size: float
+    need: float  # bytes while it runs, beyond what there is before it (a backward: and is there as it ends)
+    need_first: float  # where it makes the first gradients
+
+
 class _RankLedger:
     """The events of one rank."""
 
@@ -140,7 +155,8 @@ class _RankLedger:
         self.activations = Activations(costs)
         self.mine = graph.program.placement.stages_of(rank)
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
-        self.moves: dict[tuple[Kind, int, int], tuple[float, float]] = {}
+        self.effects: dict[tuple[Kind, int, int], _Effect] = {}
+        self.ways: dict[tuple[Kind, int, int], tuple[float, float | None] | None] = {}
 
     def events(self) -> Iterator[Event]:
         graph, first = self.graph, self.graph.first[self.rank]
@@ -149,31 +165,33 @@ class _RankLedger:
             yield Event(0.0, first, Moment.BEGIN, "gradients", 0.0, gradients.bytes)
         for i in graph.mine(self.rank):
             op, (begin, end) = graph.ops[i], self.times[i - first]
-            row = op.kind.row
-            if row.lane is Lane.LINK:
+            effect = self.effects.get((op[0], op[1], op[3])) or self._effect(op)
+            if effect.lane is Lane.LINK:
                 yield from self._transfer(i, op, begin)
                 continue
-            if row.lane is Lane.OUT or row.lane is Lane.BACK:
+            if effect.lane is Lane.OUT or effect.lane is Lane.BACK:
                 yield from self._copy(i, op, begin)
                 continue
-            yield from self._gone(i, begin, Moment.BEGIN)
-            yield from self._op(i, op, begin, end, gradients)
+            if self.leaving and self.leaving[0][0] <= begin:
+                yield from self._gone(i, begin, Moment.BEGIN)
+            yield from self._op(i, op, effect, begin, end, gradients)
 
-    def _op(self, i: int, op: Op, begin: float, end: float, gradients: Gradients) -> Iterator[Event]:
-        change, before, makes = self.activations.of(op), gradients.bytes, gradients.makes(op)
-        need = self._need(op, first=makes)
-        tensors, size = self._moved(op)
+    def _op(self, i: int, op: Op, effect: _Effect, begin: float, end: float, gradients: Gradients) -> Iterator[Event]:
+        change, before, makes = effect.change, gradients.bytes, gradients.makes(op)
+        need = effect.need_first if makes else effect.need
         at_once = change is not None and change.begins
-        changes = [
-            Event(begin if at_once else end, i, Moment.BEGIN if at_once else Moment.END, "transit", tensors, size)
-        ]
+        ms, phase = (begin, Moment.BEGIN) if at_once else (end, Moment.END)
+        changes = list[Event]()
+        if effect.tensors or effect.size:
+            changes.append(Event(ms, i, phase, "transit", effect.tensors, effect.size))
         if change is not None:
-            changes.append(changes[0]._replace(category="activations", units=change.units, bytes=change.bytes))
+            changes.append(Event(ms, i, phase, "activations", change.units, change.bytes))
         if need:
             yield Event(begin, i, Moment.BEGIN, "workspace", 0.0, need)
         if at_once:
             yield from changes
-        yield from self._gone(i, end, Moment.WITHIN)
+        if self.leaving and self.leaving[0][0] <= end:
+            yield from self._gone(i, end, Moment.WITHIN)
         if need:
             yield Event(end, i, Moment.END, "workspace", 0.0, -need)
         if not at_once:
@@ -182,8 +200,15 @@ class _RankLedger:
         if makes or gradients.bytes != before:
             yield Event(end, i, Moment.END, "gradients", 0.0, gradients.bytes - before)
 
+    def _effect(self, op: Op) -> _Effect:
+        row, change = op.kind.row, self.activations.of(op)
+        made, taken = self._tensors(op, row.writes, row), self._tensors(op, row.frees, row)
+        need = [self._need(op, first=first) for first in (False, True)]
+        found = _Effect(row.lane, change, float(len(made) - len(taken)), sum(made) - sum(taken), *need)
+        self.effects[op.kind, op.stage, op.pipe] = found
+        return found
+
     def _need(self, op: Op, *, first: bool) -> float:
-        """What an op needs while it runs, beyond what there is before it (a backward: and is there as it ends)."""
         if not op.kind.computes:
             return _own(op, self.costs, self.mine)
         change = self.activations.of(op)
@@ -192,15 +217,6 @@ class _RankLedger:
         return self.costs.rise_bytes(op, first=first)
 
     # ---- what travels ------------------------------------------------------------------------------------------
-
-    def _moved(self, op: Op) -> tuple[float, float]:
-        """Tensors, and their bytes, that an op of the compute lane adds to what is on its way at its rank."""
-        key = op.kind, op.stage, op.pipe
-        if key not in self.moves:
-            row = op.kind.row
-            made, taken = self._tensors(op, row.writes, row), self._tensors(op, row.frees, row)
-            self.moves[key] = float(len(made) - len(taken)), sum(made) - sum(taken)
-        return self.moves[key]
 
     def _tensors(self, op: Op, refs: Sequence[Ref], row: Row) -> list[float]:
         """The bytes of each tensor on an edge that an op writes or frees."""
@@ -229,16 +245,31 @@ class _RankLedger:
         return self.costs.bytes is not None and self.costs.bytes[stage].sent > 0
 
     def _transfer(self, i: int, op: Op, begin: float) -> Iterator[Event]:
+        kind, stage, _, pipe, _ = op
+        if (kind, stage, pipe) not in self.ways:
+            self.ways[kind, stage, pipe] = self._way(op)
+        way = self.ways[kind, stage, pipe]
+        if way is None:
+            return
+        size, link = way
+        if link is None:
+            yield Event(begin, i, Moment.BEGIN, "transit", 1.0, size)
+        else:
+            over = max(begin, self.posted.get(self.graph.party[i], begin)) + link
+            heappush(self.leaving, (over, i, size))
+
+    def _way(self, op: Op) -> tuple[float, float | None] | None:
+        """Bytes of the message of a transfer, and the ms it takes to leave, None where it comes; None for a message
+        that is not on its way: there is none, or it stays for a backward."""
         message = self.graph.program.placement.message(op)
         if message is None:
-            return
+            return None
         size = self._size(message.edge[0])
         if op.kind.is_recv:
-            yield Event(begin, i, Moment.BEGIN, "transit", 1.0, size)
-        elif not (message.forward and self._keeps_result(message.source)):
-            over = max(begin, self.posted.get(self.graph.party[i], begin))
-            over += self.costs.link(op.pipe, message.source, message.sink)
-            heappush(self.leaving, (over, i, size))
+            return size, None
+        if message.forward and self._keeps_result(message.source):
+            return None
+        return size, self.costs.link(op.pipe, message.source, message.sink)
 
     def _gone(self, i: int, until: float, phase: Moment) -> Iterator[Event]:
         """What has left by a time."""
@@ -251,6 +282,11 @@ class _RankLedger:
         change = self.activations.of(op)
         if change is not None:
             yield Event(begin, i, Moment.BEGIN, "activations", change.units, change.bytes)
+
+
+_MAKE_PART, _MAKE_LEFT = (
+    frozenset(kind for kind in Kind if any(ref.what == what for ref in kind.row.writes)) for what in ("part", "left")
+)
 
 
 class Gradients:
@@ -272,10 +308,9 @@ class Gradients:
 
     def makes(self, op: Op) -> bool:
         """Whether a backward makes gradients where there are none."""
-        made = {ref.what for ref in op.kind.row.writes}
-        if "part" in made:
+        if op.kind in _MAKE_PART:
             return op.stage not in self._whole
-        return "left" in made and op.stage not in self._there
+        return op.kind in _MAKE_LEFT and op.stage not in self._there
 
     def after(self, op: Op) -> None:
         """Go on after an op."""
@@ -283,7 +318,7 @@ class Gradients:
             self.bytes -= self._there.pop(op.stage, 0.0)
             self._whole.discard(op.stage)
         elif op.kind.computes and self.makes(op):
-            self._have(op.stage, whole=any(ref.what == "part" for ref in op.kind.row.writes))
+            self._have(op.stage, whole=op.kind in _MAKE_PART)
 
     def _have(self, stage: int, *, whole: bool) -> None:
         if self._costs.bytes is None:
