@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from multiprocessing import Pool
 from pathlib import Path
 from random import Random
@@ -30,13 +29,14 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.setup import start_of
-from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.schedules.request import Generator
 from zbc.compiler.search import ladder, portfolio
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.portfolio import COMPILED_RATE, Effort, SearchResult
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
-from zbc.ir import Placement
+from zbc.ir import Placement, Program
 
 SAME = 1e-9
 BUDGETS = (0, 1_500_000)  # op visits; within those for which more memory is never worse
@@ -102,7 +102,7 @@ def limits(path: Path, rng: Random) -> list[float | None]:
 def remembering() -> None:
     """Have schedules and searches answer at once what they were asked before."""
     for name, card in CARDS.items():
-        SCHEDULES[name] = replace(card, make=cache(card.make))
+        SCHEDULES[name] = replace(card, make=_once(card.make))
     done: dict[tuple[object, ...], SearchResult] = {}
 
     def search(problem: Problem, objective: str, effort: Effort, engine: Engine, **more: Any) -> SearchResult:
@@ -112,6 +112,19 @@ def remembering() -> None:
         return done[key]
 
     ladder.search = search  # type: ignore[assignment]
+
+
+def _once(make: Generator) -> Generator:
+    """A generator that remembers: requests hold costs, which have no hash, and say all of themselves."""
+    done: dict[str, Program] = {}
+
+    def made(request: Request) -> Program:
+        key = repr(request)
+        if key not in done:
+            done[key] = make(request)
+        return done[key]
+
+    return made
 
 
 def check(seed: int, folder: Path, wrong: Counter[str], plans: Counter[str]) -> None:
