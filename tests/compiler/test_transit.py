@@ -7,8 +7,20 @@ import pytest
 from tests.compiler.grid import make
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import in_transit
+from zbc.compiler.memory.ledger import ledger, within
 from zbc.compiler.sim.simulate import simulate
+
+
+def in_transit(timeline, costs):
+    """Per rank and op the tensors on their way as it runs, its own result included and what it is given left out."""
+    found = []
+    for rank, own in enumerate(ledger(timeline, costs)):
+        units, counts = 0.0, {}
+        for op, mine, (leaving, _) in within(timeline, rank, own):
+            units += sum(event.units for event in mine if event.category == "transit")
+            counts[op] = units + leaving
+        found.append(counts)
+    return found
 
 
 def moving(microbatches, f):

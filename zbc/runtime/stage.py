@@ -58,7 +58,7 @@ class StageLayer:
 class Stage:
     """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
 
-    `flows`: the input gets a gradient; `needed`: the output does. Both as in one process: see shapes.py.
+    `flows`: the input gets a gradient; `needed`: the output does. Both as in one process (training/probing/shapes.py).
     `laid`: how the input lies in memory in one process, if known.
     `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
     """

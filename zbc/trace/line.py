@@ -1,4 +1,4 @@
-"""The lines of a rank's file in a recorded run (trace.py): what they hold, and how strictly they are read."""
+"""The lines of a rank's file in a recorded run (recording.py): what they hold, and how strictly they are read."""
 
 from __future__ import annotations
 

@@ -185,23 +185,20 @@ class Costs:
 
         `first`: where the gradients that it computes are the first of a step, which stay as they are.
         """
-        if self.bytes is None:
-            return 0.0
-        stage = self.bytes[op.stage]
-        more = stage.first if first else stage.more
-        found: float = getattr(more, op.kind.row.cost, 0.0)
-        return found
+        return self._need(op, "first" if first else "more")
 
     def rise_bytes(self, op: Op, *, first: bool = False) -> float:
         """The most there is in a backward beyond what is held before it, the gradient that it is given included.
 
         `first`: where the gradients that it computes are the first of a step, which are counted as they come.
         """
+        return self._need(op, "coming" if first else "rise")
+
+    def _need(self, op: Op, what: str) -> float:
+        """What `StageBytes.<what>` says of ops like this; 0 where sizes are not known."""
         if self.bytes is None:
             return 0.0
-        stage = self.bytes[op.stage]
-        rise = stage.coming if first else stage.rise
-        found: float = getattr(rise, op.kind.row.cost, 0.0)
+        found: float = getattr(getattr(self.bytes[op.stage], what), op.kind.row.cost, 0.0)
         return found
 
 

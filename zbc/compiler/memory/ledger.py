@@ -52,6 +52,13 @@ class Event(NamedTuple):
     bytes: float
 
 
+class RankEvents(NamedTuple):
+    """The events of one rank, and when each of its ops begins and ends, in ms."""
+
+    times: list[tuple[float, float]]
+    events: list[Event]
+
+
 class Change(NamedTuple):
     """What an op does to the activations its rank holds, whatever the time."""
 
@@ -90,7 +97,7 @@ def _held(refs: Sequence[Ref]) -> list[str]:
     return [ref.what for ref in refs if VALUES[ref.what].memory == "activations"]
 
 
-def ledger(timeline: Timeline, costs: Costs) -> Iterator[list[Event]]:
+def ledger(timeline: Timeline, costs: Costs) -> Iterator[RankEvents]:
     """The events of each rank, in the order in which they happen, of a program whose timeline this is.
 
     One rank at a time: those of all ranks together are several times as large as the program.
@@ -104,7 +111,7 @@ def ledger(timeline: Timeline, costs: Costs) -> Iterator[list[Event]]:
         if graph.ops[i].kind.is_recv
     }
     for rank in range(timeline.ranks):
-        yield list(_RankLedger(graph, rank, times[rank], posted, costs).events())
+        yield RankEvents(times[rank], _RankLedger(graph, rank, times[rank], posted, costs).events())
 
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
@@ -156,27 +163,29 @@ class _RankLedger:
         self.mine = graph.program.placement.stages_of(rank)
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
         self.effects: dict[tuple[Kind, int, int], _Effect] = {}
+        self.out: list[Event] = []
         self.ways: dict[tuple[Kind, int, int], tuple[float, float | None] | None] = {}
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> list[Event]:
         graph, first = self.graph, self.graph.first[self.rank]
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         if gradients.bytes:
-            yield Event(0.0, first, Moment.BEGIN, "gradients", 0.0, gradients.bytes)
+            self.out.append(Event(0.0, first, Moment.BEGIN, "gradients", 0.0, gradients.bytes))
         for i in graph.mine(self.rank):
             op, (begin, end) = graph.ops[i], self.times[i - first]
             effect = self.effects.get((op[0], op[1], op[3])) or self._effect(op)
             if effect.lane is Lane.LINK:
-                yield from self._transfer(i, op, begin)
+                self._transfer(i, op, begin)
                 continue
             if effect.lane is Lane.OUT or effect.lane is Lane.BACK:
-                yield from self._copy(i, op, begin)
+                self._copy(i, op, begin)
                 continue
             if self.leaving and self.leaving[0][0] <= begin:
-                yield from self._gone(i, begin, Moment.BEGIN)
-            yield from self._op(i, op, effect, begin, end, gradients)
+                self._gone(i, begin, Moment.BEGIN)
+            self._op(i, op, effect, begin, end, gradients)
+        return self.out
 
-    def _op(self, i: int, op: Op, effect: _Effect, begin: float, end: float, gradients: Gradients) -> Iterator[Event]:
+    def _op(self, i: int, op: Op, effect: _Effect, begin: float, end: float, gradients: Gradients) -> None:
         change, before, makes = effect.change, gradients.bytes, gradients.makes(op)
         need = effect.need_first if makes else effect.need
         at_once = change is not None and change.begins
@@ -187,18 +196,18 @@ class _RankLedger:
         if change is not None:
             changes.append(Event(ms, i, phase, "activations", change.units, change.bytes))
         if need:
-            yield Event(begin, i, Moment.BEGIN, "workspace", 0.0, need)
+            self.out.append(Event(begin, i, Moment.BEGIN, "workspace", 0.0, need))
         if at_once:
-            yield from changes
+            self.out += changes
         if self.leaving and self.leaving[0][0] <= end:
-            yield from self._gone(i, end, Moment.WITHIN)
+            self._gone(i, end, Moment.WITHIN)
         if need:
-            yield Event(end, i, Moment.END, "workspace", 0.0, -need)
+            self.out.append(Event(end, i, Moment.END, "workspace", 0.0, -need))
         if not at_once:
-            yield from changes
+            self.out += changes
         gradients.after(op)
         if makes or gradients.bytes != before:
-            yield Event(end, i, Moment.END, "gradients", 0.0, gradients.bytes - before)
+            self.out.append(Event(end, i, Moment.END, "gradients", 0.0, gradients.bytes - before))
 
     def _effect(self, op: Op) -> _Effect:
         row, change = op.kind.row, self.activations.of(op)
@@ -244,7 +253,7 @@ class _RankLedger:
         """Whether a stage's output is an activation, which its own backward needs as well, and not on its way."""
         return self.costs.bytes is not None and self.costs.bytes[stage].sent > 0
 
-    def _transfer(self, i: int, op: Op, begin: float) -> Iterator[Event]:
+    def _transfer(self, i: int, op: Op, begin: float) -> None:
         kind, stage, _, pipe, _ = op
         if (kind, stage, pipe) not in self.ways:
             self.ways[kind, stage, pipe] = self._way(op)
@@ -253,7 +262,7 @@ class _RankLedger:
             return
         size, link = way
         if link is None:
-            yield Event(begin, i, Moment.BEGIN, "transit", 1.0, size)
+            self.out.append(Event(begin, i, Moment.BEGIN, "transit", 1.0, size))
         else:
             over = max(begin, self.posted.get(self.graph.party[i], begin)) + link
             heappush(self.leaving, (over, i, size))
@@ -271,17 +280,17 @@ class _RankLedger:
             return None
         return size, self.costs.link(op.pipe, message.source, message.sink)
 
-    def _gone(self, i: int, until: float, phase: Moment) -> Iterator[Event]:
+    def _gone(self, i: int, until: float, phase: Moment) -> None:
         """What has left by a time."""
         while self.leaving and self.leaving[0][0] <= until:
             ms, _, size = heappop(self.leaving)
-            yield Event(ms, i, phase, "transit", -1.0, -size)
+            self.out.append(Event(ms, i, phase, "transit", -1.0, -size))
 
-    def _copy(self, i: int, op: Op, begin: float) -> Iterator[Event]:
+    def _copy(self, i: int, op: Op, begin: float) -> None:
         """A copy to the host, or back: what it writes is there from its beginning."""
         change = self.activations.of(op)
         if change is not None:
-            yield Event(begin, i, Moment.BEGIN, "activations", change.units, change.bytes)
+            self.out.append(Event(begin, i, Moment.BEGIN, "activations", change.units, change.bytes))
 
 
 _MAKE_PART, _MAKE_LEFT = (
@@ -355,33 +364,20 @@ _WORK: dict[Kind, Callable[[StageBytes], float]] = {
 }
 
 
-def within(
-    timeline: Timeline, rank: int, events: Sequence[Event], costs: Costs
-) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
+def within(timeline: Timeline, rank: int, own: RankEvents) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
     """Every op of a rank with its events, and of what leaves while it runs the (units, bytes) that still count: each
     for the share of the op's time that it is there."""
-    graph, times = timeline.graph, _times(timeline, rank, costs)
+    (times, events), first = own, timeline.graph.first[rank]
     k = 0
-    for i in graph.mine(rank):
-        mine, units, size = list[Event](), 0.0, 0.0
+    for i in timeline.graph.mine(rank):
+        start, units, size = k, 0.0, 0.0
         while k < len(events) and events[k].op == i:
-            mine.append(events[k])
             k += 1
-        begin, end = times[i - graph.first[rank]]
+        mine = events[start:k]
         for event in mine:
-            if event.phase is Moment.WITHIN and event.ms > begin:
-                share = (event.ms - begin) / (end - begin)
-                units, size = units - share * event.units, size - share * event.bytes
+            if event.phase is Moment.WITHIN:
+                begin, end = times[i - first]
+                if event.ms > begin:
+                    share = (event.ms - begin) / (end - begin)
+                    units, size = units - share * event.units, size - share * event.bytes
         yield i, mine, (units, size)
-
-
-def in_transit(timeline: Timeline, costs: Costs) -> list[dict[int, float]]:
-    """Per rank and op the tensors on their way as it runs, its own result included and what it is given left out."""
-    found = []
-    for rank, events in enumerate(ledger(timeline, costs)):
-        units, counts = 0.0, dict[int, float]()
-        for op, mine, (leaving, _) in within(timeline, rank, events, costs):
-            units += sum(event.units for event in mine if event.category == "transit")
-            counts[op] = units + leaving
-        found.append(counts)
-    return found

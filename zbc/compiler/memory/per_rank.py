@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import Activations, Event, Moment, activations, ledger, within
+from zbc.compiler.memory.ledger import Activations, Event, Moment, RankEvents, activations, ledger, within
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program
 
@@ -42,7 +42,7 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
     both = [(0.0, 0.0)] * len(program.ranks)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)
-        both = [_buffers(timeline, rank, events, costs) for rank, events in enumerate(ledger(timeline, costs))]
+        both = [_buffers(timeline, rank, own, costs) for rank, own in enumerate(ledger(timeline, costs))]
     return [_rank(program, rank, costs, *both[rank]) for rank in range(len(program.ranks))]
 
 
@@ -80,13 +80,13 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
     )
 
 
-def _buffers(timeline: Timeline, rank: int, events: Sequence[Event], costs: Costs) -> tuple[float, float]:
+def _buffers(timeline: Timeline, rank: int, own: RankEvents, costs: Costs) -> tuple[float, float]:
     """The most bytes at any op that are on their way or that the op needs beyond what is held before and after it; and
     the most of these, of the activations held around it and of the gradients that there are by then."""
     level = dict.fromkeys(("transit", "activations", "gradients", "workspace"), 0.0)
     most = together = 0.0
     changes = Activations(costs)
-    for i, mine, (_, leaving) in within(timeline, rank, events, costs):
+    for i, mine, (_, leaving) in within(timeline, rank, own):
         op = timeline.graph.ops[i]
         need = 0.0
         for event in mine:
