@@ -194,7 +194,7 @@ where = {op: i for i, op in enumerate(slow.graph.ops)}
 waits = all(slow.start[where[op._replace(kind=Kind.BW)]] >= slow.end[e] - 1e-9 for e, op in reloads)
 queued = sorted(slow.end[e] for e, op in reloads if op.stage == 0)
 units = [rank.units for rank in peaks(program, costs)]
-events = [own.events for own in ledger(free, costs)]
+changes = [[one for entry in entries for one in (*entry.begin, *entry.end)] for entries in ledger(free, costs)]
 drawn = [max(units for _, units in curve(free, rank, costs)) for rank in range(2)]
 bytes_peak = [rank.activations for rank in peaks(program, costs)]
 counters = [max(held.activations for held in over_time(free, program, rank, costs)) for rank in range(2)]
@@ -205,7 +205,7 @@ print(json.dumps({
     "waits": waits, "reloads": len(reloads), "gaps": [b - a for a, b in zip(queued, queued[1:])],
     "units": [units, [rank.units for rank in peaks(plain, costs)], drawn],
     "bytes": [bytes_peak, [rank.activations for rank in peaks(plain, costs)], counters],
-    "empty": [abs(sum(e.units for e in rank if e.category == "activations")) < 1e-9 for rank in events],
+    "empty": [abs(sum(e.units for e in rank if e.category == "activations")) < 1e-9 for rank in changes],
 }))
 """
 

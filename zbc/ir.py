@@ -28,12 +28,9 @@ from zbc.topology import Topology
 
 Edge = tuple[int, int]  # (source stage, sink stage)
 
-# Which coordinates an op prints: its stage, its microbatch (and slice).
+# Which coordinates ops of a kind print: their stage, their microbatch (and slice).
 _PRINTS = {
-    Scope.UNIT: (True, True),
-    Scope.EVERY: (False, True),
-    Scope.STAGE: (True, False),
-    Scope.RANK: (False, False),
+    kind: (kind.row.scope in (Scope.UNIT, Scope.STAGE), kind.row.scope in (Scope.UNIT, Scope.EVERY)) for kind in Kind
 }
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
@@ -57,13 +54,12 @@ class Op(NamedTuple):
         return Key(self.stage, self.mb, self.pipe, self.slice)
 
     def __str__(self) -> str:
-        has_stage, has_mb = _PRINTS[self.kind.row.scope]
-        if not (has_stage or has_mb):
-            return self.kind.value
-        text = f"{self.kind.value} s{self.stage}" if has_stage else self.kind.value
+        has_stage, has_mb = _PRINTS[self[0]]
+        kind, stage, mb, pipe, part = self
+        text = f"{kind} s{stage}" if has_stage else str(kind)
         if has_mb:
-            text = f"{text} m{self.mb}.{self.slice}" if self.slice else f"{text} m{self.mb}"
-        return f"{text} {'up' if self.pipe == 1 else f'pipe{self.pipe}'}" if self.pipe else text
+            text = f"{text} m{mb}.{part}" if part else f"{text} m{mb}"
+        return f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}" if pipe and (has_stage or has_mb) else text
 
     @classmethod
     def parse(cls, text: str) -> Op:
@@ -87,7 +83,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     if match is None or kind is None:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
-    wants_stage, wants_mb = _PRINTS[kind.row.scope]
+    wants_stage, wants_mb = _PRINTS[kind]
     if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):

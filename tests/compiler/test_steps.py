@@ -10,6 +10,7 @@ import pytest
 from tests.compiler.grid import FIXED, make
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.compiler.steps import consecutive, settled
 from zbc.compiler.steps import either_way as of_complete
@@ -29,9 +30,9 @@ def costs_of(program, *, f=UNIT, b=UNIT, w=UNIT, comm=0.0, hop=0.0, step=0.0, te
 def either_way(order, costs):
     """Of an order, from both of its complete programs alike."""
     timeline = simulate(order, costs)
-    found = of_complete(lower(order, costs=costs), simulate(lower(order, costs=costs), costs), costs)
+    found = of_complete(Context(lower(order, costs=costs), costs))
     ahead = lower(order, "post-validate", costs)
-    assert of_complete(ahead, simulate(ahead, costs), costs) == pytest.approx(found)
+    assert of_complete(Context(ahead, costs)) == pytest.approx(found)
     assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
     assert found[0] >= timeline.makespan
     return found

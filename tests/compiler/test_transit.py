@@ -7,18 +7,19 @@ import pytest
 from tests.compiler.grid import make
 from tests.lowered import lower
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import ledger, within
+from zbc.compiler.memory.ledger import ledger
 from zbc.compiler.sim.simulate import simulate
 
 
 def in_transit(timeline, costs):
     """Per rank and op the tensors on their way as it runs, its own result included and what it is given left out."""
     found = []
-    for rank, own in enumerate(ledger(timeline, costs)):
+    for entries in ledger(timeline, costs):
         units, counts = 0.0, {}
-        for op, mine, (leaving, _) in within(timeline, rank, own):
-            units += sum(event.units for event in mine if event.category == "transit")
-            counts[op] = units + leaving
+        for entry in entries:
+            units += sum(each.units for each in (*entry.begin, *entry.end) if each.category == "transit")
+            units -= entry.gone[0]
+            counts[entry.op] = units + entry.still[0]
         found.append(counts)
     return found
 

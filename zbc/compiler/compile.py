@@ -196,6 +196,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     table = estimate.layers(job)
     found = order(job, table, budget)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
+    found.compute.forget()
     program = found.complete.program
     check_graph(found.complete.graph)
     if job.train.eval_every:
@@ -206,7 +207,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
     chosen = report.Chosen(layers, again, found.tried, found.all_tried)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
-    barrier, ahead = either_way(program, timeline, found.costs)
+    barrier, ahead = either_way(found.complete)
     summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
     return Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
 

@@ -67,15 +67,15 @@ def settled(program: Program, costs: Costs) -> float:
     return period
 
 
-def either_way(program: Program, timeline: Timeline, costs: Costs) -> tuple[float, float | None]:
-    """What a settled step of a complete program costs with the barrier and without it; None where it needs one.
-
-    `timeline` is that of its compute ops, which are the same either way.
-    """
+def either_way(complete: Context) -> tuple[float, float]:
+    """What a settled step of a complete program costs with the barrier and without it."""
+    program, costs, timeline = complete.program, complete.costs, complete.timeline
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
     if not program.ahead:
         open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")
-        program = PostValidate().run(open_program, Context(open_program, costs))
+        # All that the pass asks of the graph are the compute ops and their messages, unless weights are collected.
+        context = Context(open_program, costs) if program.sharded else complete
+        program = PostValidate().run(open_program, context)
     return with_barrier, settled(program, costs)

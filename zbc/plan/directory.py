@@ -126,7 +126,7 @@ def assemble(
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
-        capabilities=sorted({op.kind.value for ops in program.ranks for op in ops}),
+        capabilities=sorted({str(op[0]) for ops in program.ranks for op in ops}),
         predicted=dict(predicted),
         planning=dict(planning),
         training=dict(training),
@@ -142,7 +142,7 @@ def _op_lines(program: Program, rank: int) -> str:
     suffix: dict[tuple[Kind, int, int], str] = {}
     lines = []
     for op in program.ranks[rank]:
-        where = (op.kind, op.stage, op.pipe)
+        where = (op[0], op[1], op[3])
         if where not in suffix:
             suffix[where] = program.placement.text(op)[len(str(op)) :]
         lines.append(f'  "{op}{suffix[where]}"')

@@ -16,6 +16,7 @@ one before stand before its own ends, or else the two ends disagree and nothing 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,7 +62,9 @@ class Graph:
     ops: list[Op]
     first: list[int] = field(default_factory=lambda: [0])  # rank r runs ops first[r] .. first[r+1]-1
     before: list[int] = field(default_factory=list)
-    ptr: list[int] = field(default_factory=lambda: [0])
+    ptr: array[int] = field(
+        default_factory=lambda: array("q", [0])
+    )  # a third of a list, which would have numbers of its own
     pred: list[int] = field(default_factory=list)
     party: list[int] = field(default_factory=list)  # the event that an op starts or takes part in, -1 for none
     more: dict[int, tuple[int, ...]] = field(default_factory=dict)  # further events of an op
@@ -130,6 +133,11 @@ class Graph:
     def ran(self) -> tuple[list[int], bytearray]:
         """See `run`."""
         return run(self)
+
+    @cached_property
+    def finishes(self) -> bool:
+        """Whether all ops happen."""
+        return happens(self, self.ran[1])
 
     @cached_property
     def sources(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -82,7 +83,7 @@ class _Walk:
         """The lists over all nodes, events included."""
         g = self.g
         g.before += self.origin
-        g.ptr += [g.ptr[self.n]] * self.messages
+        g.ptr.extend([g.ptr[self.n]] * self.messages)
         for event in range(self.n + self.messages, self.n + len(g.parties)):
             g.before.append(NOTHING)
             g.pred += self.edges.get(event, ())
@@ -238,7 +239,7 @@ class _Walk:
         g = self.g
         for mark in g.marks:
             end = min(mark + 3, g.first[g.rank(mark) + 1])
-            g.ptr[mark + 1 : end] = [g.ptr[end]] * (end - mark - 1)
+            g.ptr[mark + 1 : end] = array("q", [g.ptr[end]] * (end - mark - 1))
 
     def _late(self, i: int, columns: Iterable[tuple[int, int]]) -> Iterator[int]:
         """The ops after op i on its rank that write what it should find written."""

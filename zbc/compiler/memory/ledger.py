@@ -19,7 +19,6 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -33,30 +32,34 @@ from zbc.ops import VALUES, At, Kind, Lane, Ref, Row
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
 
-class Moment(IntEnum):
-    """When an event counts, seen from the op beside it in the ledger."""
+class Delta(NamedTuple):
+    """What there is more of a category, or less."""
 
-    BEGIN = 0  # as the op begins
-    WITHIN = 1  # while it runs, at its own time: a tensor that leaves
-    END = 2  # as it ends
-
-
-class Event(NamedTuple):
-    """A rank takes, or gives back, something; `op` is a node of the graph."""
-
-    ms: float
-    op: int
-    phase: Moment
     category: str
     units: float
     bytes: float
 
 
-class RankEvents(NamedTuple):
-    """The events of one rank, and when each of its ops begins and ends, in ms."""
+class Entry(NamedTuple):
+    """What one op of a rank changes, and which of the tensors that the rank sent before leave by then."""
 
-    times: list[tuple[float, float]]
-    events: list[Event]
+    op: int  # a node of the graph
+    begin: tuple[Delta, ...]
+    end: tuple[Delta, ...]
+    gone: tuple[float, float] = (0.0, 0.0)  # tensors, and their bytes, that have left by the end of the op
+    still: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # of those, what counts while it runs: the shares of its time they are there
+
+
+class Event(NamedTuple):
+    """A rank takes, or gives back, activations; `op` is a node of the graph."""
+
+    ms: float
+    op: int
+    units: float
+    bytes: float
 
 
 class Change(NamedTuple):
@@ -97,125 +100,124 @@ def _held(refs: Sequence[Ref]) -> list[str]:
     return [ref.what for ref in refs if VALUES[ref.what].memory == "activations"]
 
 
-def ledger(timeline: Timeline, costs: Costs) -> Iterator[RankEvents]:
-    """The events of each rank, in the order in which they happen, of a program whose timeline this is.
-
-    One rank at a time: those of all ranks together are several times as large as the program.
-    """
-    graph = timeline.graph
-    times = [_times(timeline, rank, costs) for rank in range(timeline.ranks)]
-    posted = {
-        graph.party[i]: times[rank][i - graph.first[rank]][0]
-        for rank in range(timeline.ranks)
-        for i in graph.mine(rank)
-        if graph.ops[i].kind.is_recv
-    }
+def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
+    """Per rank the entries of its ops that change something, in order, of a program whose timeline this is."""
+    clock = _Clock(timeline, costs)
     for rank in range(timeline.ranks):
-        yield RankEvents(times[rank], _RankLedger(graph, rank, times[rank], posted, costs).events())
+        clock.set(rank)
+    return (_RankLedger(timeline.graph, rank, clock, costs).entries() for rank in range(timeline.ranks))
 
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
-    """Of one rank what it takes and gives of activations; nothing of them depends on other ranks."""
-    events = _RankLedger(timeline.graph, rank, _times(timeline, rank, costs), {}, costs).events()
-    return (event for event in events if event.category == "activations")
+    """Of one rank what it takes and gives of activations, and when; nothing of them depends on other ranks."""
+    clock = _Clock(timeline, costs)
+    clock.set(rank)
+    for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
+        for deltas, times in ((entry.begin, clock.begin), (entry.end, clock.end)):
+            for category, units, size in deltas:
+                if category == "activations":
+                    yield Event(times[entry.op], entry.op, units, size)
 
 
-def _times(timeline: Timeline, rank: int, costs: Costs) -> list[tuple[float, float]]:
-    """When each op of a rank begins and ends, in ms.
+class _Clock:
+    """When each op begins and ends, in ms.
 
     The barrier ends with the last op of all. Of ops that compute nothing for a microbatch only those that close a step
     ahead of it take time here: what is sent before them leaves meanwhile.
     """
-    graph, now, result = timeline.graph, 0.0, []
-    for i in graph.mine(rank):
-        kind = graph.ops[i].kind
-        if kind.computes:
-            begin, now = timeline.start[i], timeline.end[i]
-        elif kind.is_barrier:
-            begin, now = now, max(now, timeline.makespan)
-        elif kind.row.closes == "ahead":
-            begin, now = now, now + costs.duration(graph.ops[i])
-        else:
-            begin = now
-        result.append((begin, now))
-    return result
+
+    def __init__(self, timeline: Timeline, costs: Costs) -> None:
+        self._timeline, self._costs = timeline, costs
+        self.begin, self.end = ([0.0] * len(timeline.graph.ops) for _ in range(2))
+
+    def set(self, rank: int) -> None:
+        """Read the clock of one rank."""
+        timeline, graph, now = self._timeline, self._timeline.graph, 0.0
+        begin, end = self.begin, self.end
+        for i in graph.mine(rank):
+            kind = graph.ops[i][0]
+            if kind.computes:
+                begin[i], now = timeline.start[i], timeline.end[i]
+            else:
+                begin[i] = now
+                if kind.is_barrier:
+                    now = max(now, timeline.makespan)
+                elif kind.row.closes == "ahead":
+                    now += self._costs.duration(graph.ops[i])
+            end[i] = now
 
 
 class _Effect(NamedTuple):
     """What ops of one kind, stage and pipe do, whatever the microbatch."""
 
     lane: Lane
-    change: Change | None
-    tensors: float  # that it adds to what is on its way at its rank, and their bytes
-    size: float
-    need: float  # bytes while it runs, beyond what there is before it (a backward: and is there as it ends)
-    need_first: float  # where it makes the first gradients
+    begin: tuple[Delta, ...]
+    end: tuple[Delta, ...]
+    begin_first: tuple[Delta, ...]  # where they make the first gradients
+    end_first: tuple[Delta, ...]
+    size: float = 0.0  # of a SEND: bytes of what leaves, and the ms it takes; None where nothing does
+    link: float | None = None
 
 
 class _RankLedger:
-    """The events of one rank."""
+    """The entries of one rank."""
 
-    def __init__(
-        self, graph: Graph, rank: int, times: Sequence[tuple[float, float]], posted: dict[int, float], costs: Costs
-    ) -> None:
-        self.graph, self.rank, self.times, self.posted, self.costs = graph, rank, times, posted, costs
+    def __init__(self, graph: Graph, rank: int, clock: _Clock, costs: Costs) -> None:
+        self.graph, self.rank, self.clock, self.costs = graph, rank, clock, costs
         self.activations = Activations(costs)
         self.mine = graph.program.placement.stages_of(rank)
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
         self.effects: dict[tuple[Kind, int, int], _Effect] = {}
-        self.out: list[Event] = []
-        self.ways: dict[tuple[Kind, int, int], tuple[float, float | None] | None] = {}
 
-    def events(self) -> list[Event]:
-        graph, first = self.graph, self.graph.first[self.rank]
+    def entries(self) -> Iterator[Entry]:
+        graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         if gradients.bytes:
-            self.out.append(Event(0.0, first, Moment.BEGIN, "gradients", 0.0, gradients.bytes))
+            yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, gradients.bytes),), ())
         for i in graph.mine(self.rank):
-            op, (begin, end) = graph.ops[i], self.times[i - first]
-            effect = self.effects.get((op[0], op[1], op[3])) or self._effect(op)
+            op = graph.ops[i]
+            effect = effects.get((op[0], op[1], op[3])) or self._effect(op)
             if effect.lane is Lane.LINK:
-                self._transfer(i, op, begin)
+                if effect.link is not None:
+                    self._send(i, effect)
+                elif effect.begin:
+                    yield Entry(i, effect.begin, ())
                 continue
-            if effect.lane is Lane.OUT or effect.lane is Lane.BACK:
-                self._copy(i, op, begin)
-                continue
-            if self.leaving and self.leaving[0][0] <= begin:
-                self._gone(i, begin, Moment.BEGIN)
-            self._op(i, op, effect, begin, end, gradients)
-        return self.out
-
-    def _op(self, i: int, op: Op, effect: _Effect, begin: float, end: float, gradients: Gradients) -> None:
-        change, before, makes = effect.change, gradients.bytes, gradients.makes(op)
-        need = effect.need_first if makes else effect.need
-        at_once = change is not None and change.begins
-        ms, phase = (begin, Moment.BEGIN) if at_once else (end, Moment.END)
-        changes = list[Event]()
-        if effect.tensors or effect.size:
-            changes.append(Event(ms, i, phase, "transit", effect.tensors, effect.size))
-        if change is not None:
-            changes.append(Event(ms, i, phase, "activations", change.units, change.bytes))
-        if need:
-            self.out.append(Event(begin, i, Moment.BEGIN, "workspace", 0.0, need))
-        if at_once:
-            self.out += changes
-        if self.leaving and self.leaving[0][0] <= end:
-            self._gone(i, end, Moment.WITHIN)
-        if need:
-            self.out.append(Event(end, i, Moment.END, "workspace", 0.0, -need))
-        if not at_once:
-            self.out += changes
-        gradients.after(op)
-        if makes or gradients.bytes != before:
-            self.out.append(Event(end, i, Moment.END, "gradients", 0.0, gradients.bytes - before))
+            begin, end = effect.begin, effect.end
+            first, more = gradients.after(op)
+            if first or more:
+                begin, end = (effect.begin_first, effect.end_first) if first else (begin, end)
+                end = (*end, Delta("gradients", 0.0, more))
+            if leaving and leaving[0][0] <= over[i]:
+                yield Entry(i, begin, end, *self._gone(start[i], over[i]))
+            else:
+                yield Entry(i, begin, end)
 
     def _effect(self, op: Op) -> _Effect:
-        row, change = op.kind.row, self.activations.of(op)
-        made, taken = self._tensors(op, row.writes, row), self._tensors(op, row.frees, row)
-        need = [self._need(op, first=first) for first in (False, True)]
-        found = _Effect(row.lane, change, float(len(made) - len(taken)), sum(made) - sum(taken), *need)
+        row = op.kind.row
+        if row.lane is Lane.LINK:
+            found = self._transfer(op)
+        else:
+            found = _Effect(row.lane, *self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
         self.effects[op.kind, op.stage, op.pipe] = found
         return found
+
+    def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
+        """What an op changes as it begins and as it ends; `first`: where it makes the first gradients."""
+        change, deltas = self.activations.of(op), list[Delta]()
+        made, freed = self._tensors(op, row.writes, row), self._tensors(op, row.frees, row)
+        if made or freed:
+            deltas.append(Delta("transit", float(len(made) - len(freed)), sum(made) - sum(freed)))
+        if change is not None:
+            deltas.append(Delta("activations", change.units, change.bytes))
+        if row.lane is Lane.OUT or row.lane is Lane.BACK:  # what a copy writes is there from its beginning
+            return tuple(deltas), ()
+        need = self._need(op, first=first)
+        begin = [Delta("workspace", 0.0, need)] if need else []
+        end = [Delta("workspace", 0.0, -need)] if need else []
+        side = begin if change is not None and change.begins else end
+        side += deltas
+        return tuple(begin), tuple(end)
 
     def _need(self, op: Op, *, first: bool) -> float:
         if not op.kind.computes:
@@ -253,44 +255,34 @@ class _RankLedger:
         """Whether a stage's output is an activation, which its own backward needs as well, and not on its way."""
         return self.costs.bytes is not None and self.costs.bytes[stage].sent > 0
 
-    def _transfer(self, i: int, op: Op, begin: float) -> None:
-        kind, stage, _, pipe, _ = op
-        if (kind, stage, pipe) not in self.ways:
-            self.ways[kind, stage, pipe] = self._way(op)
-        way = self.ways[kind, stage, pipe]
-        if way is None:
-            return
-        size, link = way
-        if link is None:
-            self.out.append(Event(begin, i, Moment.BEGIN, "transit", 1.0, size))
-        else:
-            over = max(begin, self.posted.get(self.graph.party[i], begin)) + link
-            heappush(self.leaving, (over, i, size))
-
-    def _way(self, op: Op) -> tuple[float, float | None] | None:
-        """Bytes of the message of a transfer, and the ms it takes to leave, None where it comes; None for a message
-        that is not on its way: there is none, or it stays for a backward."""
+    def _transfer(self, op: Op) -> _Effect:
+        """Nothing for a message that is not on its way: there is none, or it stays for a backward."""
+        nothing = _Effect(Lane.LINK, (), (), (), ())
         message = self.graph.program.placement.message(op)
         if message is None:
-            return None
+            return nothing
         size = self._size(message.edge[0])
         if op.kind.is_recv:
-            return size, None
+            return nothing._replace(begin=(Delta("transit", 1.0, size),))
         if message.forward and self._keeps_result(message.source):
-            return None
-        return size, self.costs.link(op.pipe, message.source, message.sink)
+            return nothing
+        return nothing._replace(size=size, link=self.costs.link(op.pipe, message.source, message.sink))
 
-    def _gone(self, i: int, until: float, phase: Moment) -> None:
-        """What has left by a time."""
-        while self.leaving and self.leaving[0][0] <= until:
-            ms, _, size = heappop(self.leaving)
-            self.out.append(Event(ms, i, phase, "transit", -1.0, -size))
+    def _send(self, i: int, effect: _Effect) -> None:
+        """It is over when its receiver has posted a buffer, and the transfer has come there."""
+        graph, begin = self.graph, self.clock.begin
+        receiver = graph.receiver[graph.party[i] - len(graph.ops)]
+        posted = begin[receiver] if receiver >= 0 else 0.0
+        heappush(self.leaving, (max(begin[i], posted) + (effect.link or 0.0), i, effect.size))
 
-    def _copy(self, i: int, op: Op, begin: float) -> None:
-        """A copy to the host, or back: what it writes is there from its beginning."""
-        change = self.activations.of(op)
-        if change is not None:
-            self.out.append(Event(begin, i, Moment.BEGIN, "activations", change.units, change.bytes))
+    def _gone(self, begin: float, end: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What has left by the end of an op, and the shares of it that count while the op runs."""
+        tensors = size = units = still = 0.0
+        while self.leaving and self.leaving[0][0] <= end:
+            ms, _, each = heappop(self.leaving)
+            share = (ms - begin) / (end - begin) if ms > begin else 0.0
+            tensors, size, units, still = tensors + 1, size + each, units + share, still + share * each
+        return (tensors, size), (units, still)
 
 
 _MAKE_PART, _MAKE_LEFT = (
@@ -315,19 +307,18 @@ class Gradients:
             if op.kind is Kind.COMMIT:
                 self._have(op.stage, whole=True)
 
-    def makes(self, op: Op) -> bool:
-        """Whether a backward makes gradients where there are none."""
-        if op.kind in _MAKE_PART:
-            return op.stage not in self._whole
-        return op.kind in _MAKE_LEFT and op.stage not in self._there
-
-    def after(self, op: Op) -> None:
-        """Go on after an op."""
-        if op.kind in (Kind.STEP, Kind.COMMIT):
-            self.bytes -= self._there.pop(op.stage, 0.0)
-            self._whole.discard(op.stage)
-        elif op.kind.computes and self.makes(op):
-            self._have(op.stage, whole=op.kind in _MAKE_PART)
+    def after(self, op: Op) -> tuple[bool, float]:
+        """Go on after an op: whether it makes gradients where there are none, and how many bytes more there are."""
+        kind, stage, before = op[0], op[1], self.bytes
+        if kind in _MAKE_PART or (kind in _MAKE_LEFT and stage not in self._there):
+            if stage in self._whole:
+                return False, 0.0
+            self._have(stage, whole=kind in _MAKE_PART)
+            return True, self.bytes - before
+        if kind is Kind.STEP or kind is Kind.COMMIT:
+            self.bytes -= self._there.pop(stage, 0.0)
+            self._whole.discard(stage)
+        return False, self.bytes - before
 
     def _have(self, stage: int, *, whole: bool) -> None:
         if self._costs.bytes is None:
@@ -362,22 +353,3 @@ _WORK: dict[Kind, Callable[[StageBytes], float]] = {
     Kind.COMMIT: lambda size: size.step,
     Kind.TENTATIVE: lambda size: size.tentative + size.step,
 }
-
-
-def within(timeline: Timeline, rank: int, own: RankEvents) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
-    """Every op of a rank with its events, and of what leaves while it runs the (units, bytes) that still count: each
-    for the share of the op's time that it is there."""
-    (times, events), first = own, timeline.graph.first[rank]
-    k = 0
-    for i in timeline.graph.mine(rank):
-        start, units, size = k, 0.0, 0.0
-        while k < len(events) and events[k].op == i:
-            k += 1
-        mine = events[start:k]
-        for event in mine:
-            if event.phase is Moment.WITHIN:
-                begin, end = times[i - first]
-                if event.ms > begin:
-                    share = (event.ms - begin) / (end - begin)
-                    units, size = units - share * event.units, size - share * event.bytes
-        yield i, mine, (units, size)

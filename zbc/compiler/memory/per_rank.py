@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import Activations, Event, Moment, RankEvents, activations, ledger, within
+from zbc.compiler.graph import Graph
+from zbc.compiler.memory.ledger import Activations, Entry, activations, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
     both = [(0.0, 0.0)] * len(program.ranks)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)
-        both = [_buffers(timeline, rank, own, costs) for rank, own in enumerate(ledger(timeline, costs))]
+        both = [_buffers(timeline.graph, entries, costs) for entries in ledger(timeline, costs)]
     return [_rank(program, rank, costs, *both[rank]) for rank in range(len(program.ranks))]
 
 
@@ -80,35 +81,41 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
     )
 
 
-def _buffers(timeline: Timeline, rank: int, own: RankEvents, costs: Costs) -> tuple[float, float]:
+def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[float, float]:
     """The most bytes at any op that are on their way or that the op needs beyond what is held before and after it; and
     the most of these, of the activations held around it and of the gradients that there are by then."""
-    level = dict.fromkeys(("transit", "activations", "gradients", "workspace"), 0.0)
-    most = together = 0.0
-    changes = Activations(costs)
-    for i, mine, (_, leaving) in within(timeline, rank, own):
-        op = timeline.graph.ops[i]
-        need = 0.0
-        for event in mine:
-            if event.phase is not Moment.END:
-                level[event.category] += event.bytes
-            if event.category == "workspace" and event.phase is Moment.BEGIN:
-                need = event.bytes
-        if op.kind.is_transfer:
+    transit = whole = most = together = 0.0
+    changes, more = Activations(costs), dict[tuple[Kind, int, bool], float]()
+    for i, begin, end, (_, gone), (_, still) in entries:
+        op, need = graph.ops[i], 0.0
+        for category, _, size in begin:
+            whole += size
+            if category == "transit":
+                transit += size
+            elif category == "workspace":
+                need = size
+        kind = op[0]
+        if kind.is_transfer:
             continue
-        together = max(together, sum(level.values()) + leaving)
-        for event in mine:
-            if event.phase is Moment.END:
-                level[event.category] += event.bytes
+        transit, whole = transit - gone, whole - gone
+        together = max(together, whole + still)
+        first = False
+        for category, _, size in end:
+            whole += size
+            if category == "transit":
+                transit += size
+            elif category == "gradients":
+                first = True
         change = changes.of(op)
-        beyond = need if change is None or change.begins else costs.more_bytes(op, first=_makes_gradients(mine))
-        most = max(most, level["transit"] + leaving + beyond)
-        together = max(together, sum(level.values()) + leaving) if op.kind.computes else together
+        if change is not None and not change.begins:
+            key = kind, op[1], first
+            if key not in more:
+                more[key] = costs.more_bytes(op, first=first)
+            need = more[key]
+        most = max(most, transit + still + need)
+        if kind.computes:
+            together = max(together, whole + still)
     return most, together
-
-
-def _makes_gradients(mine: Sequence[Event]) -> bool:
-    return any(event.category == "gradients" for event in mine)
 
 
 class MemoryPoint(NamedTuple):

@@ -30,9 +30,13 @@ class FuseBackward:
 def _fuse(ops: Sequence[Op]) -> list[Op]:
     fused: list[Op] = []
     for op in ops:
-        apart = any(other.kind is Kind.OVERLAP for other in fused[-3:-1])  # the B is in a group, the W is not
-        if op.kind is Kind.W and fused and fused[-1].kind is Kind.B and fused[-1][1:] == op[1:] and not apart:
+        if op[0] is Kind.W and fused and fused[-1][0] is Kind.B and fused[-1][1:] == op[1:] and not _grouped(fused):
             fused[-1] = op._replace(kind=Kind.BW)
         else:
             fused.append(op)
     return fused
+
+
+def _grouped(ops: Sequence[Op]) -> bool:
+    """Whether the last op is in a group."""
+    return any(op.kind is Kind.OVERLAP for op in ops[-3:-1])

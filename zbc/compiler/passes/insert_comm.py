@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from zbc.compiler.sim.context import Context
 from zbc.ir import Edge, Message, Op, Placement, Program, groups
 from zbc.ops import VALUES, At, Kind, Lane, Ref
 
-Position = int
 POSTED = 1  # compute ops between the post of a receive and the op that waits for it
-_Places = dict[tuple[Kind, int, int], list[Edge]]  # (kind, stage, pipe) -> (stage that makes, stage that reads)
+_Line = list[tuple[int, int, int, int, int]]  # the messages of a channel in sending order, as tuples: there are many
+
+
+class _Crossing(NamedTuple):
+    """A value that goes from a stage to another one on another rank."""
+
+    source: int
+    sink: int
+    send: Kind
+
+
+_Places = dict[tuple[Kind, int, int], list[_Crossing]]  # by kind, stage and pipe of the op at one end
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +45,51 @@ class InsertComm:
     name: ClassVar[str] = "insert-comm"
 
     def run(self, program: Program, context: Context) -> Program:
-        inside = [groups(ops) for ops in program.ranks]
-        sends, channels = _sends(program)
-        posts = _posts(program, channels, inside)
-        ranks = [_woven(ops, posts[rank], sends, inside[rank]) for rank, ops in enumerate(program.ranks)]
+        made, taken = (_crossing(program.placement, written=written) for written in (True, False))
+        arriving = _arriving(program, made)
+        ranks = []
+        for rank, ops in enumerate(program.ranks):
+            inside = groups(ops)
+            posts = _posts(ops, arriving[rank], taken, inside)
+            arriving[rank] = []  # the largest thing here
+            ranks.append(_woven(ops, posts, made, inside))
         return program.with_ranks(ranks, by=self.name)
 
 
-def _woven(
-    ops: Sequence[Op], posts: dict[Position, list[Op]], sends: dict[Op, list[Op]], inside: dict[int, int]
-) -> list[Op]:
+def _arriving(program: Program, made: _Places) -> list[list[_Line]]:
+    """Per rank the channels that lead to it, by sender."""
+    pipes = program.placement.pipes
+    found: list[list[_Line]] = [[] for _ in program.ranks]
+    for ops in program.ranks:
+        lines: dict[int, _Line] = {}
+        for kind, stage, mb, pipe, part in ops:
+            for source, sink, _ in made.get((kind, stage, pipe), ()):
+                lines.setdefault(pipes[pipe][sink], []).append((source, sink, mb, pipe, part))
+        for receiver, line in lines.items():
+            found[receiver].append(line)
+    return found
+
+
+def _posts(ops: Sequence[Op], arriving: Sequence[_Line], taken: _Places, inside: dict[int, int]) -> dict[int, list[Op]]:
+    """The receives to post right before the op at a step of a rank."""
+    users: dict[tuple[int, int, int, int, int], int] = {}
+    for step, (kind, stage, mb, pipe, part) in enumerate(ops):
+        for source, sink, _ in taken.get((kind, stage, pipe), ()):
+            users[source, sink, mb, pipe, part] = step
+    posts: dict[int, list[Op]] = {}
+    for line in arriving:
+        step, placed = len(ops), []
+        for message in reversed(line):  # a receive comes no later than the ones sent after it
+            user = users[message]
+            post = max(0, inside.get(user, user) - POSTED)
+            step = min(step, inside.get(post, post))
+            placed.append(step)
+        for message in line:
+            posts.setdefault(placed.pop(), []).append(Message(*message).recv)
+    return posts
+
+
+def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside: dict[int, int]) -> list[Op]:
     """The ops of a rank with its transfers among them."""
     listed: list[Op] = []
     held: list[Op] = []  # sends of a group
@@ -52,50 +97,13 @@ def _woven(
         if step in posts:
             listed += posts[step]
         listed.append(op)
-        held += sends.get(op, ())
+        kind, stage, mb, pipe, part = op
+        for source, _, send in made.get((kind, stage, pipe), ()):
+            held.append(Op(send, source, mb, pipe, part))
         if held and (step not in inside or inside[step] + 2 == step):
             listed += held
             held = []
     return listed
-
-
-def _sends(program: Program) -> tuple[dict[Op, list[Op]], dict[tuple[int, int], list[Message]]]:
-    """The SENDs after each op, and per channel the messages in sending order."""
-    placement, made = program.placement, _crossing(program.placement, written=True)
-    sends: dict[Op, list[Op]] = {}
-    channels: dict[tuple[int, int], list[Message]] = {}
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            kind, stage, mb, pipe, part = op
-            for source, sink in made.get((kind, stage, pipe), ()):
-                message = Message(source, sink, mb, pipe, part)
-                sends.setdefault(op, []).append(message.send)
-                channels.setdefault((rank, placement.pipes[pipe][sink]), []).append(message)
-    return sends, channels
-
-
-def _posts(
-    program: Program, channels: dict[tuple[int, int], list[Message]], inside: Sequence[dict[int, int]]
-) -> list[dict[Position, list[Op]]]:
-    """Per rank, the receives to post right before the op at a position."""
-    taken = _crossing(program.placement, written=False)
-    users: list[dict[tuple[int, int, int, int, int], Position]] = [{} for _ in program.ranks]
-    for rank, ops in enumerate(program.ranks):
-        for step, (kind, stage, mb, pipe, part) in enumerate(ops):
-            for source, sink in taken.get((kind, stage, pipe), ()):
-                users[rank][source, sink, mb, pipe, part] = step
-    posts: list[dict[Position, list[Op]]] = [{} for _ in program.ranks]
-    for (_, receiver), messages in sorted(channels.items()):
-        position = len(program.ranks[receiver])
-        placed = []
-        for message in reversed(messages):  # a receive comes no later than the ones sent after it
-            user = users[receiver][message]
-            post = max(0, inside[receiver].get(user, user) - POSTED)
-            position = min(position, inside[receiver].get(post, post))
-            placed.append((position, message))
-        for position, message in reversed(placed):
-            posts[receiver].setdefault(position, []).append(message.recv)
-    return posts
 
 
 def _crossing(placement: Placement, *, written: bool) -> _Places:
@@ -107,10 +115,10 @@ def _crossing(placement: Placement, *, written: bool) -> _Places:
             if VALUES[ref.what].scope == "edge":
                 for pipe in range(len(placement.pipes)):
                     for stage in range(placement.stages):
-                        edges = _edges(placement, stage, ref, written=written)
-                        crossing = [edge for edge in edges if placement.crosses(*edge, pipe)]
-                        if crossing:
-                            found.setdefault((kind, stage, pipe), []).extend(crossing)
+                        for edge in _edges(placement, stage, ref, written=written):
+                            if placement.crosses(*edge, pipe):
+                                crossing = _Crossing(*edge, Message(*edge, 0, pipe, 0).send.kind)
+                                found.setdefault((kind, stage, pipe), []).append(crossing)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar, NamedTuple
 
 from zbc.compiler.cost.cost import Costs
@@ -11,7 +12,7 @@ from zbc.compiler.graph import Graph
 from zbc.compiler.passes.warmup import closed, forwards, leading
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, lengths, replay
-from zbc.ir import Kind, Message, Op, Placement, Program
+from zbc.ir import Kind, Op, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
@@ -57,7 +58,7 @@ class PostValidate:
 
     def run(self, program: Program, context: Context) -> Program:
         places = _places(context.graph, program, _positive(context.costs))
-        begun = _messages(program, places.redo)
+        twice = _repeated(program, places.redo)
         ranks = []
         for rank, ops in enumerate(program.ranks):
             stages = program.placement.stages_of(rank)
@@ -65,7 +66,7 @@ class PostValidate:
             for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
                 inserted.setdefault(place[rank], []).append(Op(kind, 0))
             inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
-            woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), program.placement, begun)
+            woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), twice)
             ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
         return program.with_ranks(ranks, by=self.name)
 
@@ -170,11 +171,12 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
     listed: list[Op] = []
     count, done = 0, -1
     for op in ops:
-        if not op.kind.is_send and done < count:
+        kind = op[0]
+        if done < count and not kind.is_send:
             done = count
             listed += inserted.get(count, ())
         listed.append(op)
-        count += op.kind.computes
+        count += kind.computes
     if done < count:
         listed += inserted.get(count, ())
     return listed
@@ -182,35 +184,36 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
 
 def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
     """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
-    commit = max(i for i, op in enumerate(ops) if op.kind is Kind.COMMIT) + 1
+    commit = max(i for i, op in enumerate(ops) if op[0] is Kind.COMMIT) + 1
     head, tail = ops[:commit], ops[commit:]
     return [*(op for op in head if not op.kind.sums), *(op for op in head if op.kind.sums), *tail]
 
 
-def _messages(program: Program, reach: Sequence[int]) -> set[Message | None]:
-    """What the first `reach[r]` compute ops of each rank send."""
-    found = set[Message | None]()
+def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
+    """The RECVs of what the first `reach[r]` compute ops of each rank send."""
+    found = set[Op]()
     for rank, ops in enumerate(program.ranks):
-        first = [op for op in ops if op.kind.computes][: reach[rank]]
-        made = {op.key for op in first}
-        found |= {program.placement.message(op) for op in ops if op.kind is Kind.SEND_F and op.key in made}
+        made = {op.key for op in islice((op for op in ops if op[0].computes), reach[rank])}
+        for op in ops:
+            if op[0] is Kind.SEND_F and op.key in made:
+                message = program.placement.message(op)
+                found |= {message.recv} if message is not None else _nameless(program)
     return found
 
 
-def _receive_in_time(ops: Sequence[Op], placement: Placement, begun: set[Message | None]) -> list[Op]:
-    """Receive the messages that may come twice before REDO, and all others after it."""
-    redo = next(i for i, op in enumerate(ops) if op.kind is Kind.REDO)
+def _nameless(program: Program) -> set[Op]:
+    """The RECVs that do not say what they receive: their stage has several edges."""
+    return {op for _, _, op in program if op.kind.is_recv and program.placement.message(op) is None}
+
+
+def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:
+    """Receive what may come twice before REDO, and all else after it."""
+    redo = next(i for i, op in enumerate(ops) if op[0] is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
-
-    def twice(op: Op) -> bool:
-        return placement.message(op) in begun
-
-    early = [op for op in tail if op.kind.is_recv and twice(op)]
-    late = [op for op in head if op.kind.is_recv and not twice(op)]
-    return [
-        *(op for op in head if not op.kind.is_recv or twice(op)),
-        *early,
-        ops[redo],
-        *late,
-        *(op for op in tail if not op.kind.is_recv or not twice(op)),
-    ]
+    late = [op for op in head if op[0].is_recv and op not in twice]
+    early = [op for op in tail if op[0].is_recv and op in twice]
+    if late:
+        head = [op for op in head if not op[0].is_recv or op in twice]
+    if early:
+        tail = [op for op in tail if not op[0].is_recv or op not in twice]
+    return [*head, *early, ops[redo], *late, *tail]

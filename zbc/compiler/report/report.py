@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -230,6 +231,8 @@ def _rank(
     program: Program, costs: Costs, timeline: Timeline, rank: int, memory: RankMemory, begin: float
 ) -> RankReport:
     idle = timeline.idle(rank)
+    ops = program.ranks[rank]
+    sends = Counter((kind, stage, 0, pipe) for kind, stage, _, pipe, _ in ops if kind.is_send)
     return RankReport(
         rank=rank,
         stages=program.placement.stages_of(rank),
@@ -249,8 +252,8 @@ def _rank(
         activation_bytes=round(memory.activations),
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
-        sent_bytes=round(sum(_message(program, costs, op) for op in program.ranks[rank] if op.kind.is_send)),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in program.ranks[rank] if op.kind.sums)),
+        sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums)),
     )
 
 

@@ -42,6 +42,11 @@ class Context:
         """When each op runs. Raises E201 or E202 if the order can never finish."""
         return run(self.graph, self.costs)
 
+    def forget(self) -> None:
+        """Drop the graph and the timeline, which are large: they are made again if they are asked for again."""
+        for name in ("graph", "timeline"):
+            self.__dict__.pop(name, None)
+
     def step_ms(self, objective: str) -> float:
         """What a step costs, in ms, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
         if objective == "period":

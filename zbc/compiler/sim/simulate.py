@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.graph import Graph, build, happens
+from zbc.compiler.graph import Graph, build
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import Lane
@@ -210,7 +210,7 @@ def replay(
 ) -> Timeline:
     """The same with ms of every node; `costs` is asked for groups only. Raises E201 or E202."""
     order, done = graph.ran
-    if not happens(graph, done):
+    if not graph.finishes:
         raise _stuck(graph, done)
     ranks = len(graph.first) - 1
     start, end = [0.0] * len(length), [0.0] * len(length)
