@@ -33,7 +33,7 @@ class Pass(Protocol):
         """The program changed; `context` is that of the one given."""
 
 
-# What does not depend on what ops cost.
+# What does not depend on what ops cost, but for when receives are posted (`Costs.rendezvous`).
 _FIRST: tuple[Pass, ...] = (
     InsertComm(),
     FuseBackward(),
@@ -59,7 +59,7 @@ class Lowering:
         return self.finish(self.begin(context))
 
     def begin(self, context: Context) -> Context:
-        """The first passes, whose result is the same whatever ops cost."""
+        """The first passes, whose result is the same whatever ops cost where no message waits for its buffer."""
         return _through(_FIRST, context)
 
     def finish(self, context: Context) -> Context:

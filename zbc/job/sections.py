@@ -80,6 +80,11 @@ class Hardware(Section):
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
     )
     link_us: Us | None = Field(None, description="latency of a transfer; default 10 on cuda, 700 on cpu")
+    transfer: Literal["rendezvous", "eager"] | None = Field(
+        None,
+        description="whether a message waits for its receiver to post a buffer, as on NCCL and gloo; "
+        "default rendezvous, eager where [costs] gives times",
+    )
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
@@ -103,6 +108,7 @@ class GivenCosts(Section):
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
     comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
+    occupies: Ms = Field(0.0, description="of comm, the time in which a message keeps its link to itself")
     reduce: Ms | None = Field(
         None,
         description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",

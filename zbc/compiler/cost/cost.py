@@ -59,7 +59,9 @@ class Costs:
 
     `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W. Ask `units`,
     `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask
-    `link`. `bytes` is None where the model's sizes are not known before it is built.
+    `link`. For `occupies[pipe]` of them a message has its link to itself: the next one from the same rank to the same
+    rank waits; () where links take any number of messages. With `rendezvous` a message waits for its receiver to post
+    a buffer, too. `bytes` is None where the model's sizes are not known before it is built.
     """
 
     ms: Mapping[str, Column]
@@ -70,6 +72,8 @@ class Costs:
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
+    rendezvous: bool = False
+    occupies: tuple[Links, ...] = ()
 
     @classmethod
     def uniform(
@@ -165,6 +169,10 @@ class Costs:
         """The same in bytes; 0 where sizes are not known."""
         return tuple(size.bytes for size in self.size[value])
 
+    def eager(self) -> Costs:
+        """The same where no message waits for a buffer."""
+        return replace(self, rendezvous=False)
+
     def held(self, op: Op) -> float:
         """Activation units an op adds to what its rank holds; negative where it releases."""
         made, freed = self._values(op)
@@ -233,8 +241,12 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     size = _sizes(job, placement, stages, table, bytes)
     known = job.model.builtin
     source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
-    links = _transfers(job, placement, stages, table)
-    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap)
+    links, occupies = _transfers(job, placement, stages, table)
+    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+    if job.hardware.transfer is None:
+        costs = replace(costs, rendezvous=not given)
+    else:
+        costs = replace(costs, rendezvous=job.hardware.transfer == "rendezvous")
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
@@ -432,13 +444,19 @@ def _activations(
 
 def _transfers(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[Links, ...]:
-    """Given, or estimated from the links; costs given without `comm` mean transfers that take no time."""
+) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
+    """ms of transfers, and in which they occupy their link: given, or estimated from the links.
+
+    Costs given without `comm` mean transfers that take no time.
+    """
     if job.costs.comm is not None or job.costs.f is not None:
-        ms = job.costs.comm or 0.0
-        return _links(placement, lambda stage, edge: ms)
+        ms, busy = job.costs.comm or 0.0, job.costs.occupies
+        return _links(placement, lambda stage, edge: ms), _links(placement, lambda stage, edge: busy) if busy else ()
     sizes, machine = boundaries(job, stages, table), Machine.of(job)
-    return _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage]))
+    return (
+        _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage])),
+        _links(placement, lambda stage, edge: sizes[stage] / machine.link(edge).speed),
+    )
 
 
 def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:

@@ -74,6 +74,7 @@ class Graph:
     row_of: list[int] = field(default_factory=list)  # per op; -1 for one that has no place here
     sender: list[int] = field(default_factory=list)  # per message the op that sends it, -1 for none
     receiver: list[int] = field(default_factory=list)
+    posted: list[int] = field(default_factory=list)  # per message the node after which its RECV stands, as in `before`
     met: dict[int, list[int]] = field(default_factory=dict)  # event that is no message -> its ops
     marks: list[int] = field(default_factory=list)  # OVERLAPs
     waits: dict[int, list[int]] = field(default_factory=dict)  # message -> events that bring what it carries
@@ -143,6 +144,15 @@ class Graph:
     def sources(self) -> list[int]:
         """Per op the compute op that made the tensor it works on, -1 for none."""
         return _sources(self)
+
+    @cached_property
+    def line_of(self) -> list[int]:
+        """Per message the number of its channel."""
+        layout, numbers = self.layout, dict[Channel, int]()
+        found: list[int] = []
+        for (channel, _), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
+            found += [numbers.setdefault(channel, len(numbers))] * (stop - base)
+        return found
 
     @cached_property
     def group_of(self) -> dict[int, int]:

@@ -52,6 +52,7 @@ class _Walk:
         self.n, self.messages = len(g.ops), g.layout.events
         g.sender = [-1] * self.messages
         g.receiver = [-1] * self.messages
+        g.posted = [NOTHING] * self.messages
         g.parties = [1 + g.layout.explicit] * self.messages
         self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts after
         self.meetings: dict[tuple[object, ...], int] = {}
@@ -95,7 +96,7 @@ class _Walk:
     def _rank(self, rank: int, ops: Sequence[Op]) -> None:
         g, layout, n, microbatches = self.g, self.layout, self.n, self.g.program.microbatches
         cell, sender, receiver, origin, edges = layout.cells, g.sender, g.receiver, self.origin, self.edges
-        before, ptr, pred, party, row_of = g.before, g.ptr, g.pred, g.party, g.row_of
+        before, ptr, pred, party, row_of, posted = g.before, g.ptr, g.pred, g.party, g.row_of, g.posted
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
         table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
         lanes, last = _Lanes(rank), start_of(rank)
@@ -131,8 +132,7 @@ class _Walk:
                 else:
                     found[x], e = i, n + x
                     line.setdefault(posts[0] - part, []).append(i)
-                    if reads:
-                        origin[x] = last
+                    (origin if reads else posted)[x] = last
                 own = e
             elif lane is mark:
                 if number >= 0:

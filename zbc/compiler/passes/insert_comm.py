@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Edge, Message, Op, Placement, Program, groups
 from zbc.ops import VALUES, At, Kind, Lane, Ref
 
 POSTED = 1  # compute ops between the post of a receive and the op that waits for it
-_Line = list[tuple[int, int, int, int, int]]  # the messages of a channel in sending order, as tuples: there are many
 
 
 class _Crossing(NamedTuple):
@@ -22,6 +24,13 @@ class _Crossing(NamedTuple):
     send: Kind
 
 
+class _Line(NamedTuple):
+    """The messages of a channel in sending order, as plain tuples: there are many."""
+
+    messages: list[tuple[int, int, int, int, int]]
+    sent: list[float]  # when, in ms; empty where no message waits for a buffer
+
+
 _Places = dict[tuple[Kind, int, int], list[_Crossing]]  # by kind, stage and pipe of the op at one end
 
 
@@ -30,8 +39,10 @@ class InsertComm:
     """Put a SEND right after each op whose result another rank needs, and post the RECV one compute op ahead.
 
     Receives of one channel (sender, receiver) are posted in the order the sender sends, which FIFO transports demand;
-    where that order is not the order of use, a receive is posted earlier. Stages on the same rank hand tensors over in
-    memory and get no transfer. Groups stay together: receives are posted before a group, sends follow it.
+    where that order is not the order of use, a receive is posted earlier. Where messages wait for their buffer
+    (`Costs.rendezvous`) a receive is posted before its message is sent, by what ops cost: then none has to wait. Stages
+    on the same rank hand tensors over in memory and get no transfer. Groups stay together: receives are posted before a
+    group, sends follow it.
 
         rank 1           rank 1
         F s1 m0          RECV_F s1 m0 <r0
@@ -46,32 +57,46 @@ class InsertComm:
 
     def run(self, program: Program, context: Context) -> Program:
         made, taken = (_crossing(program.placement, written=written) for written in (True, False))
-        arriving = _arriving(program, made)
+        timeline = context.timeline if context.costs.rendezvous else None
+        arriving = _arriving(program, made, timeline)
         ranks = []
         for rank, ops in enumerate(program.ranks):
             inside = groups(ops)
-            posts = _posts(ops, arriving[rank], taken, inside)
+            ends = _ends(timeline, rank) if timeline is not None else []
+            posts = _posts(ops, arriving[rank], taken, inside, ends)
             arriving[rank] = []  # the largest thing here
             ranks.append(_woven(ops, posts, made, inside))
         return program.with_ranks(ranks, by=self.name)
 
 
-def _arriving(program: Program, made: _Places) -> list[list[_Line]]:
+def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> list[list[_Line]]:
     """Per rank the channels that lead to it, by sender."""
     pipes = program.placement.pipes
     found: list[list[_Line]] = [[] for _ in program.ranks]
+    first = 0  # node of the rank's first op
     for ops in program.ranks:
         lines: dict[int, _Line] = {}
-        for kind, stage, mb, pipe, part in ops:
+        for i, (kind, stage, mb, pipe, part) in enumerate(ops, first):
             for source, sink, _ in made.get((kind, stage, pipe), ()):
-                lines.setdefault(pipes[pipe][sink], []).append((source, sink, mb, pipe, part))
+                line = lines.setdefault(pipes[pipe][sink], _Line([], []))
+                line.messages.append((source, sink, mb, pipe, part))
+                if timeline is not None:
+                    line.sent.append(timeline.end[i])
+        first += len(ops)
         for receiver, line in lines.items():
             found[receiver].append(line)
     return found
 
 
-def _posts(ops: Sequence[Op], arriving: Sequence[_Line], taken: _Places, inside: dict[int, int]) -> dict[int, list[Op]]:
-    """The receives to post right before the op at a step of a rank."""
+def _ends(timeline: Timeline, rank: int) -> list[float]:
+    """When each op of a rank, and all before it, are over."""
+    return list(accumulate((timeline.end[i] for i in timeline.graph.mine(rank)), max))
+
+
+def _posts(
+    ops: Sequence[Op], arriving: Sequence[_Line], taken: _Places, inside: dict[int, int], ends: Sequence[float]
+) -> dict[int, list[Op]]:
+    """The receives to post right before the op at a step of a rank; `ends` are the times of its ops, if they matter."""
     users: dict[tuple[int, int, int, int, int], int] = {}
     for step, (kind, stage, mb, pipe, part) in enumerate(ops):
         for source, sink, _ in taken.get((kind, stage, pipe), ()):
@@ -79,12 +104,14 @@ def _posts(ops: Sequence[Op], arriving: Sequence[_Line], taken: _Places, inside:
     posts: dict[int, list[Op]] = {}
     for line in arriving:
         step, placed = len(ops), []
-        for message in reversed(line):  # a receive comes no later than the ones sent after it
-            user = users[message]
+        for k in reversed(range(len(line.messages))):  # a receive comes no later than the ones sent after it
+            user = users[line.messages[k]]
             post = max(0, inside.get(user, user) - POSTED)
+            if ends:
+                post = min(post, bisect_right(ends, line.sent[k]))
             step = min(step, inside.get(post, post))
             placed.append(step)
-        for message in line:
+        for message in line.messages:
             posts.setdefault(placed.pop(), []).append(Message(*message).recv)
     return posts
 

@@ -1,9 +1,11 @@
 """When does each op run? An op starts as soon as its rank is free and what it reads is there.
 
 A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
-`link` ms after it was sent. Collectives run beside compute too, on a lane of their own per rank, one after the other:
-one begins when all its ranks have come to it and are done with the one before. The order of every lane is fixed, so
-the clock is one walk over the nodes of the graph in the order that the proof found.
+`link` ms after it was sent; with `Costs.rendezvous`, after it was sent and its buffer was posted. With `Costs.occupies`
+a link carries one message of a direction at a time, in the order in which they are sent. Collectives run beside compute
+too, on a lane of their own per rank, one after the other: one begins when all its ranks have come to it and are done
+with the one before. The order of every lane is fixed, so the clock is one walk over the nodes of the graph in the order
+that the proof found.
 
 The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
 group takes is up to the costs; its time is shown as the first op and after it the second, each with its share.
@@ -200,6 +202,15 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     return found
 
 
+def _occupied(graph: Graph, costs: Costs) -> list[float]:
+    """ms that each message has its link to itself."""
+    layout, found = graph.layout, list[float]()
+    for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
+        ms = 0.0 if message.edge < 0 else costs.occupies[message.home][layout.edges[message.edge]]
+        found += [ms] * (stop - base)
+    return found
+
+
 def replay(
     graph: Graph,
     costs: Costs,
@@ -208,7 +219,7 @@ def replay(
     *,
     closing: bool = False,
 ) -> Timeline:
-    """The same with ms of every node; `costs` is asked for groups only. Raises E201 or E202."""
+    """The same with ms of every node. Raises E201 or E202."""
     order, done = graph.ran
     if not graph.finishes:
         raise _stuck(graph, done)
@@ -217,7 +228,7 @@ def replay(
     # `before` of the first node of rank r leads here from the end of the list, that of nothing to the last entry.
     end += [*reversed(free_from or [0.0] * ranks), 0.0]
     before, ptr, pred = graph.before, graph.ptr, graph.pred
-    if graph.marks or graph.waits:
+    if graph.marks or graph.waits or costs.rendezvous or costs.occupies:
         _slowly(graph, costs, order, list(length), start, end)
     else:
         for i in order:
@@ -233,13 +244,27 @@ def replay(
 def _slowly(
     graph: Graph, costs: Costs, order: Iterable[int], length: list[float], start: list[float], end: list[float]
 ) -> None:
-    """The walk with groups, and with messages that wait for events which bring what they carry."""
-    marks = set(graph.marks)
+    """The walk with groups, and with messages that wait for more than the op which sends them: for events that bring
+    what they carry, for the buffer, for the link."""
+    marks, waits, first = set(graph.marks), graph.waits, len(graph.ops)
+    before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
+    busy = _occupied(graph, costs) if costs.occupies else []
+    free = [0.0] * (1 + max(graph.line_of, default=0)) if busy else []
     shares = {mark: (length[mark + 1], length[mark + 2]) for mark in marks}
     for i in order:
-        waits = (*graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ()))
-        time = max([end[graph.before[i]], *(end[k] for k in waits)])
-        if i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
+        time = end[before[i]]
+        for k in (*pred[ptr[i] : ptr[i + 1]], *waits[i]) if i in waits else pred[ptr[i] : ptr[i + 1]]:
+            if end[k] > time:
+                time = end[k]
+        x = i - first
+        if 0 <= x < len(posted):
+            if costs.rendezvous:
+                time = max(time, end[posted[x]])
+            if busy:
+                line = graph.line_of[x]
+                time = max(time, free[line])
+                free[line] = time + busy[x]
+        elif i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
             length[i] = costs.pair(*shares[i])
             length[i + 1] = length[i + 2] = 0.0
         start[i], end[i] = time, time + length[i]
