@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
@@ -18,7 +19,6 @@ from zbc.runtime.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
-from zbc.training.launch.threads import run_threads
 from zbc.training.recording.aligned import compare_clocks
 from zbc.training.recording.measure import CATEGORIES
 from zbc.training.recording.pace import MOST, slower
