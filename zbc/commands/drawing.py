@@ -224,10 +224,8 @@ def _list(cards: Sequence[ScheduleCard], auto: str) -> Iterator[RenderableType]:
         if sum(max(map(len, column)) + 2 for column in columns) - 2 > room:
             columns = [column for column in columns if column[0] != name]
             left_out.append(name)
-    made = table(*(column[0] for column in columns), left=len(columns))
-    for cells in list(zip(*columns, strict=True))[1:]:
-        made.add_row(*cells)
-    yield made
+    heads, *cells = zip(*columns, strict=True)
+    yield table(heads, cells, left=len(heads))
     yield ""
     yield from _UNITS
     if left_out:

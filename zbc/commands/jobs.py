@@ -126,10 +126,7 @@ def explain(
     from zbc.explain import CATALOGUE, FAMILIES
 
     if code is None:
-        made = table("code", "meaning", left=2)
-        for known, entry in CATALOGUE.items():
-            made.add_row(known, entry.title)
-        show(made)
+        show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
         return
     wanted = code.strip().strip("[]").upper()
     if wanted not in CATALOGUE:

@@ -20,118 +20,59 @@ if TYPE_CHECKING:
     from zbc.compiler.whatif.compare import ComparedPlan
     from zbc.compiler.whatif.crossings import Candidate, Crossing
 
-Numbers = Sequence[float | None]
+    Planned = tuple[ComparedPlan, Report]
 
-
-def _rates(values: Numbers) -> list[str]:
-    return ["?" if value is None else percent(value) for value in values]
-
-
-def _times(values: Numbers) -> list[str]:
-    return _known(values, aligned)
-
-
-def _gib(values: Numbers) -> list[str]:
-    return _known(values, lambda known: aligned(known, 3))
-
-
-def _units(values: Numbers) -> list[str]:
-    return _known(values, lambda known: [f"{value:.2f}" for value in known])
-
-
-def _plain(values: Numbers) -> list[str]:
-    return _known(values, lambda known: [f"{value:g}" for value in known])
-
-
-def _marks(values: Numbers) -> list[str]:
-    return ["*" if value else "" for value in values]
-
-
-def _known(values: Numbers, shown: Callable[[list[float]], list[str]]) -> list[str]:
-    """The numbers there are, with equally many decimals, and a question mark for each that is not known."""
-    texts = iter(shown([value for value in values if value is not None]))
-    return ["?" if value is None else next(texts) for value in values]
+_SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a column as texts
+    "ms": aligned,
+    "GiB": lambda values: aligned(values, 3),
+    "rate": lambda values: [percent(value) for value in values],
+    "units": lambda values: [f"{value:.2f}" for value in values],
+    "count": lambda values: [f"{value:g}" for value in values],
+    "mark": lambda values: ["*" if value else "" for value in values],
+}
 
 
 class Column(NamedTuple):
-    """One number of every row: its name in CSV, in the table and in Markdown, where to get it and how to print it.
+    """One number of every row: its name in CSV and in the table, where to get it and as what to print it.
 
     `keep`: the columns with the smallest numbers stay where a terminal has no room for all.
     """
 
     key: str
     head: str
-    title: str
     value: Callable[[ComparedPlan, Report], float | None]
-    shown: Callable[[Numbers], list[str]]
+    kind: str  # of _SHOWN
     keep: int
     meaning: str
 
+    def texts(self, planned: Sequence[Planned]) -> list[str]:
+        """Its cells, with equally many decimals, and a question mark where the number is not known."""
+        values = [self.value(*entry) for entry in planned]
+        known = iter(_SHOWN[self.kind]([value for value in values if value is not None]))
+        return ["?" if value is None else next(known) for value in values]
 
-def _bytes(get: Callable[[Report], int]) -> Callable[[ComparedPlan, Report], float | None]:
-    return lambda row, report: get(report) / GIB if report.bytes_known else None
+
+def _gib(key: str, head: str, get: Callable[[Report], int], keep: int, meaning: str) -> Column:
+    return Column(key, head, lambda _, r: get(r) / GIB if r.bytes_known else None, "GiB", keep, meaning)
 
 
-_SEQUENCE = Column("ms_per_sequence", "ms/seq", "ms/seq", lambda row, _: row.sequence_ms, _times, 0, "ms per sequence")
+_SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, "ms", 0, "ms per sequence")
+_STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activations at the fullest rank's peak"
 # In the order in which they are printed.
 COLUMNS = (
-    Column("makespan_ms", "makespan", "makespan", lambda _, r: r.makespan_ms, _times, 1, "ms of a step, first to last"),
-    Column(
-        "bubble_rate_makespan",
-        "bubble",
-        "of makespan",
-        lambda _, r: r.bubble_rate_makespan,
-        _rates,
-        2,
-        "of the makespan",
-    ),
-    Column("span_ms", "span", "span", lambda _, r: r.span_ms, _times, 6, "ms of the rank that takes longest"),
-    Column(
-        "bubble_rate_span", "of span", "of span", lambda _, r: r.bubble_rate_span, _rates, 9, "the bubble of the span"
-    ),
-    Column(
-        "settled_ms",
-        "steady",
-        "steady",
-        lambda row, _: row.settled_ms,
-        _times,
-        8,
-        "ms of a step with its optimizer, in steady state",
-    ),
-    Column(
-        "peak_activation_units",
-        "units",
-        "units",
-        lambda _, r: r.peak_activation_units,
-        _units,
-        5,
-        "activations at the fullest rank's peak",
-    ),
-    Column("peak_gib", "GiB", "GiB", _bytes(lambda r: r.peak_bytes), _gib, 3, "at most on a rank"),
-    Column(
-        "parameter_gib",
-        "params",
-        "params",
-        _bytes(lambda r: r.parameter_bytes),
-        _gib,
-        11,
-        "GiB of weights, gradients, optimizer",
-    ),
-    Column(
-        "gradient_traffic_gib",
-        "reduced",
-        "reduced",
-        _bytes(lambda r: r.summed_bytes),
-        _gib,
-        4,
-        "GiB sent to all-reduce gradients",
-    ),
-    Column("sends_per_rank", "sends", "sends", lambda row, _: row.transfers, _plain, 12, "messages per rank and step"),
-    Column(
-        "sent_gib", "sent", "sent", _bytes(lambda r: r.sent_bytes), _gib, 4, "GiB a rank sends to neighbours per step"
-    ),
-    Column("gap_to_bound", "gap", "gap", lambda row, _: row.gap, _rates, 7, "above the placement's lower bound"),
-    Column("pareto", "front", "front", lambda row, _: row.front, _marks, 0, "* nothing is both faster and smaller"),
+    Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", 1, "ms of a step, first to last"),
+    Column("bubble_rate_makespan", "bubble", lambda _, r: r.bubble_rate_makespan, "rate", 2, "of the makespan"),
+    Column("span_ms", "span", lambda _, r: r.span_ms, "ms", 6, "ms of the rank that takes longest"),
+    Column("bubble_rate_span", "of span", lambda _, r: r.bubble_rate_span, "rate", 9, "the bubble of the span"),
+    Column("settled_ms", "steady", lambda row, _: row.settled_ms, "ms", 8, _STEADY),
+    Column("peak_activation_units", "units", lambda _, r: r.peak_activation_units, "units", 5, _UNITS),
+    _gib("peak_gib", "GiB", lambda r: r.peak_bytes, 3, "at most on a rank"),
+    _gib("parameter_gib", "params", lambda r: r.parameter_bytes, 11, "GiB of weights, gradients, optimizer"),
+    _gib("gradient_traffic_gib", "reduced", lambda r: r.summed_bytes, 4, "GiB sent to all-reduce gradients"),
+    Column("sends_per_rank", "sends", lambda row, _: row.transfers, "count", 12, "messages per rank and step"),
+    _gib("sent_gib", "sent", lambda r: r.sent_bytes, 4, "GiB a rank sends to neighbours per step"),
+    Column("gap_to_bound", "gap", lambda row, _: row.gap, "rate", 7, "above the placement's lower bound"),
+    Column("pareto", "front", lambda row, _: row.front, "mark", 0, "* nothing is both faster and smaller"),
 )
 
 
@@ -142,62 +83,74 @@ def as_table(
 
     `more`: how many pairs change places besides the fastest.
     """
-    planned = [(row, row.report) for row in rows if row.report is not None]
-    failed = [row for row in rows if row.error is not None]
-    columns = _fitting(planned, rows, None if verbose else shutil.get_terminal_size((80, 24)).columns)
+    planned, columns = _planned(rows), _columns(rows)
     if planned:
-        yield _filled(planned, rows, columns)
+        shown = columns if verbose else _fitting(planned, columns, _names(rows))
+        yield _table(planned, shown, _names(rows))
+    failed = [row for row in rows if row.error is not None]
     if planned and failed:
         yield ""
     for row in failed:
-        yield f"{_name(row)}: {_reason(row)}"
+        yield f"{_candidate((row.schedule, row.settings))}: {_reason(row)}"
     yield from _changes(crossings, more)
     yield from _without_effect(rows)
     if planned:
         yield ""
-        left = [column.head for column in _columns(rows) if column not in columns]
-        meanings = [f"{column.head}: {column.meaning}" for column in columns]
+        left = [column.head for column in columns if column not in shown]
+        meanings = [f"{column.head}: {column.meaning}" for column in shown]
         yield from wrap([*meanings, *([f"-v: also {', '.join(left)}"] if left else [])], 78, between="; ")
         yield from cuts.notes(rows)
 
 
-def _filled(
-    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], columns: Sequence[Column]
-) -> RenderableType:
-    swept = [key.rpartition(".")[2] for key in _swept(rows)]
-    made = table("schedule", *swept, *(column.head for column in columns), left=1 + len(swept))
-    cells = iter(_cells(planned, columns))
-    for number, (_, group) in enumerate(groupby(planned, key=lambda entry: entry[0].world)):
-        if number:
-            made.add_row()
-        for _ in group:
-            made.add_row(*next(cells))
-    return made
+def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
+    return [(row, row.report) for row in rows if row.report is not None]
 
 
-def _fitting(
-    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], width: int | None
-) -> list[Column]:
-    """The columns for which there is room, and of which something is known."""
-    columns = _columns(rows)
-    if width is None or not planned:
-        return columns
-    telling = [c for c in columns if any(c.value(*entry) is not None for entry in planned)]
-    nothing = [c for c in telling if not any(c.value(*entry) for entry in planned)]  # all zero: not worth a column
-    kept: list[Column] = []
-    for column in sorted(telling, key=lambda column: (column in nothing, column.keep)):
-        candidate = [c for c in columns if c in kept or c is column]
-        if _width(planned, rows, candidate) <= width:
-            kept = candidate
-    return kept
+def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
+    """All columns; the time per sequence where a step is not the same work in all rows."""
+    varied = len({row.sequences for row in rows if row.error is None}) > 1
+    return [*([_SEQUENCE] if varied else []), *COLUMNS]
 
 
-def _width(
-    planned: Sequence[tuple[ComparedPlan, Report]], rows: Sequence[ComparedPlan], columns: Sequence[Column]
-) -> int:
-    heads = ["schedule", *(key.rpartition(".")[2] for key in _swept(rows)), *(column.head for column in columns)]
-    lines = [heads, *_cells(planned, columns)]
-    return sum(max(map(len, cells)) + 2 for cells in zip(*lines, strict=True)) - 2
+def _names(rows: Sequence[ComparedPlan]) -> list[str]:
+    """The heads of what tells rows apart."""
+    return ["schedule", *(key.rpartition(".")[2] for key, _ in rows[0].settings)]
+
+
+def _name(row: ComparedPlan) -> list[str]:
+    return [row.schedule, *(_plainly(value) for _, value in row.settings)]
+
+
+def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[str]]:
+    """The cells of each row that has a report."""
+    texts = (column.texts(planned) for column in columns)
+    return [[*_name(row), *cells] for (row, _), *cells in zip(planned, *texts, strict=True)]
+
+
+def _fitting(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+    """The columns for which the terminal has room, and of which something is known."""
+
+    def importance(column: Column) -> tuple[bool, int]:
+        return not any(column.value(*entry) for entry in planned), column.keep  # all zero: hardly worth a column
+
+    room = shutil.get_terminal_size((80, 24)).columns + 2
+    room -= sum(max(map(len, cells)) + 2 for cells in zip(names, *(_name(row) for row, _ in planned), strict=True))
+    kept = list[Column]()
+    for column in sorted(columns, key=importance):
+        known = any(column.value(*entry) is not None for entry in planned)
+        width = max(map(len, (column.head, *column.texts(planned)))) + 2
+        if known and width <= room:
+            room -= width
+            kept.append(column)
+    return [column for column in columns if column in kept]
+
+
+def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> RenderableType:
+    """All rows, with an empty one between two worlds."""
+    lines = list[list[str]]()
+    for _, group in groupby(zip(planned, _cells(planned, columns), strict=True), key=lambda entry: entry[0][0].world):
+        lines += [*([[]] if lines else []), *(cells for _, cells in group)]
+    return table([*names, *(column.head for column in columns)], lines, left=len(names))
 
 
 def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
@@ -251,10 +204,6 @@ def _plainly(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
-def _name(row: ComparedPlan) -> str:
-    return _candidate((row.schedule, row.settings))
-
-
 def _reason(row: ComparedPlan) -> str:
     if row.error is None:
         return ""
@@ -263,40 +212,11 @@ def _reason(row: ComparedPlan) -> str:
     return text if not more else f"{text} (and {more} more)"
 
 
-def _swept(rows: Sequence[ComparedPlan]) -> list[str]:
-    return [key for key, _ in rows[0].settings]
-
-
-def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
-    """All columns; the time per sequence where a step is not the same work in all rows."""
-    varied = len({row.sequences for row in rows if row.error is None}) > 1
-    return [*([_SEQUENCE] if varied else []), *COLUMNS]
-
-
-def _cells(planned: Sequence[tuple[ComparedPlan, Report]], columns: Sequence[Column]) -> list[list[str]]:
-    """The cells of all rows that have a report, the numbers of a column with equally many decimals."""
-    texts = [
-        [row.schedule for row, _ in planned],
-        *(
-            [_plainly(value) for _, value in column]
-            for column in zip(*(row.settings for row, _ in planned), strict=True)
-        ),
-        *(column.shown([column.value(*entry) for entry in planned]) for column in columns),
-    ]
-    return [list(cells) for cells in zip(*texts, strict=True)]
-
-
 def as_markdown(rows: Sequence[ComparedPlan]) -> str:
-    columns = _columns(rows)
-    left = 1 + len(_swept(rows))
-    heads = ["schedule", *(key.rpartition(".")[2] for key in _swept(rows)), *(column.title for column in columns)]
-    lines = [heads, ["---"] * left + ["---:"] * len(columns)]
-    lines += _cells([(row, row.report) for row in rows if row.report is not None], columns)
-    for row in rows:
-        if row.error is not None:
-            lines.append(
-                [row.schedule, *(_plainly(value) for _, value in row.settings), _reason(row).replace("|", "\\|")]
-            )
+    names, columns = _names(rows), _columns(rows)
+    heads = [*names, *("of makespan" if column.head == "bubble" else column.head for column in columns)]
+    lines = [heads, ["---"] * len(names) + ["---:"] * len(columns), *_cells(_planned(rows), columns)]
+    lines += [[*_name(row), _reason(row).replace("|", "\\|")] for row in rows if row.error is not None]
     return "\n".join("| " + " | ".join(cells + [""] * (len(heads) - len(cells))) + " |" for cells in lines)
 
 
@@ -305,10 +225,10 @@ def as_csv(rows: Sequence[ComparedPlan]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     columns = _columns(rows)
-    writer.writerow(["schedule", *_swept(rows), *(column.key for column in columns), "error"])
+    keys = (key for key, _ in rows[0].settings)
+    writer.writerow(["schedule", *keys, *(column.key for column in columns), "error"])
     for row in rows:
-        first: list[Any] = [row.schedule, *(_plainly(value) for _, value in row.settings)]
-        writer.writerow([*first, *_numbers(row, columns), _reason(row)])
+        writer.writerow([*_name(row), *_numbers(row, columns), _reason(row)])
     return out.getvalue().rstrip("\n")
 
 

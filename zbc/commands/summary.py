@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zbc.commands import reasons
 from zbc.commands.console import indented, labelled, table
@@ -169,20 +169,17 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
         *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
     ]
     heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
-    made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
-    return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
+    heads = ["rank", "stages", "busy ms", *heads, "units", *([unit] if known else [])]
+    return table(heads, zip(*columns, strict=True), left=2, most=None if verbose else _ROWS)
 
 
 def _memory(report: Report) -> RenderableType:
     """What fills the memory of every rank, each part at its own peak."""
     unit, scale = _unit(report)
-    made = table("rank", unit, *_BYTES.values(), left=1)
     keys = ("peak_bytes", *_BYTES)
     columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
-    for rank, cells in zip(report.per_rank, zip(*columns, strict=True), strict=True):
-        made.add_row(str(rank.rank), *cells)
-    filled: RenderableType = made
-    return filled
+    ranks = (str(rank.rank) for rank in report.per_rank)
+    return table(["rank", unit, *_BYTES.values()], zip(ranks, *columns, strict=True))
 
 
 def _unit(report: Report) -> tuple[str, float]:
@@ -236,27 +233,13 @@ def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
     """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
     stages, known = compiled.report.cut.stages, compiled.report.bytes_known
     _, scale = _stage_unit(compiled.report)
-    made = table("stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else []), left=3)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
     sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
-    columns = [*times, *(sizes if known else [])]
-    rows = [
-        [str(s.stage), ranges(s.ranks), layer_ranges(s.layers), *(column[row] for column in columns)]
-        for row, s in enumerate(stages)
-    ]
-    return _filled(made, rows, verbose=verbose)
-
-
-def _filled(made: Any, rows: Sequence[Sequence[str]], *, verbose: bool) -> RenderableType:
-    """The table with its rows; the middle of a long one only with `verbose`."""
-    cut = None if verbose or len(rows) <= _ROWS else _ROWS - 3
-    for index, row in enumerate(rows):
-        if cut is None or index < cut or index >= len(rows) - 2:
-            made.add_row(*row)
-        elif index == cut:
-            made.add_row("...", f"{len(rows) - cut - 2} more: -v")
-    filled: RenderableType = made
-    return filled
+    named = ((str(s.stage), ranges(s.ranks), layer_ranges(s.layers)) for s in stages)
+    numbers = zip(*times, *(sizes if known else ()), strict=True)
+    heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
+    rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]
+    return table(heads, rows, left=3, most=None if verbose else _ROWS)
 
 
 def ranges(numbers: Sequence[int]) -> str:
