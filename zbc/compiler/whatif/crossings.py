@@ -103,10 +103,10 @@ class SweepTimes:
             return 0
         return 1 if a < b else -1
 
-    def first(self, value: float) -> Candidate:
+    def first(self, among: Sequence[Candidate], value: float) -> Candidate:
         """The fastest there. Those that are not faster at either side than another one is here are not planned."""
-        best, least = self.sweep.candidates[0], math.inf
-        for candidate in sorted(self.sweep.candidates, key=lambda candidate: self._least(candidate, value)):
+        best, least = among[0], math.inf
+        for candidate in sorted(among, key=lambda candidate: self._least(candidate, value)):
             if self._least(candidate, value) < least and (ms := self.ms(candidate, value)) < least:
                 best, least = candidate, ms
         return best
@@ -182,60 +182,39 @@ def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = Fals
     found = []
     for sweep in sweeps(rows):
         oracle = SweepTimes(sweep, rows, plan)
-        leaders = [one for low, high in pairwise(sweep.values) for one in _leaders(oracle, low, high)]
-        others = [one for one in _pairs(oracle) if not _among(one, leaders)] if every else []
-        found += sorted([*leaders, *others], key=lambda one: (not one.leading, one.at))
+        leaders = [*_changes(oracle, sweep.candidates, sweep.values)]
+        others = [*_pairs(oracle)] if every else []
+        found += sorted(leaders, key=lambda one: one.at)
+        found += sorted((one for one in others if not _among(one, leaders)), key=lambda one: one.at)
     return found
 
 
-def _leaders(oracle: SweepTimes, low: float, high: float) -> Iterator[Crossing]:
-    """Where the fastest changes between two values; a third one may be it for a while."""
-    before, after = oracle.first(low), oracle.first(high)
-    if oracle.ahead(before, after, low) <= 0 or oracle.ahead(after, before, high) <= 0:
-        yield from _returned(oracle, before, low, high)
-        return
-    found = oracle.level(before, after, low, high, leading=True)
-    best = oracle.first(found.at)
-    if oracle.ms(best, found.at) < found.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
-        yield from _leaders(oracle, low, found.at)
-        yield from _leaders(oracle, found.at, high)
-    else:
-        yield found
-
-
-def _returned(oracle: SweepTimes, leader: Candidate, low: float, high: float) -> Iterator[Crossing]:
-    """Where another takes the place of one that is the fastest at both values, and gives it back."""
-    for other in oracle.sweep.candidates:
-        middle = oracle.hidden(other, leader, low, high) if other != leader else None
-        if middle is not None:
-            yield from _leaders(oracle, low, middle)
-            yield from _leaders(oracle, middle, high)
-            return
+def _changes(
+    oracle: SweepTimes, among: Sequence[Candidate], values: Sequence[float], *, leading: bool = True
+) -> Iterator[Crossing]:
+    """Where the fastest of some changes between two neighbouring values; a third one may be it for a while."""
+    for low, high in pairwise(values):
+        before, after = oracle.first(among, low), oracle.first(among, high)
+        if oracle.ahead(before, after, low) <= 0 or oracle.ahead(after, before, high) <= 0:
+            # Another may take the place of one that is the fastest at both values, and give it back.
+            found = (oracle.hidden(other, before, low, high) for other in among if other != before)
+            middle = next((value for value in found if value is not None), None)
+            if middle is not None:
+                yield from _changes(oracle, among, (low, middle, high), leading=leading)
+            continue
+        one = oracle.level(before, after, low, high, leading=leading)
+        best = oracle.first(among, one.at)
+        if oracle.ms(best, one.at) < one.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
+            yield from _changes(oracle, among, (low, one.at, high), leading=leading)
+        else:
+            yield one
 
 
 def _pairs(oracle: SweepTimes) -> Iterator[Crossing]:
-    """Where any two candidates change places, at most twice between two neighbouring values."""
-    for one, other in combinations(oracle.sweep.candidates, 2):
-        last, since = 0, 0.0
-        for value, sign in _signs(oracle, one, other):
-            if sign and last and sign != last:
-                before, after = (one, other) if last > 0 else (other, one)
-                yield oracle.level(before, after, since, value, leading=False)
-            if sign:
-                last, since = sign, value
-
-
-def _signs(oracle: SweepTimes, one: Candidate, other: Candidate) -> Iterator[tuple[float, int]]:
-    """At which values who is ahead: at those that were swept, and in the middle of two where that differs from both."""
-    signs = [(value, oracle.ahead(one, other, value)) for value in oracle.sweep.values]
-    for (low, sign), (high, then) in pairwise(signs):
-        yield low, sign
-        if sign == then != 0:
-            leader, behind = (one, other) if sign > 0 else (other, one)
-            middle = oracle.hidden(behind, leader, low, high)
-            if middle is not None:
-                yield middle, -sign
-    yield signs[-1]
+    """Where any two candidates change places; values at which they are level, or one has no plan, do not count."""
+    for pair in combinations(oracle.sweep.candidates, 2):
+        apart = [value for value in oracle.sweep.values if oracle.ahead(*pair, value)]
+        yield from _changes(oracle, pair, apart, leading=False)
 
 
 def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
