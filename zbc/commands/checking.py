@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from zbc.ir import Op, Program
     from zbc.plan.directory import Manifest
-
-_EDITED = "E402"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,14 @@ def folder_of(target: Path) -> Path:
     return target.parent if target.name == "plan.json" else target
 
 
-def check_job(target: Path) -> Checked:
-    """Compile and check a job. Raises what is wrong with it."""
+def checked(target: Path) -> Checked:
+    """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
 
+    if target.suffix == ".csv":
+        return check_csv(target)
+    if is_plan(target):
+        return check_plan(target)
     compiled = compile_job(load_job(target))
     return Checked(compiled.program, compiled.report.survives_blocking_sends, compiled.report.as_json())
 
@@ -55,7 +58,8 @@ def check_csv(target: Path) -> Checked:
     """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
     from zbc.compiler.check import survives_blocking_sends
-    from zbc.viz.words import verdict as step_costs
+    from zbc.viz.words import step_costs
+    from zbc.viz.words import verdict as words
 
     plan = Plan.read_csv(target)
     plan.check()
@@ -66,13 +70,10 @@ def check_csv(target: Path) -> Checked:
         **_head(target.name, placement.ranks, placement.stages, program.microbatches),
         "ops": plan.program.size,
         "costs": "F = B = W = 1 per rank",
-        "makespan_ms": round(timeline.makespan, 9),
-        "span_ms": round(timeline.span, 9),
-        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
-        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
+        **step_costs(timeline),
         **_proven(survives),
     }
-    return Checked(program, survives, report, step=tuple(step_costs(timeline).split("; ")))
+    return Checked(program, survives, report, step=tuple(words(timeline).split("; ")))
 
 
 def suggest(target: Path, output: Path | None) -> None:
@@ -104,14 +105,14 @@ def check_plan(target: Path) -> Checked:
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
-    problems = [*_edited_manifest(folder)]
+    problems = list[ZbcError]()
     ranks: list[tuple[Op, ...]] = []
+    with _noted(problems):
+        plan.read_manifest(folder)
     for rank in range(manifest.ranks):
-        try:
+        with _noted(problems):
             ranks.append(plan.read_rank(folder, rank, manifest, verify=False).ops)
             plan.read_rank(folder, rank, manifest)
-        except ZbcError as error:
-            problems.append(error)
     if len(ranks) == manifest.ranks:
         plan.check_counts(manifest, tuple(ranks))
         program = plan.program_of(manifest, tuple(ranks))
@@ -130,27 +131,22 @@ def check_plan(target: Path) -> Checked:
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     files = 1 + manifest.ranks + sum(one.files for one in below)
     survives = survives and all(one.survives_blocking_sends for one in below)
-    return Checked(program, survives, _report(manifest, survives), files=files)
+    # What was predicted when the plan was made, and what was proven now.
+    head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
+    return Checked(program, survives, {**head, **manifest.predicted, **_proven(survives)}, files=files)
+
+
+@contextmanager
+def _noted(problems: list[ZbcError]) -> Iterator[None]:
+    try:
+        yield
+    except ZbcError as error:
+        problems.append(error)
 
 
 def evaluates(manifest: Manifest) -> bool:
     train = manifest.training.get("train")
     return isinstance(train, dict) and bool(train.get("eval_every"))
-
-
-def _edited_manifest(folder: Path) -> Iterator[ZbcError]:
-    from zbc.plan import directory as plan
-
-    try:
-        plan.read_manifest(folder)
-    except ZbcError as error:
-        yield error
-
-
-def _report(manifest: Manifest, survives: bool) -> dict[str, Any]:
-    """The report of a plan on disk: what was predicted when it was made, and what was proven now."""
-    head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    return {**head, **manifest.predicted, **_proven(survives)}
 
 
 def _head(schedule: str, ranks: int, stages: int, microbatches: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
     from zbc.plan.directory import StoredPlan
-    from zbc.training.probing.checkup import Checkup, Compared
+    from zbc.training.probing.checkup import Checkup
 
 _SHOWN = 8  # parameters of an error
 
@@ -34,8 +34,12 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     found = check_up(plan)
     if not found.fine:
         raise _differs(found)
-    if found.overflowing:
-        raise _overflows(found)
+    overflowing = [one.name for one in found.parameters if not one.finite]
+    if overflowing:
+        text = f"model: the gradients of {len(overflowing)} of {len(found.parameters)} parameters are not finite,"
+        text += " by plain autograd as through the stages"
+        hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
+        raise ZbcError("E704", text, hint=hint, details=[f"loss {found.loss:.9g}", *_first(overflowing)])
     if as_json:
         show_json(found.as_json())
         return
@@ -51,8 +55,8 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         ways.setdefault(way, []).append(stage)
     show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
     show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
-    rest = len(found.parameters) - found.equal
-    lines = [f"bit by bit the same for {found.equal} of {len(found.parameters)} parameters"]
+    rest = sum(one.error != 0 for one in found.parameters)
+    lines = [f"bit by bit the same for {len(found.parameters) - rest} of {len(found.parameters)} parameters"]
     if rest:
         worst = max(found.parameters, key=lambda one: one.error)
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
@@ -65,28 +69,14 @@ def _differs(found: Checkup) -> ZbcError:
     text = f"model: {count} another gradient than from plain autograd"
     if not wrong:
         text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
-    details = _first([_line(one) for one in wrong])
+    missing = "missing on one side, or finite on one side only"
+    lines = [
+        f"{one.name}: {missing if math.isinf(one.error) else f'off by {one.error:.1e} of its largest'}" for one in wrong
+    ]
     hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
-    return ZbcError("E510", text, hint=hint, details=details)
-
-
-def _overflows(found: Checkup) -> ZbcError:
-    count = f"{len(found.overflowing)} of {len(found.parameters)} parameters"
-    text = f"model: the gradients of {count} are not finite, by plain autograd as through the stages"
-    hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
-    details = [f"loss {found.loss:.9g}", *_first([one.name for one in found.overflowing])]
-    return ZbcError("E704", text, hint=hint, details=details)
+    return ZbcError("E510", text, hint=hint, details=_first(lines))
 
 
 def _first(lines: list[str]) -> list[str]:
     more = len(lines) - _SHOWN
     return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _line(one: Compared) -> str:
-    how = (
-        "missing on one side, or finite on one side only"
-        if math.isinf(one.error)
-        else f"off by {one.error:.1e} of its largest"
-    )
-    return f"{one.name}: {how}"

@@ -24,15 +24,16 @@ config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or th
 
 
 class Template(StrEnum):
-    """The jobs `zbc init` can write, each a file in zbc/job/templates."""
+    """The jobs `zbc init` can write."""
 
     TINY = "tiny"
     GPT = "gpt-1.5b"
     LLAMA = "llama-8b"
 
 
-def template_text(template: Template) -> str:
-    return (resources.files("zbc.job") / "templates" / f"{template.value}.toml").read_text(encoding="utf-8")
+def template_text(name: str) -> str:
+    """One of zbc/job/templates."""
+    return (resources.files("zbc.job") / "templates" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def init(

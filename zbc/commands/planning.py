@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,6 @@ from zbc.errors import ZbcError
 from zbc.text import short
 
 if TYPE_CHECKING:
-    from zbc.commands.checking import Checked
     from zbc.compiler.compile import Compiled
     from zbc.job.spec import Job
 
@@ -116,28 +115,21 @@ def check(
     """
     from zbc.commands import checking
 
-    if (suggest or output is not None) and target.suffix != ".csv":
+    suggest = suggest or output is not None
+    if suggest and target.suffix != ".csv":
         raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
-    checked = _checked(target, suggest=suggest or output is not None, output=output)
+    try:
+        checked = checking.checked(target)
+    except ZbcError as error:
+        if suggest and error.code.startswith("E2"):
+            checking.suggest(target, output)
+        raise
     if strict and not checked.survives_blocking_sends:
         raise checking.not_strict(checked.program)
     if json:
         show_json(checked.as_json)
     elif not quiet:
         show(*checking.verdict(checked, target, verbose=verbose))
-
-
-def _checked(target: Path, *, suggest: bool, output: Path | None) -> Checked:
-    from zbc.commands import checking
-
-    if target.suffix == ".csv":
-        try:
-            return checking.check_csv(target)
-        except ZbcError as error:
-            if suggest and error.code.startswith("E2"):
-                checking.suggest(target, output)
-            raise
-    return checking.check_plan(target) if checking.is_plan(target) else checking.check_job(target)
 
 
 def compare(
@@ -192,8 +184,4 @@ def compare(
             more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
             show(*ranking.as_table(rows, changes, more=len(more), verbose=verbose))
     if all(row.error is not None for row in rows):
-        raise typer.Exit(_exit_code([row.error for row in rows]))
-
-
-def _exit_code(errors: list[Any]) -> int:
-    return min(error.exit_code for error in errors if isinstance(error, ZbcError))
+        raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))

@@ -98,19 +98,12 @@ def _ranks(found: Spread) -> RenderableType:
 
 
 def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
-    timeline = plan.timeline
-    document: dict[str, Any] = {
-        "format": "zbc-simulation",
-        "version": 1,
-        "plan": plan.name,
-        "makespan_ms": round(timeline.makespan, 9),
-        "span_ms": round(timeline.span, 9),
-        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
-        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
-    }
+    from zbc.viz.words import step_costs
+
+    head = {"format": "zbc-simulation", "version": 1, "plan": plan.name}
+    document: dict[str, Any] = {**head, **step_costs(plan.timeline)}
     if found is None:
         return document
-    slow = [None if ms != ms else round(ms, 9) for ms in found.slow]
     return {
         **document,
         "barrier": plan.barrier,
@@ -129,6 +122,6 @@ def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
             "ranks": [round(part, 9) for part in found.by_rank],
             "transfers": round(found.transfers, 9),
         },
-        "slow_rank_ms": slow,
+        "slow_rank_ms": [None if ms != ms else round(ms, 9) for ms in found.slow],
         "steps_ms": [round(ms, 9) for ms in found.steps],
     }

@@ -182,10 +182,6 @@ def measured(text: str, size: float) -> float:
     return float(size * sum(_WIDE.get(character, _CHARACTER) for character in text))
 
 
-def _size(height: float) -> float:
-    return 11 if height > 18 else 9 if height > 12 else 7
-
-
 def _axis(window: Window, plot: float, y: float) -> Iterator[str]:
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     yield f'<path d="M{x0} {_px(y)}h{_px(plot)}" stroke="#111" fill="none"/>'
