@@ -142,7 +142,8 @@ class Watched:
     def __call__(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         if step != TIMED:
             return run_step(worker, step, stop=stop)
-        result, timing = Recorder(worker).step(step, stop)
+        result, stamped = Recorder(worker).record(step, stop)
+        timing = stamped.timing()
         self.usual = usual(worker, timing)
         self.scale = Scale(worker, pace_of(worker, timing, result))
         return result
