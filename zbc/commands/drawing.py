@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from zbc.compiler.schedules import ScheduleCard
     from zbc.viz.strip import Drawn
-    from zbc.viz.terminal import View
 
 _WIDTH = 100  # of pictures that do not go to a terminal
 _EVERYTHING = 1000  # columns of a list that does not go to a terminal
@@ -105,10 +104,11 @@ def _put(
     """Show a picture, or write it to a file."""
     if form is Form.TERM:
         from zbc.viz.terminal import View
+        from zbc.viz.terminal import draw as typeset
 
         columns = width or (_columns() if output is None else _WIDTH)
         unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
-        picture = _text(drawn, View(columns, by.value, ranks, window, unicode))
+        picture = typeset(drawn, View(columns, by.value, ranks, window, unicode))
         if output is None:
             show(picture)
             return
@@ -150,14 +150,6 @@ def _drawn(paths: Sequence[Path], steps: int, first: int | None, barrier: bool |
     for one in found:
         drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [as_plan(one).drawn(steps, barrier=barrier)]
     return drawn
-
-
-def _text(drawn: Sequence[Drawn], view: View) -> Text:
-    from zbc.viz.terminal import draw, draw_all
-
-    if len(drawn) > 1:
-        return draw_all(drawn, view)
-    return draw(drawn[0].program, drawn[0].strip.steps[0], drawn[0].costs, view, drawn[0].strip)
 
 
 def _columns() -> int:
@@ -247,6 +239,7 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     from zbc.compiler.lowering import Lowering
     from zbc.compiler.schedules import Request
     from zbc.compiler.sim.context import Context
+    from zbc.viz.strip import Drawn, once
     from zbc.viz.terminal import View, draw
 
     p, m = _CARD
@@ -263,4 +256,5 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
     yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
-    yield draw(shown.program, shown.timeline, shown.costs, View(width=width, by="slot", unicode=False))
+    one = Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
+    yield draw([one], View(width=width, by="slot", unicode=False))
