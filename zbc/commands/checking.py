@@ -1,4 +1,4 @@
-"""What `check` does with a plan directory: go on past an edited file, to say what is wrong with its ops as well."""
+"""`check`: of a plan directory all that is wrong, past an edited file on to its ops."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from zbc.commands.console import labelled, show, tell, write_text
+import typer
+
+from zbc.commands.console import labelled, show, show_json, tell, write_text
+from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, Verbose
 from zbc.commands.summary import PROVEN
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
@@ -32,6 +35,44 @@ class Checked:
     step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
 
 
+def check(
+    target: PlanJobOrCsv,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also fail if the plan would deadlock with blocking sends.")
+    ] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="For a CSV that fails: print a working order of its actions.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
+    ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prove a plan directory, a torch CSV or a job.
+
+    Proves that the order is complete, paired and free of deadlock. The plan of a job is not written.
+
+    With --suggest the exit code is still that of the file as it is.
+    """
+    wanted = suggest or output is not None
+    if wanted and target.suffix != ".csv":
+        raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
+    try:
+        checked = proven(target)
+    except ZbcError as error:
+        if wanted and error.code.startswith("E2"):
+            show_order(target, output)
+        raise
+    if strict and not checked.survives_blocking_sends:
+        raise not_strict(checked.program)
+    if json:
+        show_json(checked.as_json)
+    elif not quiet:
+        show(*verdict(checked, target, verbose=verbose))
+
+
 def is_plan(target: Path) -> bool:
     """Whether `target` is meant as a plan directory rather than as a job file or a CSV file."""
     named = target.suffix in (".toml", ".csv")
@@ -42,7 +83,7 @@ def folder_of(target: Path) -> Path:
     return target.parent if target.name == "plan.json" else target
 
 
-def checked(target: Path) -> Checked:
+def proven(target: Path) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
 
@@ -76,7 +117,7 @@ def check_csv(target: Path) -> Checked:
     return Checked(program, survives, report, step=tuple(words(timeline).split("; ")))
 
 
-def suggest(target: Path, output: Path | None) -> None:
+def show_order(target: Path, output: Path | None) -> None:
     """Write, or print, an order of the same actions that works, and say on stderr what it changes."""
     from zbc.api import Plan
     from zbc.interop import torch_csv

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import labelled, show, table, tell, write_text
-from zbc.commands.numbers import listed
-from zbc.commands.options import PlanJobCsvOrRun, complete_schedule
+from zbc.commands.options import PlanJobCsvOrRun, complete_schedule, listed
 from zbc.text import wrap
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zbc.commands import reasons
 from zbc.commands.console import indented, labelled, table
 from zbc.text import GIB, MIB, aligned, percent, short, wrap
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report.report import Report
+    from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.job.profile import Profile
 
 _ROWS = 16  # of a table before its middle is left out
@@ -34,7 +34,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
-    yield from reasons.of_step(compiled, verbose=verbose)
+    yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
     yield labelled("ranks", *_ranks_note(compiled))
@@ -72,6 +72,32 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
     if other is not None and here > 0:
         change = f"{100 * (other / here - 1):+.1f}%"
         yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
+
+
+def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
+    """What binds and the critical path; with `verbose` what small changes would give."""
+    from zbc.compiler.whatif.why import binds, critical_path, what_ifs
+
+    more = [] if verbose else ["-v: the effect of more microbatches, more memory or another partition"]
+    yield labelled("why", binds(compiled), *_path(critical_path(compiled)), *more)
+    if verbose:
+        found = list(what_ifs(compiled))
+        if found:
+            yield labelled("what if", "per sequence, by the fast search", *_what_ifs(found))
+
+
+def _path(path: Path) -> Iterator[str]:
+    kinds = ", ".join(f"{kind} {short(path.by_kind[kind], 3)}" for kind in sorted(path.by_kind))
+    rank, most = max(path.by_rank.items(), key=lambda item: item[1])
+    yield f"critical path: {kinds} ms"
+    share = percent(most / path.total if path.total else 0.0)
+    yield f"and {path.changes} transfers, {short(path.transfers, 3)} ms; {share} of it on rank {rank}"
+
+
+def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
+    changes = aligned([100 * (entry.factor - 1) for entry in found], 2)
+    for entry, change in zip(found, changes, strict=True):
+        yield f"{entry.change}: {'' if change.startswith('-') else '+'}{change}%"
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:

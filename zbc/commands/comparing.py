@@ -1,4 +1,4 @@
-"""The ranked table of `compare`, in every form it is printed in."""
+"""`compare`: a job under several schedules, ranked, in every form that is printed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import io
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from zbc.commands import cuts
-from zbc.commands.console import table
+import typer
+
+from zbc.commands.console import progress, show, show_json, table
+from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, Settings, Verbose, complete_schedule
 from zbc.text import GIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zbc.compiler.report.report import Report
+    from zbc.compiler.report.report import CutReport, Report
     from zbc.compiler.whatif.compare import ComparedPlan
     from zbc.compiler.whatif.crossings import Candidate, Crossing
 
     Planned = tuple[ComparedPlan, Report]
 
+_LINES, _WIDTH = 8, 80  # of partitions
 _SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a column as texts
     "ms": aligned,
     "GiB": lambda values: aligned(values, 3),
@@ -76,6 +79,60 @@ COLUMNS = (
 )
 
 
+def compare(
+    job: JobFile,
+    schedules: Annotated[
+        str,
+        typer.Option(
+            metavar="all|A,B,C", help="Schedules, CSV files or plugins to compare.", autocompletion=complete_schedule
+        ),
+    ] = "all",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2", help="Try each value; several sweeps try every combination."),
+    ] = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Plan a job under several schedules and rank them.
+
+    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. If you sweep a
+    number of [hardware], [costs] or [model], each value gets its own ranking, and the table says where the fastest
+    schedule changes; with -v and --json where any two change places.
+    """
+    from zbc.compiler.schedules import SCHEDULES
+    from zbc.compiler.whatif.compare import Asked, combinations
+    from zbc.compiler.whatif.compare import compare as rows_of
+    from zbc.compiler.whatif.crossings import changed, crossings
+
+    if json + csv + md > 1:
+        raise typer.BadParameter("choose one of --json, --csv and --md")
+    named = [name.strip() for name in schedules.split(",")]
+    names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
+    wanted = combinations(names, sweep or ())
+    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    with progress("planning", len(wanted), quiet=quiet) as done:
+        rows = rows_of(asked, wanted, done)
+    if csv or md:
+        show(as_csv(rows) if csv else as_markdown(rows))
+    else:
+        with progress("where the fastest changes", None, quiet=quiet):
+            changes = crossings(asked, rows, every=verbose or json)
+        if json:
+            show_json(as_json(rows, changes))
+        else:
+            more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
+            show(*as_table(rows, changes, more=len(more), verbose=verbose))
+    if all(row.error is not None for row in rows):
+        raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))
+
+
 def as_table(
     rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, verbose: bool = False
 ) -> Iterator[RenderableType]:
@@ -99,7 +156,7 @@ def as_table(
         left = [column.head for column in columns if column not in shown]
         meanings = [f"{column.head}: {column.meaning}" for column in shown]
         yield from wrap([*meanings, *([f"-v: also {', '.join(left)}"] if left else [])], 78, between="; ")
-        yield from cuts.notes(rows)
+        yield from _cuts(rows)
 
 
 def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
@@ -269,3 +326,36 @@ def _crossing(one: Crossing) -> dict[str, Any]:
         "settings": dict(one.world),
         "fastest": one.leading,
     }
+
+
+# ---- layers per stage ------------------------------------------------------------------------------------
+
+
+def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
+    """The partitions with unequal numbers of blocks, each with its plans; nothing if there are none."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.report is not None and _uneven(row.report.cut):
+            name = " ".join([row.schedule, *(value for _, value in row.settings)])
+            found.setdefault(_counts(row.report.cut), []).append(name)
+    if found:
+        yield "layers per stage (embedding and head too), where they differ; r: recomputed"
+    for number, (cut, names) in enumerate(found.items()):
+        if number == _LINES:
+            yield f"  ... {len(found) - _LINES} more: --json"
+            return
+        line = f"  {cut}: {', '.join(names)}"
+        yield line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def _uneven(cut: CutReport) -> bool:
+    """Whether a stage recomputes, or the numbers of blocks per stage differ by more than what division leaves over."""
+    blocks = [sum(name not in ("embed", "head") for name in stage.layers) for stage in cut.stages]
+    return max(blocks) - min(blocks) > 1 or any(stage.recompute for stage in cut.stages)
+
+
+def _counts(cut: CutReport) -> str:
+    """`10 8x2 2`: layers of each stage, equal ones in a row together."""
+    each = [f"{len(stage.layers)}{'r' if stage.recompute else ''}" for stage in cut.stages]
+    runs = [(text, len(list(run))) for text, run in groupby(each)]
+    return " ".join(text if length == 1 else f"{text}x{length}" for text, length in runs)
