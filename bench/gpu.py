@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -25,11 +26,13 @@ import torch
 from record import Record
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.threads import run_threads
 from zbc.ir import Kind, Program
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
-from zbc.training.launch.threads import run_threads
 from zbc.training.probing.checkup import plain_gradients
 from zbc.training.recording.measure import CATEGORIES, Scale
 

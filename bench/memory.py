@@ -13,6 +13,7 @@ little from run to run, the more the busier the machine is. `all` is the most of
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from record import Record
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.threads import run_threads
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory, peaks
@@ -29,7 +33,6 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import Step, StepResult, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
-from zbc.training.launch.threads import run_threads
 from zbc.training.recording.measure import CATEGORIES, RankBytes, Scale
 from zbc.training.recording.pace import Pace, pace_of, usual
 from zbc.training.recording.tracing import Recorder
@@ -139,7 +142,8 @@ class Watched:
     def __call__(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         if step != TIMED:
             return run_step(worker, step, stop=stop)
-        result, timing = Recorder(worker).step(step, stop)
+        result, stamped = Recorder(worker).record(step, stop)
+        timing = stamped.timing()
         self.usual = usual(worker, timing)
         self.scale = Scale(worker, pace_of(worker, timing, result))
         return result

@@ -21,9 +21,9 @@ from record import Record
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.runtime.small_plans import make_plan, make_program, reference
+from tests.threads import run_threads
 from zbc.compiler.schedules import SCHEDULES
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.threads import run_threads
 
 MODEL = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
 TEXT = {"kind": "text"}

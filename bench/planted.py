@@ -305,7 +305,7 @@ BUGS = (
     ),
     Bug(
         "the last number of a range on the command line is left out",
-        "zbc/commands/numbers.py",
+        "zbc/commands/options.py",
         "range(first, last + 1)",
         "range(first, last)",
         ("tests/cli", "tests/viz"),

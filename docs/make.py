@@ -33,7 +33,7 @@ from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
 from zbc.viz import svg  # noqa: E402
 from zbc.viz.strip import Drawn, once, repeated  # noqa: E402
-from zbc.viz.terminal import View, draw, draw_all  # noqa: E402
+from zbc.viz.terminal import View, draw  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = ROOT / "docs" / "schedules"
@@ -86,7 +86,7 @@ def tutorial() -> None:
 def terminals() -> None:
     plan = planned(PAPER, "zb-v")
     for width in (80, 160):
-        text = draw(plan.program, plan.timeline, plan.costs, View(width=width))
+        text = draw([Drawn("", plan.program, once(plan.timeline), plan.costs)], View(width=width))
         write(PICTURES / f"terminal-{width}.svg", terminal(text, width))
         write(PICTURES / f"terminal-{width}-plain.svg", terminal(Text(text.plain), width))
 
@@ -109,7 +109,7 @@ def recorded() -> None:
         run = made_up(Path(name))
         write(PICTURES / "recorded.svg", svg.draw(run.drawn(first=5), svg.SvgView(width=WIDTH)))
         for width in (80, 160):
-            text = draw_all(run.drawn(first=5), View(width=width))
+            text = draw(run.drawn(first=5), View(width=width))
             write(PICTURES / f"recorded-{width}.svg", terminal(text, width))
             write(PICTURES / f"recorded-{width}-plain.svg", terminal(Text(text.plain), width))
 

@@ -167,7 +167,7 @@ class Plan:
     def text(self, *, width: int = 100, by: Literal["time", "slot"] = "time", steps: int = 1) -> str:
         """The timeline as text, without colours."""
         view = terminal.View(width=width, by=by)
-        return terminal.draw(self.program, self.timeline, self.costs, view, self.strip(steps)).plain
+        return terminal.draw([self.drawn(steps)], view).plain
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the picture, of the first ranks only where there are very many."""
@@ -265,7 +265,7 @@ class Run:
 
     def text(self, *, width: int = 100, steps: int = 1) -> str:
         """The same as text, without colours."""
-        return terminal.draw_all(self.drawn(steps), terminal.View(width=width)).plain
+        return terminal.draw(self.drawn(steps), terminal.View(width=width)).plain
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -15,8 +15,11 @@ import typer
 
 from zbc import __version__
 from zbc.commands import (
+    checking,
+    comparing,
     data,
     differing,
+    doctor,
     drawing,
     exchanging,
     jobs,
@@ -57,8 +60,8 @@ def zbc(
 app.command()(jobs.init)
 app.command()(drawing.schedules)
 app.command()(planning.plan)
-app.command()(planning.check)
-app.command()(planning.compare)
+app.command()(checking.check)
+app.command()(comparing.compare)
 app.command()(simulating.simulate)
 app.command()(drawing.visualize)
 app.command()(differing.diff)
@@ -70,7 +73,7 @@ app.command()(reporting.report)
 app.add_typer(jobs.config, name="config")
 app.add_typer(data.data, name="data")
 app.command()(jobs.explain)
-app.command()(running.doctor)
+app.command()(doctor.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -259,7 +259,7 @@ def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_
     times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in stages for kind in computing}
     world = as_predicted(plan, op=lambda op, rank, step: times[op.kind, op.stage], transfer=0.05, data=0.1, agree=1.0)
     trace = record(plan, tmp_path, world)
-    steps = [step_of(trace, number) for number in typical(trace)]
+    steps = typical(trace)
     again = simulate(plan.program, measured(plan.costs, times_of(steps)))
     assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tests.processes.gloo_ranks import open_network, train, unpack
 from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.threads import run_threads
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from tests.runtime import random_models
 from tests.runtime.small_plans import make_plan, make_program, ramped
+from tests.threads import run_threads
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.folder import folder_of
-from zbc.training.launch.threads import run_threads
 
 HERE = "tests.runtime.random_models"
 TOLERANCE = 1e-9  # of the largest number of a tensor, in double precision

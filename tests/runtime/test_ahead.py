@@ -14,6 +14,7 @@ import torch
 
 from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
+from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -23,7 +24,6 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
-from zbc.training.launch.threads import run_threads
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {

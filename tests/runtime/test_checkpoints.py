@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, ramped
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan import dealing
@@ -27,7 +28,6 @@ from zbc.training.checkpoint import files, saving
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TensorPart, put_together, write_parts
 from zbc.training.checkpoint.saving import check_copies
-from zbc.training.launch.threads import run_threads
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 ADAMW = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plans.convnet import Quadrants, layers
+from tests.threads import run_threads
 from zbc.compiler.compile import compile_job, load_job
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.threads import run_threads
 
 JOB = Path(__file__).parents[2] / "plans" / "convnet.toml"
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_gradients import VECTORS, user, without_step
+from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -20,7 +21,6 @@ from zbc.runtime.bucket import Bucket
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.sharded import Sharded
-from zbc.training.launch.threads import run_threads
 
 TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}
 REAL = {"model": {**GPT, "layers": 4, "vocab": 256}, "data": TEXT}

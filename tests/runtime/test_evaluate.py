@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
@@ -15,7 +16,6 @@ from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
 from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Batches, build_validation
-from zbc.training.launch.threads import run_threads
 from zbc.training.models import model
 from zbc.training.worker import Settings
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
+from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op, Placement
 from zbc.runtime import handlers
 from zbc.runtime.execute import run_step
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.hub import Hub
-from zbc.training.launch.threads import run_threads
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}

@@ -7,10 +7,10 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.schedules import AUTO, SCHEDULES
-from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5}
 SMALL = {**GPT, "hidden": 16, "heads": 2}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, plan_of, reference
+from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Op, Placement
-from zbc.training.launch.threads import run_threads
 
 VECTORS = {"data": {"kind": "tests.runtime.user_models:Vectors"}}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.small_plans import make_plan, make_program
+from tests.threads import run_threads
 from zbc.errors import ZbcError
-from zbc.training.launch.threads import run_threads
 from zbc.training.train import explain
 
 HERE = "tests.runtime.leaving"

@@ -9,6 +9,7 @@ from torch import nn
 from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
@@ -16,7 +17,6 @@ from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
-from zbc.training.launch.threads import run_threads
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.runtime.seeding import draws, seed_of, seeded
-from zbc.training.launch.threads import run_threads
 from zbc.training.models import model
 from zbc.training.models.rotary import Rotary
 

@@ -7,12 +7,12 @@ import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
+from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime.split import Patch
 from zbc.training.checkpoint.folder import folder_of
-from zbc.training.launch.threads import run_threads
 from zbc.training.models import model as models
 from zbc.training.worker import Settings
 

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from tests.runtime.small_plans import make_plan, make_program
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.training.launch.threads import run_threads
 from zbc.training.nonfinite import origin
 
 PARAMETER = "up.weight"

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.optimizer import Masters
-from zbc.training.launch.threads import run_threads
 
 KINDS = {
     "adamw": {"kind": "adamw", "lr": 0.01},

@@ -17,10 +17,10 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
+from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.plan.directory import StoredPlan
-from zbc.training.launch.threads import run_threads
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
 

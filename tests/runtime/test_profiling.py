@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.jobs import job
 from tests.runtime import ticking
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
@@ -25,7 +26,6 @@ from zbc.job.profile import Profile, spread
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.tensors import TensorSpec
-from zbc.training.launch.threads import run_threads
 from zbc.training.models.model import LayerPlan
 from zbc.training.profiling import times
 from zbc.training.profiling.alike import chain, describe, kinds

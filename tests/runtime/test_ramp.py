@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.job.learning_rate import RateSchedule
 from zbc.plan.phases import Phases, PhaseStart
 from zbc.training.checkpoint.folder import folder_of
 from zbc.training.data.data import Batches, RandomTokens
-from zbc.training.launch.threads import run_threads
 
 FAST = {"lr": 1e-2, "clip_grad_norm": 0.5, "schedule": {"kind": "linear", "by": "samples"}}
 PHASES = ((1, 2), (3, 1))  # microbatches, steps; then FULL

@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, slack, user, without_step
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Placement
 from zbc.runtime.execute import run_step
-from zbc.training.launch.threads import run_threads
 
 ALL = {"activations": "recompute"}
 

@@ -12,12 +12,12 @@ from functools import cache
 import pytest
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.threads import run_threads
 from zbc.ir import Message, Op, Placement, Program
 from zbc.ops import VALUES, At, Kind, Ref, Scope
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.state import STORES
 from zbc.runtime.transport import Signal
-from zbc.training.launch.threads import run_threads
 
 HERE = "tests.runtime.user_models"
 RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}

@@ -24,31 +24,36 @@ def test_work_is_done_in_its_order_beside_the_caller(scribe):
         scribe.add(lambda number=number: done.append((number, threading.get_ident())))
     scribe.flush()
     assert [number for number, _ in done] == list(range(300))
-    assert {thread for _, thread in done} == {scribe._thread.ident} != {threading.get_ident()}
+    threads = {thread for _, thread in done}
+    assert len(threads) == 1 and threading.get_ident() not in threads
 
 
 def test_who_adds_more_than_can_be_put_off_waits(scribe):
-    hold, waits, added, flush = threading.Event(), threading.Event(), [], scribe.flush
+    hold, many, added = threading.Event(), threading.Event(), []
 
     def add():
         scribe.add(hold.wait)
         for number in range(1000):
             scribe.add(lambda: None)
             added.append(number)
+            if number == 50:
+                many.set()
 
-    scribe.flush = lambda: (waits.set(), flush())
     rank = threading.Thread(target=add)
     rank.start()
-    assert waits.wait(30) and 0 < len(added) < 100
+    assert many.wait(30)
+    rank.join(0.2)
+    assert rank.is_alive() and len(added) < 100
     hold.set()
     rank.join()
     assert len(added) == 1000
 
 
 def test_what_went_wrong_is_raised_where_the_next_is_added_and_nothing_is_done_behind_it(scribe):
-    done = []
-    scribe.add(lambda: 1 / 0)
+    done, hold = [], threading.Event()
+    scribe.add(lambda: hold.wait() and 1 / 0)
     scribe.add(lambda: done.append(1))
+    hold.set()
     with pytest.raises(ZeroDivisionError):
         scribe.flush()
     with pytest.raises(ZeroDivisionError):
@@ -57,12 +62,12 @@ def test_what_went_wrong_is_raised_where_the_next_is_added_and_nothing_is_done_b
 
 
 def test_closing_does_what_is_left_and_ends_the_thread():
-    done, hold, scribe = [], threading.Event(), Scribe()
+    before, done, hold, scribe = threading.active_count(), [], threading.Event(), Scribe()
     scribe.add(hold.wait)
     scribe.add(lambda: done.append(1))
     hold.set()
     scribe.close()
-    assert done == [1] and not scribe._thread.is_alive()
+    assert done == [1] and threading.active_count() == before
 
 
 def test_a_process_that_ends_by_an_error_has_written_down_all_it_recorded():

@@ -6,11 +6,11 @@ import pytest
 
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.threads import run_threads
 from tests.tiers import SIX
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ops import ROWS
 from zbc.runtime import handlers
-from zbc.training.launch.threads import run_threads
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec
@@ -21,7 +22,6 @@ from zbc.training.data.data import Batches, build_samples, build_validation
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.prefetch import AHEAD, Prefetched
 from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
-from zbc.training.launch.threads import run_threads
 
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
 

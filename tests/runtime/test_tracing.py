@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
@@ -18,7 +19,6 @@ from zbc.runtime.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board
-from zbc.training.launch.threads import run_threads
 from zbc.training.recording.aligned import compare_clocks
 from zbc.training.recording.measure import CATEGORIES
 from zbc.training.recording.pace import MOST, slower
@@ -163,7 +163,8 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     for stage in worker.stages.values():
         for layer in stage.layers:
             layer.module.register_forward_pre_hook(lambda module, args: worker.transport._inner.pass_(7))
-    result, timing = Recorder(worker, clock).step(4, stop=False)
+    result, stamped = Recorder(worker, clock).record(4, stop=False)
+    timing = stamped.timing()
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops
     assert result is not None and timing.step == 5 and timing.close_ns == 10
     leads = dict(zip([op for op in ops if op.kind.computes], timing.lead_ns, strict=True))
@@ -228,11 +229,11 @@ def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(
     worker = make_worker(plan)
     transport, clock = worker.transport, worker.clock
     recorder = Recorder(worker)
-    recorder.step(0, stop=False)
+    recorder.record(0, stop=False)
     assert worker.transport is transport and worker.clock is clock
     worker.script.insert(0, (lambda worker, op: 1 / 0, worker.script[0][1], "broken"))
     with pytest.raises(ZeroDivisionError):
-        recorder.step(1, stop=False)
+        recorder.record(1, stop=False)
     assert worker.transport is transport and worker.clock is clock
     del worker.script[0]
     run_step(worker, 1)

@@ -10,12 +10,12 @@ from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
+from tests.threads import run_threads
 from tests.tiers import few
 from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.ir import Kind, Placement
-from zbc.training.launch.threads import run_threads
 
 TWO = [name for name in WAVES if len(SCHEDULES[name].placement(4, 2).pipes) == 2]
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.05}

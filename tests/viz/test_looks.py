@@ -14,7 +14,7 @@ from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.ir import Kind, Op, Placement
 from zbc.viz.look import LOOKS, RESERVED, label, letter
 from zbc.viz.strip import Drawn, once, repeated
-from zbc.viz.terminal import View, draw, draw_all
+from zbc.viz.terminal import View, draw
 
 UP_AND_DOWN = """
     rank 0: F s0 m0, F s1 m1 up, BW s1 m1 up, BW s0 m0
@@ -67,7 +67,7 @@ def test_ink_is_readable_on_every_fill():
 def test_the_second_pipe_has_letters_of_its_own():
     program = listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2)
     costs = Costs.uniform(program.placement)
-    text = draw(program, simulate(program, costs), costs, View(width=80, by="slot")).plain
+    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80, by="slot")).plain
     assert rows(text) == ["F0P1Q1D0", "P1F0D0Q1"]
     assert "F/P forward" in text
     assert "second letters: the pipe that runs upwards" in text
@@ -77,7 +77,7 @@ def test_the_second_pipe_has_letters_of_its_own():
 def test_slices_are_numbered_behind_a_point():
     program = listing(SLICED)
     costs = Costs.uniform(program.placement)
-    text = draw(program, simulate(program, costs), costs, View(width=80, by="slot")).plain
+    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80, by="slot")).plain
     assert rows(text)[0].split() == ["F0", "F0.1D0.1D0"]
 
 
@@ -90,7 +90,7 @@ def test_labels_name_stage_microbatch_and_pipe():
 def test_sums_are_shown_where_they_make_a_step_longer():
     program = lower(replace(make("1f1b", 2, 2), dp=2))
     costs = Costs.uniform(program.placement).with_ms(reduce=(2.0, 0.0))
-    text = draw(program, simulate(program, costs), costs, View(width=80)).plain
+    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80)).plain
     assert rows(text)[0].rstrip().endswith("S")
     assert "S sum of gradients" in text
     assert "S" not in rows(text)[1]
@@ -121,7 +121,7 @@ def test_three_steps_say_how_far_apart_they_end():
     program = make("zb-h1", 4, 8)
     costs = Costs.uniform(program.placement)
     timeline = simulate(program, costs)
-    text = draw(program, timeline, costs, View(width=120), repeated(timeline, program, costs, 3, barrier=True)).plain
+    text = draw([Drawn("", program, repeated(timeline, program, costs, 3, barrier=True), costs)], View(width=120)).plain
     assert "3 steps, 81 ms; the last ends 27 ms after the one before" in text
     assert "|80" in text
 
@@ -132,7 +132,7 @@ def test_of_two_plans_each_says_below_itself_what_is_too_short_for_a_cell():
         program = make("1f1b", 4, microbatches)
         costs = Costs.uniform(program.placement)
         found.append(Drawn(f"m={microbatches}", program, once(simulate(program, costs)), costs))
-    lines = draw_all(found, View(width=80)).plain.split("\n")
+    lines = draw(found, View(width=80)).plain.split("\n")
     notes = [k for k, line in enumerate(lines) if line.startswith("too short for a cell")]
     second = next(k for k, line in enumerate(lines) if line.startswith("m=4"))
     assert len(notes) == 2 and notes[0] < second < notes[1]
@@ -145,7 +145,7 @@ def test_two_plans_share_one_time_axis():
         program = make(name, 4, 8)
         costs = Costs.uniform(program.placement)
         found.append(Drawn(name, program, once(simulate(program, costs)), costs))
-    text = draw_all(found, View(width=120)).plain
+    text = draw(found, View(width=120)).plain
     lines = text.split("\n")
     widths = {len(row) for row in rows(text)}
     assert len(widths) == 1

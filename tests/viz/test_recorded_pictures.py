@@ -16,7 +16,7 @@ from zbc.compiler.recorded.view import step_of
 from zbc.errors import ZbcError
 from zbc.trace import recording as trace
 from zbc.viz import recorded
-from zbc.viz.terminal import View, draw_all
+from zbc.viz.terminal import View, draw
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_measured_stands_below_predicted_on_one_scale(slow):
     step = step_of(slow, 5)
     assert (predicted.name, measured.name) == ("predicted", "measured, step 5")
     assert measured.strip.length == pytest.approx(step.makespan_ns / MS) and predicted.strip.length == 120
-    lines = draw_all([predicted, measured], View(width=90, unicode=False)).plain.splitlines()
+    lines = draw([predicted, measured], View(width=90, unicode=False)).plain.splitlines()
     rows = [line for line in lines if line[:3].strip().isdigit() and line[3] == "|"]
     assert len(rows) == 8 and len({len(row) for row in rows}) == 1
     first, second = (line for line in lines if line.startswith("makespan"))
@@ -63,7 +63,7 @@ def test_steps_in_a_row_and_from_one_on(slow):
     predicted, measured = recorded.drawn(slow, 3)
     assert len(predicted.strip.steps) == len(measured.strip.steps) == 3
     assert measured.strip.length > 1.3 * predicted.strip.length
-    text = draw_all([predicted, measured], View(width=120)).plain
+    text = draw([predicted, measured], View(width=120)).plain
     assert text.count("3 steps, ") == 2
     for steps, first in ((2, 6), (1, 8), (4, None)):
         with pytest.raises(ZbcError, match="was not recorded") as raised:

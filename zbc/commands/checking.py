@@ -1,14 +1,18 @@
-"""What `check` does with a plan directory: go on past an edited file, to say what is wrong with its ops as well."""
+"""`check`: of a plan directory all that is wrong, past an edited file on to its ops."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from zbc.commands.console import labelled, show, tell, write_text
+import typer
+
+from zbc.commands.console import labelled, show, show_json, tell, write_text
+from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, Verbose
 from zbc.commands.summary import PROVEN
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
@@ -18,8 +22,6 @@ if TYPE_CHECKING:
 
     from zbc.ir import Op, Program
     from zbc.plan.directory import Manifest
-
-_EDITED = "E402"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,44 @@ class Checked:
     step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
 
 
+def check(
+    target: PlanJobOrCsv,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also fail if the plan would deadlock with blocking sends.")
+    ] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="For a CSV that fails: print a working order of its actions.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
+    ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prove a plan directory, a torch CSV or a job.
+
+    Proves that the order is complete, paired and free of deadlock. The plan of a job is not written.
+
+    With --suggest the exit code is still that of the file as it is.
+    """
+    wanted = suggest or output is not None
+    if wanted and target.suffix != ".csv":
+        raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
+    try:
+        checked = proven(target)
+    except ZbcError as error:
+        if wanted and error.code.startswith("E2"):
+            show_order(target, output)
+        raise
+    if strict and not checked.survives_blocking_sends:
+        raise not_strict(checked.program)
+    if json:
+        show_json(checked.as_json)
+    elif not quiet:
+        show(*verdict(checked, target, verbose=verbose))
+
+
 def is_plan(target: Path) -> bool:
     """Whether `target` is meant as a plan directory rather than as a job file or a CSV file."""
     named = target.suffix in (".toml", ".csv")
@@ -43,10 +83,14 @@ def folder_of(target: Path) -> Path:
     return target.parent if target.name == "plan.json" else target
 
 
-def check_job(target: Path) -> Checked:
-    """Compile and check a job. Raises what is wrong with it."""
+def proven(target: Path) -> Checked:
+    """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
 
+    if target.suffix == ".csv":
+        return check_csv(target)
+    if is_plan(target):
+        return check_plan(target)
     compiled = compile_job(load_job(target))
     return Checked(compiled.program, compiled.report.survives_blocking_sends, compiled.report.as_json())
 
@@ -55,7 +99,8 @@ def check_csv(target: Path) -> Checked:
     """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
     from zbc.compiler.check import survives_blocking_sends
-    from zbc.viz.words import verdict as step_costs
+    from zbc.viz.words import step_costs
+    from zbc.viz.words import verdict as words
 
     plan = Plan.read_csv(target)
     plan.check()
@@ -66,16 +111,13 @@ def check_csv(target: Path) -> Checked:
         **_head(target.name, placement.ranks, placement.stages, program.microbatches),
         "ops": plan.program.size,
         "costs": "F = B = W = 1 per rank",
-        "makespan_ms": round(timeline.makespan, 9),
-        "span_ms": round(timeline.span, 9),
-        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
-        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
+        **step_costs(timeline),
         **_proven(survives),
     }
-    return Checked(program, survives, report, step=tuple(step_costs(timeline).split("; ")))
+    return Checked(program, survives, report, step=tuple(words(timeline).split("; ")))
 
 
-def suggest(target: Path, output: Path | None) -> None:
+def show_order(target: Path, output: Path | None) -> None:
     """Write, or print, an order of the same actions that works, and say on stderr what it changes."""
     from zbc.api import Plan
     from zbc.interop import torch_csv
@@ -104,14 +146,14 @@ def check_plan(target: Path) -> Checked:
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
-    problems = [*_edited_manifest(folder)]
+    problems = list[ZbcError]()
     ranks: list[tuple[Op, ...]] = []
+    with _noted(problems):
+        plan.read_manifest(folder)
     for rank in range(manifest.ranks):
-        try:
+        with _noted(problems):
             ranks.append(plan.read_rank(folder, rank, manifest, verify=False).ops)
             plan.read_rank(folder, rank, manifest)
-        except ZbcError as error:
-            problems.append(error)
     if len(ranks) == manifest.ranks:
         plan.check_counts(manifest, tuple(ranks))
         program = plan.program_of(manifest, tuple(ranks))
@@ -130,27 +172,22 @@ def check_plan(target: Path) -> Checked:
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     files = 1 + manifest.ranks + sum(one.files for one in below)
     survives = survives and all(one.survives_blocking_sends for one in below)
-    return Checked(program, survives, _report(manifest, survives), files=files)
+    # What was predicted when the plan was made, and what was proven now.
+    head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
+    return Checked(program, survives, {**head, **manifest.predicted, **_proven(survives)}, files=files)
+
+
+@contextmanager
+def _noted(problems: list[ZbcError]) -> Iterator[None]:
+    try:
+        yield
+    except ZbcError as error:
+        problems.append(error)
 
 
 def evaluates(manifest: Manifest) -> bool:
     train = manifest.training.get("train")
     return isinstance(train, dict) and bool(train.get("eval_every"))
-
-
-def _edited_manifest(folder: Path) -> Iterator[ZbcError]:
-    from zbc.plan import directory as plan
-
-    try:
-        plan.read_manifest(folder)
-    except ZbcError as error:
-        yield error
-
-
-def _report(manifest: Manifest, survives: bool) -> dict[str, Any]:
-    """The report of a plan on disk: what was predicted when it was made, and what was proven now."""
-    head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    return {**head, **manifest.predicted, **_proven(survives)}
 
 
 def _head(schedule: str, ranks: int, stages: int, microbatches: int) -> dict[str, Any]:

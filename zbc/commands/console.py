@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -78,14 +78,10 @@ def show_json(document: Mapping[str, Any]) -> None:
     show(json.dumps(document, indent=1, ensure_ascii=False))
 
 
-def tell(message: str) -> None:
+def tell(message: str | Text) -> None:
     """A remark on stderr, if it can be written."""
-    _remark(message)
-
-
-def _remark(text: str | Text) -> None:
     try:
-        stderr().print(text)
+        stderr().print(message)
     except OSError:
         silence_stderr()
 
@@ -97,19 +93,27 @@ def show_error(error: ZbcError, *, as_json: bool = False) -> None:
     text = Text(error.render())
     text.highlight_regex(re.compile(r"^error\[\w+\]", re.MULTILINE), "bold red")
     text.highlight_regex(re.compile(r"^  --> \S+", re.MULTILINE), "cyan")
-    _remark(text)
+    tell(text)
     if as_json:
         with suppress(ZbcError):  # where stdout takes nothing this was said above
             show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
 
 
-def table(*columns: str, left: int = 1) -> Table:
-    """A table without lines; the first `left` columns are words, the others numbers."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, most: int | None = None) -> Table:
+    """A table without lines; the first `left` columns are words, the others numbers.
+
+    Of more than `most` rows the middle is left out, which -v shows.
+    """
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    for index, head in enumerate(heads):
+        made.add_column(head, justify="left" if index < left else "right", no_wrap=True)
+    rows = list(rows)
+    if most is not None and len(rows) > most:
+        rows = [*rows[: most - 3], ("...", f"{len(rows) - most + 1} more: -v"), *rows[-2:]]
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -81,18 +81,12 @@ def metrics(left: Plan, right: Plan) -> Iterator[Metric]:
 
 
 def _numbers(left: Plan, right: Plan, numbers: Sequence[Metric]) -> Iterator[RenderableType]:
-    made = table("", "first", "second", "change")
-    made.add_row("schedule", _schedule(left), _schedule(right), "")
-    for metric in numbers:
-        made.add_row(metric.name, *_pair(metric), _change(metric))
+    schedules = (plan.program.history[0] if plan.program.history else "-" for plan in (left, right))
+    rows = [("schedule", *schedules, ""), *((one.name, *_pair(one), _change(one)) for one in numbers)]
     yield labelled("first", left.name)
     yield labelled("second", right.name)
     yield ""
-    yield made
-
-
-def _schedule(plan: Plan) -> str:
-    return plan.program.history[0] if plan.program.history else "-"
+    yield table(("", "first", "second", "change"), rows)
 
 
 def _pair(metric: Metric) -> list[str]:
@@ -121,8 +115,8 @@ def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
     if one == two:
         return
     common = range(min(one.stages, two.stages))
-    other = [f"stage {s}: rank {_ranks(one.holders(s))} -> {_ranks(two.holders(s))}" for s in common]
-    other = [text for s, text in zip(common, other, strict=True) if one.holders(s) != two.holders(s)]
+    moved = (s for s in common if one.holders(s) != two.holders(s))
+    other = [f"stage {s}: rank {_ranks(one.holders(s))} -> {_ranks(two.holders(s))}" for s in moved]
     if one.stages != two.stages:
         other.append(f"{one.stages} stages -> {two.stages}")
     more = [f"and {len(other) - 8} more"] if len(other) > 8 else []
@@ -146,14 +140,10 @@ def _orders(ranks: Sequence[RankDifference], *, verbose: bool) -> Iterator[Rende
     for rank in changed if verbose else changed[:_RANKS]:
         yield ""
         yield f"rank {rank.rank}"
-        yield from map(indented_line, _listing(rank, verbose=verbose))
+        yield from (f"  {line}" for line in _listing(rank, verbose=verbose))
     if not verbose and len(changed) > _RANKS:
         yield ""
         yield f"and {len(changed) - _RANKS} more ranks: -v shows all"
-
-
-def indented_line(line: str) -> str:
-    return f"  {line}"
 
 
 def _listing(rank: RankDifference, *, verbose: bool) -> Iterator[str]:

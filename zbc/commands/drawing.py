@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import labelled, show, table, tell, write_text
-from zbc.commands.numbers import listed
-from zbc.commands.options import PlanJobCsvOrRun, complete_schedule
+from zbc.commands.options import PlanJobCsvOrRun, complete_schedule, listed
 from zbc.text import wrap
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from zbc.compiler.schedules import ScheduleCard
     from zbc.viz.strip import Drawn
-    from zbc.viz.terminal import View
 
 _WIDTH = 100  # of pictures that do not go to a terminal
 _EVERYTHING = 1000  # columns of a list that does not go to a terminal
@@ -105,10 +103,11 @@ def _put(
     """Show a picture, or write it to a file."""
     if form is Form.TERM:
         from zbc.viz.terminal import View
+        from zbc.viz.terminal import draw as typeset
 
         columns = width or (_columns() if output is None else _WIDTH)
         unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
-        picture = _text(drawn, View(columns, by.value, ranks, window, unicode))
+        picture = typeset(drawn, View(columns, by.value, ranks, window, unicode))
         if output is None:
             show(picture)
             return
@@ -150,14 +149,6 @@ def _drawn(paths: Sequence[Path], steps: int, first: int | None, barrier: bool |
     for one in found:
         drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [as_plan(one).drawn(steps, barrier=barrier)]
     return drawn
-
-
-def _text(drawn: Sequence[Drawn], view: View) -> Text:
-    from zbc.viz.terminal import draw, draw_all
-
-    if len(drawn) > 1:
-        return draw_all(drawn, view)
-    return draw(drawn[0].program, drawn[0].strip.steps[0], drawn[0].costs, view, drawn[0].strip)
 
 
 def _columns() -> int:
@@ -224,10 +215,8 @@ def _list(cards: Sequence[ScheduleCard], auto: str) -> Iterator[RenderableType]:
         if sum(max(map(len, column)) + 2 for column in columns) - 2 > room:
             columns = [column for column in columns if column[0] != name]
             left_out.append(name)
-    made = table(*(column[0] for column in columns), left=len(columns))
-    for cells in list(zip(*columns, strict=True))[1:]:
-        made.add_row(*cells)
-    yield made
+    heads, *cells = zip(*columns, strict=True)
+    yield table(heads, cells, left=len(heads))
     yield ""
     yield from _UNITS
     if left_out:
@@ -249,6 +238,7 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     from zbc.compiler.lowering import Lowering
     from zbc.compiler.schedules import Request
     from zbc.compiler.sim.context import Context
+    from zbc.viz.strip import Drawn, once
     from zbc.viz.terminal import View, draw
 
     p, m = _CARD
@@ -265,4 +255,5 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
     yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
-    yield draw(shown.program, shown.timeline, shown.costs, View(width=width, by="slot", unicode=False))
+    one = Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
+    yield draw([one], View(width=width, by="slot", unicode=False))

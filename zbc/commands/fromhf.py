@@ -7,40 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zbc.commands.jobs import template_text
 from zbc.job import hfconfig
 from zbc.job.model_section import Model
 
 _LONGEST = 2048  # tokens per sequence to begin with; what a model allows at most can be far more than fits
-
-_REST = """
-[parallel]
-pp = {pp}                        # pipeline ranks
-
-[schedule]                    # the order of work
-kind = "zb-v"                 # any name of `zbc schedules`; `zbc compare zbc.toml` ranks them all
-microbatches = {m}              # per step
-microbatch_size = 1           # sequences
-
-[hardware]                    # used to estimate times and memory
-device = "cpu"                # or "cuda", with memory_gib, tflops and link_gbps of yours
-
-[optimizer]
-kind = "adamw"
-lr = 2e-5
-clip_grad_norm = 1.0
-
-[train]
-steps = 100
-seed = 1234
-
-[data]
-kind = "text"                 # bytes as tokens: shows that all works. To train, take the model's own tokens:
-# kind = "tokens"             # zbc data tokenize my-text/ -o train.bin --tokenizer {folder}/tokenizer.json
-# path = "train.bin"
-
-[log]
-every = 10                    # steps between lines on the console
-"""
 
 
 def job_text(folder: Path) -> str:
@@ -56,7 +27,10 @@ def job_text(folder: Path) -> str:
         *_model_lines(model, folder),
     ]
     pp = 2 if model.layers >= 4 else 1
-    return "\n".join(lines) + "\n" + _REST.format(pp=pp, m=4 * pp, folder=folder)
+    rest = template_text("from-hf").replace("FOLDER", str(folder))
+    if pp == 1:
+        rest = rest.replace("pp = 2 ", "pp = 1 ").replace("microbatches = 8 ", "microbatches = 4 ")
+    return "\n".join([*lines, "", rest])
 
 
 def _model_lines(model: Model, folder: Path) -> Iterator[str]:

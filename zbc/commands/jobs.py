@@ -24,15 +24,16 @@ config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or th
 
 
 class Template(StrEnum):
-    """The jobs `zbc init` can write, each a file in zbc/job/templates."""
+    """The jobs `zbc init` can write."""
 
     TINY = "tiny"
     GPT = "gpt-1.5b"
     LLAMA = "llama-8b"
 
 
-def template_text(template: Template) -> str:
-    return (resources.files("zbc.job") / "templates" / f"{template.value}.toml").read_text(encoding="utf-8")
+def template_text(name: str) -> str:
+    """One of zbc/job/templates."""
+    return (resources.files("zbc.job") / "templates" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def init(
@@ -126,10 +127,7 @@ def explain(
     from zbc.explain import CATALOGUE, FAMILIES
 
     if code is None:
-        made = table("code", "meaning", left=2)
-        for known, entry in CATALOGUE.items():
-            made.add_row(known, entry.title)
-        show(made)
+        show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
         return
     wanted = code.strip().strip("[]").upper()
     if wanted not in CATALOGUE:

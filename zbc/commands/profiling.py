@@ -156,7 +156,6 @@ def summary(found: Profile) -> Iterator[RenderableType]:
 
 def _layers(found: Profile) -> RenderableType:
     names = ("f", "b", "w", "bw", "again", "step", "norm")
-    made = table("kind", *("F", "B", "W", "BW", "recompute", "step", "norm"), "spread")
     columns = []
     for name in names:
         times = [getattr(layer, name) for layer in found.layers.values()]
@@ -165,20 +164,20 @@ def _layers(found: Profile) -> RenderableType:
     spreads = [
         max((one.spread for n, one in z.times() if n in ("f", "b", "w")), default=0.0) for z in found.layers.values()
     ]
-    for row in zip(found.layers, *columns, map(percent, spreads), strict=True):
-        made.add_row(*row)
-    return made
+    heads = ("kind", "F", "B", "W", "BW", "recompute", "step", "norm", "spread")
+    return table(heads, zip(found.layers, *columns, map(percent, spreads), strict=True))
 
 
 _HEADS = {"kept_b": "F to B", "kept_w": "B to W"}
 
 
 def _memory(found: Profile, *names: str) -> RenderableType:
-    made = table("kind", "parameters", *(_HEADS.get(name, name) for name in names))
-    for kind, layer in found.layers.items():
-        held = [] if layer.bytes is None else [size(getattr(layer.bytes, name)) for name in names]
-        made.add_row(kind, str(layer.parameters), *held)
-    return made
+    held = {kind: layer.bytes for kind, layer in found.layers.items()}
+    rows = [
+        (kind, str(found.layers[kind].parameters), *(size(getattr(one, name)) for name in names if one is not None))
+        for kind, one in held.items()
+    ]
+    return table(["kind", "parameters", *(_HEADS.get(name, name) for name in names)], rows)
 
 
 def _link(found: Profile) -> str:

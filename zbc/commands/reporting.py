@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from zbc.compiler.recorded.blame import Shares
     from zbc.compiler.recorded.deviations import Outlier, Stall
     from zbc.compiler.recorded.log import RunLog
-    from zbc.compiler.recorded.report import Quantity, RankShares, RunReport
+    from zbc.compiler.recorded.report import Quantity, RunReport
 
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
 _CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
 _HEADS = {"sums": "sync"}
+_QUANTITY = ("", "predicted", "measured", "", "")  # heads of `_times` and `_rates`
 
 
 def report(
@@ -82,15 +83,13 @@ def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
     yield labelled("run", f"{run.folder}: {run.about.get('schedule')}, plan {run.about.get('plan')}, not recorded")
     yield labelled("steps", f"{len(run.counted)} of {len(run.steps)} count; medians, with quartiles")
     yield ""
-    made = table("", "predicted", "measured", "", "")
-    made.add_row("step", *_times(run.step()))
-    made.add_row("bubble of it", *_rates(run.bubble()))
-    yield made
+    yield table(_QUANTITY, [("step", *_times(run.step())), ("bubble of it", *_rates(run.bubble()))])
     yield ""
-    made = table("rank", "compute ms predicted", "measured", "peak", left=1)
-    for rank, ((meant, ms), peak) in enumerate(zip(run.busy(), run.peak(), strict=True)):
-        made.add_row(str(rank), "-" if meant is None else fixed(meant), fixed(ms), size(peak))
-    yield made
+    rows = [
+        (str(rank), "-" if meant is None else fixed(meant), fixed(ms), size(peak))
+        for rank, ((meant, ms), peak) in enumerate(zip(run.busy(), run.peak(), strict=True))
+    ]
+    yield table(("rank", "compute ms predicted", "measured", "peak"), rows)
     yield ""
     ranks = int(run.about.get("ranks", 1)) * int(run.about.get("copies", 1))
     local = f" --local {ranks}" if run.about.get("device") == "cpu" else ""
@@ -107,10 +106,6 @@ def _some(steps: int) -> str:
     if steps >= 20:
         return "10-19"
     return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))
-
-
-def _cores(count: int) -> str:
-    return "one core" if count == 1 else f"{count} cores"
 
 
 # ---- a recorded run ------------------------------------------------------------------------------------------
@@ -131,7 +126,10 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[Rend
     if made.crowded:
         yield labelled(
             "cores",
-            *(f"{one.ranks} ranks share the {_cores(one.cores)} of {one.host}" for one in made.crowded),
+            *(
+                f"{one.ranks} ranks share the {'one core' if one.cores == 1 else f'{one.cores} cores'} of {one.host}"
+                for one in made.crowded
+            ),
             "those that compute at once take turns, of which estimates",
             "know nothing: zbc profile measures with as many at work",
         )
@@ -144,13 +142,14 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[Rend
             *([f"also recorded: {', '.join(others)}"] if others else []),
         )
     yield ""
-    table_ = table("", "predicted", "measured", "", "")
-    table_.add_row("step, with its optimizer", *_times(made.step))
-    table_.add_row("makespan", *_times(made.makespan))
-    table_.add_row("  bubble of it", *_rates(made.bubble_makespan))
-    table_.add_row("span", *_times(made.span))
-    table_.add_row("  bubble of it", *_rates(made.bubble_span))
-    yield table_
+    rows = [
+        ("step, with its optimizer", *_times(made.step)),
+        ("makespan", *_times(made.makespan)),
+        ("  bubble of it", *_rates(made.bubble_makespan)),
+        ("span", *_times(made.span)),
+        ("  bubble of it", *_rates(made.bubble_span)),
+    ]
+    yield table(_QUANTITY, rows)
 
 
 def _times(one: Quantity) -> list[str]:
@@ -171,13 +170,16 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     """Two rows per rank: where its time was to go, and where it went."""
     which = f"step {made.median_step}" + (", the median one" if len(made.steps) > 1 else "")
     yield labelled("time", f"ms of each rank in {which}, by cause")
-    rows = [(rank.rank, how, shares) for rank in made.ranks for how, shares in _both(rank)]
-    decimals = len(fixed(max(shares.total for *_, shares in rows)).partition(".")[2])
-    columns = [[f"{getattr(shares, name):.{decimals}f}" for *_, shares in rows] for name in ("total", *_CAUSES)]
-    made_table = table("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in _CAUSES), left=2)
-    for index, (number, how, _) in enumerate(rows):
-        made_table.add_row(str(number) if how == "predicted" else "", how, *(column[index] for column in columns))
-    yield indented(made_table, 1)
+    decimals = len(fixed(max(max(rank.predicted.total, rank.measured.total) for rank in made.ranks)).partition(".")[2])
+
+    def cells(shares: Shares) -> list[str]:
+        return [f"{getattr(shares, name):.{decimals}f}" for name in ("total", *_CAUSES)]
+
+    rows = list[Sequence[str]]()
+    for rank in made.ranks:
+        rows += [(str(rank.rank), "predicted", *cells(rank.predicted)), ("", "measured", *cells(rank.measured))]
+    heads = ("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in _CAUSES))
+    yield indented(table(heads, rows, left=2), 1)
     waits = [
         f"rank {rank.rank}: "
         + ", ".join(f"{short(ms, 3)} ms for rank {peer}" for peer, ms in _largest(rank.measured.senders, verbose))
@@ -186,10 +188,6 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     ]
     if waits:
         yield labelled("waits", "for messages:", *waits)
-
-
-def _both(rank: RankShares) -> list[tuple[str, Shares]]:
-    return [("predicted", rank.predicted), ("measured", rank.measured)]
 
 
 def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]]:
@@ -230,25 +228,22 @@ def _outlier(one: Outlier) -> str:
 
 def _ops(made: RunReport, *, verbose: bool) -> RenderableType:
     shown = made.ops if verbose else made.ops[:_OPS]
-    rows = table("op", "rank", "a step", "predicted", "measured", "change", "in a step", left=2)
+    rows = list[Sequence[str]]()
     meant, found = aligned([one.predicted for one in shown], 4), aligned([one.measured for one in shown], 4)
     excess = aligned([one.excess for one in shown], 3)
     for one, a, b, c in zip(shown, meant, found, excess, strict=True):
         change = f"{100 * (one.ratio - 1):+.1f}%" if one.predicted > 0 else ""
         sign = "" if c.startswith("-") else "+"
-        rows.add_row(f"{one.kind} s{one.stage}", str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms")
-    result: RenderableType = rows
-    return result
+        rows.append((f"{one.kind} s{one.stage}", str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms"))
+    return table(("op", "rank", "a step", "predicted", "measured", "change", "in a step"), rows, left=2)
 
 
 def _links(made: RunReport) -> RenderableType:
-    rows = table("from", "to", "a step", "predicted", "measured", left=2)
-    for one in made.links:
-        rows.add_row(
-            str(one.sender), str(one.receiver), str(one.awaited), short(one.predicted, 3), short(one.measured, 3)
-        )
-    result: RenderableType = rows
-    return result
+    rows = [
+        (str(one.sender), str(one.receiver), str(one.awaited), short(one.predicted, 3), short(one.measured, 3))
+        for one in made.links
+    ]
+    return table(("from", "to", "a step", "predicted", "measured"), rows, left=2)
 
 
 def _memory(made: RunReport) -> Iterator[RenderableType]:
@@ -262,23 +257,20 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}", *notes)
     everything = [held for one in made.memory for held in (one.measured, one.predicted or {})]
     names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
-    rows = table("rank", "", "all", *(_SHORT.get(name, name) for name in names), left=2)
+
+    def cells(whole: float, held: Mapping[str, float]) -> list[str]:
+        return [f"{value / scale:.2f}" for value in (whole, *(held[name] for name in names))]
+
+    rows = list[Sequence[str]]()
     for one in made.memory:
         if one.predicted is not None:
-            whole = sum(one.predicted.values())
-            values = [whole, *(one.predicted[name] for name in names)]
-            rows.add_row(str(one.rank), "predicted", *_bytes(values, scale))
-        measured: Sequence[float] = [one.peak, *(one.measured[name] for name in names)]
-        rows.add_row("" if known else str(one.rank), "measured", *_bytes(measured, scale))
-    yield indented(rows)
+            rows.append((str(one.rank), "predicted", *cells(sum(one.predicted.values()), one.predicted)))
+        rows.append(("" if known else str(one.rank), "measured", *cells(one.peak, one.measured)))
+    yield indented(table(("rank", "", "all", *(_SHORT.get(name, name) for name in names)), rows, left=2))
 
 
 def _unit(most: float) -> tuple[str, float]:
     return ("GiB", GIB) if most >= GIB else ("MiB", MIB) if most >= MIB else ("KiB", 1024.0)
-
-
-def _bytes(values: Sequence[float], scale: float) -> list[str]:
-    return [f"{value / scale:.2f}" for value in values]
 
 
 def _again(made: RunReport, command: str) -> Iterator[str]:

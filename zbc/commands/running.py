@@ -1,4 +1,4 @@
-"""`run`, the only command that needs torch, and `doctor`, which says what can run here."""
+"""`run`, the only command that needs torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from zbc.commands import numbers
-from zbc.commands.console import labelled, show, show_json
-from zbc.commands.options import AsJson, Settings
+from zbc.commands.checking import folder_of
+from zbc.commands.options import listed
 from zbc.errors import ZbcError
 
 
@@ -44,9 +43,7 @@ def run(
 
     torchrun --standalone --nproc-per-node 4 -m zbc run PLAN
     """
-    from zbc.commands.checking import folder_of
-
-    traced = frozenset(() if trace is None else (step - 1 for step in numbers.listed(trace, "--trace", least=1)))
+    traced = frozenset(() if trace is None else (step - 1 for step in listed(trace, "--trace", least=1)))
     folder = folder_of(plan)
     if os.path.isfile(folder):
         first = f"zbc plan {shlex.quote(str(folder))}" if folder.suffix == ".toml" else "zbc plan JOB.toml"
@@ -68,33 +65,3 @@ def run(
         resume=resume,
         max_restarts=max_restarts,
     )
-
-
-def doctor(
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="JOB.toml", help="Compare the gradients of this job's stages with autograd's."),
-    ] = None,
-    settings: Settings = None,
-    json: AsJson = False,
-) -> None:
-    """Show what zbc can do on this machine, or check your model.
-
-    With --model one microbatch runs on the CPU through the stages of the job's plan and through plain autograd. Fails
-    with E510 if a gradient differs.
-    """
-    if model is not None:
-        from zbc.commands.checkup import examine
-
-        examine(model, settings or (), as_json=json)
-        return
-    if settings:
-        raise typer.BadParameter("works with --model JOB.toml, whose values it overrides", param_hint="--set")
-    from zbc.commands.environment import inspect
-
-    found = inspect()
-    if json:
-        show_json({"format": "zbc-doctor", "version": 1, **found})
-        return
-    for label, lines in found.items():
-        show(labelled(label, *lines))

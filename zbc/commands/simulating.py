@@ -87,34 +87,23 @@ def _change(found: Spread, ms: float) -> str:
 
 def _ranks(found: Spread) -> RenderableType:
     """The share of each rank in the longest chain and, with a straggler, what it costs when that rank is slow."""
-    heads = ["rank", "of the longest chain", *(["step if slow, ms", "change"] if found.slow else [])]
-    made = table(*heads)
-    slow = [ms for ms in found.slow if ms == ms]
-    times = iter(aligned(slow) if slow else [])
-    for rank, part in enumerate(found.by_rank):
-        cells = [str(rank), percent(part)]
-        if found.slow:
-            ms = found.slow[rank]
-            cells += [next(times), _change(found, ms)] if ms == ms else ["?", "?"]
-        made.add_row(*cells)
-    filled: RenderableType = made
-    return filled
+    heads = ["rank", "of the longest chain"]
+    columns = [[str(rank) for rank in range(len(found.by_rank))], [percent(part) for part in found.by_rank]]
+    if found.slow:
+        heads += ["step if slow, ms", "change"]
+        times = iter(aligned([ms for ms in found.slow if ms == ms]))
+        columns += [["?" if ms != ms else next(times) for ms in found.slow]]
+        columns += [["?" if ms != ms else _change(found, ms) for ms in found.slow]]
+    return table(heads, zip(*columns, strict=True))
 
 
 def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
-    timeline = plan.timeline
-    document: dict[str, Any] = {
-        "format": "zbc-simulation",
-        "version": 1,
-        "plan": plan.name,
-        "makespan_ms": round(timeline.makespan, 9),
-        "span_ms": round(timeline.span, 9),
-        "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
-        "bubble_rate_span": round(timeline.bubble_rate_span, 9),
-    }
+    from zbc.viz.words import step_costs
+
+    head = {"format": "zbc-simulation", "version": 1, "plan": plan.name}
+    document: dict[str, Any] = {**head, **step_costs(plan.timeline)}
     if found is None:
         return document
-    slow = [None if ms != ms else round(ms, 9) for ms in found.slow]
     return {
         **document,
         "barrier": plan.barrier,
@@ -133,6 +122,6 @@ def _as_json(plan: Plan, noise: Noise, found: Spread | None) -> dict[str, Any]:
             "ranks": [round(part, 9) for part in found.by_rank],
             "transfers": round(found.transfers, 9),
         },
-        "slow_rank_ms": slow,
+        "slow_rank_ms": [None if ms != ms else round(ms, 9) for ms in found.slow],
         "steps_ms": [round(ms, 9) for ms in found.steps],
     }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zbc.commands import reasons
 from zbc.commands.console import indented, labelled, table
 from zbc.text import GIB, MIB, aligned, percent, short, wrap
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report.report import Report
+    from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.job.profile import Profile
 
 _ROWS = 16  # of a table before its middle is left out
@@ -34,7 +34,7 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
-    yield from reasons.of_step(compiled, verbose=verbose)
+    yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
     yield labelled("ranks", *_ranks_note(compiled))
@@ -72,6 +72,32 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
     if other is not None and here > 0:
         change = f"{100 * (other / here - 1):+.1f}%"
         yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
+
+
+def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
+    """What binds and the critical path; with `verbose` what small changes would give."""
+    from zbc.compiler.whatif.why import binds, critical_path, what_ifs
+
+    more = [] if verbose else ["-v: the effect of more microbatches, more memory or another partition"]
+    yield labelled("why", binds(compiled), *_path(critical_path(compiled)), *more)
+    if verbose:
+        found = list(what_ifs(compiled))
+        if found:
+            yield labelled("what if", "per sequence, by the fast search", *_what_ifs(found))
+
+
+def _path(path: Path) -> Iterator[str]:
+    kinds = ", ".join(f"{kind} {short(path.by_kind[kind], 3)}" for kind in sorted(path.by_kind))
+    rank, most = max(path.by_rank.items(), key=lambda item: item[1])
+    yield f"critical path: {kinds} ms"
+    share = percent(most / path.total if path.total else 0.0)
+    yield f"and {path.changes} transfers, {short(path.transfers, 3)} ms; {share} of it on rank {rank}"
+
+
+def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
+    changes = aligned([100 * (entry.factor - 1) for entry in found], 2)
+    for entry, change in zip(found, changes, strict=True):
+        yield f"{entry.change}: {'' if change.startswith('-') else '+'}{change}%"
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:
@@ -169,20 +195,17 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
         *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
     ]
     heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
-    made = table("rank", "stages", "busy ms", *heads, "units", *([unit] if known else []), left=2)
-    return _filled(made, list(zip(*columns, strict=True)), verbose=verbose)
+    heads = ["rank", "stages", "busy ms", *heads, "units", *([unit] if known else [])]
+    return table(heads, zip(*columns, strict=True), left=2, most=None if verbose else _ROWS)
 
 
 def _memory(report: Report) -> RenderableType:
     """What fills the memory of every rank, each part at its own peak."""
     unit, scale = _unit(report)
-    made = table("rank", unit, *_BYTES.values(), left=1)
     keys = ("peak_bytes", *_BYTES)
     columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
-    for rank, cells in zip(report.per_rank, zip(*columns, strict=True), strict=True):
-        made.add_row(str(rank.rank), *cells)
-    filled: RenderableType = made
-    return filled
+    ranks = (str(rank.rank) for rank in report.per_rank)
+    return table(["rank", unit, *_BYTES.values()], zip(ranks, *columns, strict=True))
 
 
 def _unit(report: Report) -> tuple[str, float]:
@@ -236,27 +259,13 @@ def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
     """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
     stages, known = compiled.report.cut.stages, compiled.report.bytes_known
     _, scale = _stage_unit(compiled.report)
-    made = table("stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else []), left=3)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
     sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
-    columns = [*times, *(sizes if known else [])]
-    rows = [
-        [str(s.stage), ranges(s.ranks), layer_ranges(s.layers), *(column[row] for column in columns)]
-        for row, s in enumerate(stages)
-    ]
-    return _filled(made, rows, verbose=verbose)
-
-
-def _filled(made: Any, rows: Sequence[Sequence[str]], *, verbose: bool) -> RenderableType:
-    """The table with its rows; the middle of a long one only with `verbose`."""
-    cut = None if verbose or len(rows) <= _ROWS else _ROWS - 3
-    for index, row in enumerate(rows):
-        if cut is None or index < cut or index >= len(rows) - 2:
-            made.add_row(*row)
-        elif index == cut:
-            made.add_row("...", f"{len(rows) - cut - 2} more: -v")
-    filled: RenderableType = made
-    return filled
+    named = ((str(s.stage), ranges(s.ranks), layer_ranges(s.layers)) for s in stages)
+    numbers = zip(*times, *(sizes if known else ()), strict=True)
+    heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
+    rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]
+    return table(heads, rows, left=3, most=None if verbose else _ROWS)
 
 
 def ranges(numbers: Sequence[int]) -> str:

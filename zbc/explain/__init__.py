@@ -1,31 +1,33 @@
 """The long text of every error: what it means, an example, what to do. `zbc explain CODE` prints it.
 
-One file for each family of codes. A test demands that the codes here are exactly those that zbc raises.
+One Markdown file for each family of codes: what the family is about, then a section per code. A test demands that the
+codes there are exactly those that zbc raises.
 """
 
 from __future__ import annotations
 
-from zbc.explain import environment, failed, files, fit, job, order, user_code
-from zbc.explain.entry import Explanation as Explanation
+from importlib import resources
+from typing import NamedTuple
 
-# Second character of a code -> what its family is about.
-FAMILIES = {
-    "1": "A problem in the job file or on the command line (exit code 3).",
-    "2": "The order of operations is wrong (exit code 4).",
-    "3": "The plan is right but does not fit (exit code 5).",
-    "4": "A problem with a plan directory or a file of another tool (exit code 4).",
-    "5": "A problem in the data or in the user's own code (exit code 6).",
-    "6": "The environment is not what the command needs (exit code 6).",
-    "7": "A run failed (exit code 7).",
-}
 
-# code -> its entry, in the order of the codes.
-CATALOGUE = {
-    **job.ENTRIES,
-    **order.ENTRIES,
-    **fit.ENTRIES,
-    **files.ENTRIES,
-    **user_code.ENTRIES,
-    **environment.ENTRIES,
-    **failed.ENTRIES,
-}
+class Explanation(NamedTuple):
+    """`title` is one line; `text` explains, in lines of at most 80 characters."""
+
+    title: str
+    text: str
+
+
+def _read() -> tuple[dict[str, str], dict[str, Explanation]]:
+    families, catalogue = dict[str, str](), dict[str, Explanation]()
+    for file in sorted(resources.files("zbc.explain").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".md"):
+            about, *sections = file.read_text(encoding="utf-8").split("\n## ")
+            families[file.name[1]] = about.removeprefix("# ").strip()
+            for section in sections:
+                head, _, text = section.partition("\n")
+                code, _, title = head.partition(" ")
+                catalogue[code] = Explanation(title, text.strip())
+    return families, catalogue
+
+
+FAMILIES, CATALOGUE = _read()  # second character of a code -> what it stands for; code -> its text, in order

@@ -29,20 +29,18 @@ from zbc.training.data.data import Batches, Samples
 def build_evaluation(
     worker: Worker,
     train: spec.Train,
-    samples: Callable[[], Samples | None],
+    kept: Samples | None,
     *,
     lowered: torch.dtype | None = None,
     where: str | None = None,
-) -> Evaluation | None:
-    """What the job asks for, None if nothing; `samples` gives the data kept for it, None where they are not read.
+) -> Evaluation:
+    """What the job asks for; `kept` are the data for it, None where they are not read.
 
     Inputs in floating point come as `lowered`, if that is given, as in training.
     Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
     """
-    if not train.eval_every:
-        return None
     manifest = worker.phase_runs[-1].plan.manifest
-    per_step, size, kept = manifest.topology.batch, manifest.microbatch_size, samples()
+    per_step, size = manifest.topology.batch, manifest.microbatch_size
     batches, count = None, 0
     if kept is not None:
         if len(kept) < per_step * size:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import zbc
+from zbc.errors import ZbcError
 
 _ZBC, _TORCH = Path(zbc.__file__).parent, str(Path(torch.__file__).parent)
 _OURS = (str(_ZBC / "runtime"), str(_ZBC / "training"))
@@ -21,6 +22,13 @@ _MOST = 8  # frames of a stack
 def of_error(error: BaseException) -> list[str]:
     """Where an error comes from, as lines."""
     return _lines(traceback.extract_tb(error.__traceback__))
+
+
+def failure(error: BaseException, text: str) -> ZbcError:
+    """E703 for what a layer, the loss or the data of a job raised, with the place in their code."""
+    first, *more = f"{type(error).__name__}: {error}".splitlines()
+    details = [*more, *reversed(getattr(error, "__notes__", [])), *of_error(error)]
+    return ZbcError("E703", f"{text}: {first}", details=details)
 
 
 def of_users(error: BaseException) -> bool:

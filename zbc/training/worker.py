@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +90,11 @@ def build_worker(
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
     ends = set(placement.ends) & set(mine)
-    size = manifest.microbatch_size
-    samples = _samples(settings, needed=bool(ends))
+    samples = None  # the data, where they are read; a factory's everywhere: only it knows the model's input
+    if ends or settings.data.kind not in KINDS:
+        samples = build_samples(settings.data, settings.model, settings.train.seed)
     plans = layer_plans(settings) if plans is None else list(plans)
-    first = input_spec(settings.data, settings.model, samples, size)
-    autocast = device if settings.model.dtype == "bfloat16" else None
-    lowered = LOWERED[settings.model.parameters]
-    if lowered is not None and first.dtype.is_floating_point:
-        first = first._replace(dtype=lowered)
-    shapes = derive(plans, first, manifest, autocast=autocast, lowered=lowered)
+    shapes = shapes_of(settings, plans, samples, manifest, device)
     parts, phases = [*ramp, plan], Phases.of(manifest)
     stages = _build_stages(parts, settings, plans, shapes, device)
     worker = Worker(
@@ -108,28 +103,44 @@ def build_worker(
         transport=transport,
         device=device,
         stages=stages,
-        batches=_batches(settings, parts, phases, samples, transport.rank, device)
-        if ends and samples is not None
-        else None,
+        batches=None
+        if not ends or samples is None
+        else _batches(settings, parts, phases, samples, transport.rank, device),
         loss=model.loss(settings.model.loss),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
-        rate=functools.partial(_rate, settings),
-        tied=_tied(manifest),
+        rate=lambda phases, step: phases.rate(
+            settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
+        ),
+        tied=model.TIED if manifest.tied else None,  # the weight that the first and the last stage share
     )
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
     worker.sums |= _sums(worker)
-    kept, where = functools.partial(_validation, settings, bool(ends)), place(settings.data, settings.model, kept=True)
-    worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
+    if settings.train.eval_every:
+        kept = build_validation(settings.data, settings.model, settings.train.seed) if ends else None
+        where = place(settings.data, settings.model, kept=True)
+        lowered = LOWERED[settings.model.parameters]
+        worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
     for run in worker.phase_runs:
         run.ahead = _ahead(worker, run)
     return worker
 
 
-def _rate(settings: Settings, phases: Phases, step: int) -> float:
-    optimizer = settings.optimizer
-    return phases.rate(optimizer.lr, optimizer.schedule, settings.train.steps, step)
+def shapes_of(
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    samples: Samples | None,
+    manifest: Manifest,
+    device: torch.device,
+) -> Shapes:
+    """What the layers `plans` look like in training on `device`. Raises as `derive`."""
+    lowered = LOWERED[settings.model.parameters]
+    first = input_spec(settings.data, settings.model, samples, manifest.microbatch_size)
+    if lowered is not None and first.dtype.is_floating_point:
+        first = first._replace(dtype=lowered)
+    autocast = device if settings.model.dtype == "bfloat16" else None
+    return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
 
 
 def _phase_run(plan: RankPlan, shapes: Shapes) -> PhaseRun:
@@ -172,11 +183,6 @@ def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
     return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
-def _tied(manifest: Manifest) -> str | None:
-    """The name of the weight that the first and the last of several stages share."""
-    return model.TIED if manifest.tied else None
-
-
 def _sums(worker: Worker) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums."""
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
@@ -189,17 +195,6 @@ def _sums(worker: Worker) -> dict[Op, GradientSum]:
         own = [p for name, p in optimizer.parameters.items() if name != worker.tied]
         found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op))
     return found
-
-
-def _samples(settings: Settings, *, needed: bool) -> Samples | None:
-    """The data, where they are read; a factory's everywhere, since only it knows the shape of the model's input."""
-    if not needed and settings.data.kind in KINDS:
-        return None
-    return build_samples(settings.data, settings.model, settings.train.seed)
-
-
-def _validation(settings: Settings, needed: bool) -> Samples | None:
-    return build_validation(settings.data, settings.model, settings.train.seed) if needed else None
 
 
 def _batches(

@@ -16,8 +16,8 @@ from zbc.compiler.memory.ledger import activations
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
-from zbc.viz.look import chunks, entries, look, odd_stages
-from zbc.viz.strip import Drawn, longest
+from zbc.viz.look import entries, look, odd_stages
+from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import title, verdict
 
 SCRIPTS = ("draw.js", "memory.js", "input.js")
@@ -173,7 +173,7 @@ def _path(one: Drawn) -> list[int]:
 
 
 def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
-    two = any(len(one.program.placement.pipes) > 1 for one in drawn)
+    two = signs(drawn).two
     words = []
     for found, text in entries(set(kinds), two=two):
         words.append(f'<span class="swatch" style="background:{found.fills[0]}"></span>{escape(text)}')
@@ -185,9 +185,10 @@ def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
 
 def _notes(drawn: Sequence[Drawn]) -> str:
     notes = []
-    if max(chunks(one.program.placement) for one in drawn) > 1:
+    _, two, chunks = signs(drawn)
+    if chunks > 1:
         notes.append("lower case and a bar: every second stage of a rank")
-    if any(len(one.program.placement.pipes) > 1 for one in drawn):
+    if two:
         notes.append("second letters and hatching: the pipe that runs upwards")
     steps = len(drawn[0].strip.steps)
     if steps > 1:

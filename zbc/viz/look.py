@@ -59,15 +59,3 @@ def entries(kinds: set[Kind], *, two: bool) -> Iterator[tuple[Look, str]]:
             found = look(kind)
             second = f"/{found.other}" if two and found.other != found.letter else ""
             yield found, f"{found.letter}{second} {found.name}"
-
-
-def legend(placement: Placement, kinds: set[Kind]) -> list[str]:
-    """The same as texts alone, with what second letters are."""
-    two = len(placement.pipes) > 1
-    words = [text for _, text in entries(kinds, two=two)]
-    return [*words, "second letters: the pipe that runs upwards"] if two else words
-
-
-def chunks(placement: Placement) -> int:
-    """The most stages a rank has in one pipe."""
-    return max(pipe.count(rank) for pipe in placement.pipes for rank in range(placement.ranks))

@@ -107,6 +107,22 @@ class Drawn:
     recorded: Recording | None = None
 
 
+class Signs(NamedTuple):
+    """What a legend has to explain: kinds of ops, a second pipe, the most stages of a rank in one pipe."""
+
+    kinds: set[Kind]
+    two: bool
+    chunks: int
+
+
+def signs(drawn: Sequence[Drawn]) -> Signs:
+    placements = [one.program.placement for one in drawn]
+    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
+    kinds |= {kind for one in drawn for kind in one.strip.collectives}
+    stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
+    return Signs(kinds, any(len(placed.pipes) > 1 for placed in placements), max(stages))
+
+
 def once(timeline: Timeline) -> Strip:
     """One step."""
     return Strip((timeline,))

@@ -16,9 +16,9 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time
-from zbc.viz.look import IDLE, chunks, entries, label, look, odd_stages
+from zbc.viz.look import IDLE, entries, label, look, odd_stages
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, longest
+from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import title, verdict
 
 MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
@@ -182,10 +182,6 @@ def measured(text: str, size: float) -> float:
     return float(size * sum(_WIDE.get(character, _CHARACTER) for character in text))
 
 
-def _size(height: float) -> float:
-    return 11 if height > 18 else 9 if height > 12 else 7
-
-
 def _axis(window: Window, plot: float, y: float) -> Iterator[str]:
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     yield f'<path d="M{x0} {_px(y)}h{_px(plot)}" stroke="#111" fill="none"/>'
@@ -231,13 +227,10 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
 
 
 def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
-    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
-    kinds |= {kind for one in drawn for kind in one.strip.collectives}
-    two = any(len(one.program.placement.pipes) > 1 for one in drawn)
+    kinds, two, most = signs(drawn)
     for found, text in entries(kinds, two=two):
         yield found.fills[0], "", text
     yield IDLE, "", "idle"
-    most = max(chunks(one.program.placement) for one in drawn)
     if most > 1:
         yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
     if two:

@@ -19,14 +19,13 @@ from typing import Literal
 from rich.text import Text
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op, Program
 from zbc.text import short, wrap
 from zbc.viz.cells import Block, CellGrid, Window, by_slot, by_time
-from zbc.viz.look import chunks, legend, letter, look, odd_stages
+from zbc.viz.look import entries, letter, look, odd_stages
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, Strip, longest, once
+from zbc.viz.strip import Drawn, Strip, longest, signs
 from zbc.viz.words import title, verdict
 
 _IDLE_STYLE = "dim"
@@ -46,46 +45,31 @@ class View:
     unicode: bool = True
 
 
-def draw(program: Program, timeline: Timeline, costs: Costs, view: View = View(), strip: Strip | None = None) -> Text:
-    """The picture with title, axis and legend; lines are at most `view.width` wide and end without a newline.
+def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
+    """One plan, or several below one another on one time axis, so that what is shorter looks shorter.
 
-    `strip` is there to show several steps of `timeline`'s program.
+    With titles, axis and legend; lines are at most `view.width` wide and end without a newline.
     """
-    strip = strip or once(timeline)
-    window = view.zoom or (0.0, strip.length or 1.0)
-    panel, grid = _panel(program, strip, costs, view, window, _tails(strip, costs, view, window))
-    notes = [*_legend([(program, strip)], view), *wrap(verdict(timeline).split("; "), view.width, between="; ")]
-    notes += [*_steps(strip, view), *_hidden(grid, window, view), *_of_slots(view)]
-    return Text("\n").join([Text(_title(program, view.width)), *panel, Text(), *(Text(note) for note in notes)])
-
-
-def draw_all(drawn: Sequence[Drawn], view: View = View()) -> Text:
-    """Several plans below one another on one time axis, so that what is shorter looks shorter."""
+    several = len(drawn) > 1
     window = view.zoom or (0.0, longest([one.strip for one in drawn]))
     tails = [_tails(one.strip, one.costs, view, window) for one in drawn]
     width = max((len(tail) for found in tails for tail in found), default=0)
+    legend = [Text(note) for note in _legend(drawn, view)]
     lines: list[Text] = []
     for one, found in zip(drawn, tails, strict=True):
-        aligned_tails = [tail.ljust(width) for tail in found]
-        panel, grid = _panel(one.program, one.strip, one.costs, view, window, aligned_tails, exactly=True)
-        lines += [Text(_title(one.program, view.width, one.name)), *panel]
-        lines += [Text(note) for note in wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")]
-        lines += [*(Text(note) for note in [*_steps(one.strip, view), *_hidden(grid, window, view)]), Text()]
-    legend = _legend([(one.program, one.strip) for one in drawn], view)
-    return Text("\n").join([*lines, *(Text(note) for note in [*legend, *_of_slots(view)])])
+        panel, grid = _panel(one, view, window, [tail.ljust(width) for tail in found], exactly=several)
+        words = wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")
+        notes = [Text(note) for note in [*words, *_steps(one.strip, view), *_hidden(grid, window, view)]]
+        lines += [Text(_title(one, view.width, named=several)), *panel]
+        lines += [*notes, Text()] if several else [Text(), *legend, *notes]
+    return Text("\n").join([*lines, *(legend if several else []), *map(Text, _of_slots(view))])
 
 
 def _panel(
-    program: Program,
-    strip: Strip,
-    costs: Costs,
-    view: View,
-    window: Window,
-    tails: Sequence[str],
-    *,
-    exactly: bool = False,
+    one: Drawn, view: View, window: Window, tails: Sequence[str], *, exactly: bool
 ) -> tuple[list[Text], CellGrid]:
     """The rows of one plan with its axis, and the cells they show."""
+    program, strip = one.program, one.strip
     ranks = _ranks(strip, view)
     label = len(str(strip.ranks - 1)) + 1
     if view.by == "slot":
@@ -105,9 +89,9 @@ def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
     return view.ranks if view.ranks is not None else tuple(range(strip.ranks))
 
 
-def _title(program: Program, width: int, name: str | None = None) -> str:
+def _title(one: Drawn, width: int, *, named: bool) -> str:
     """The title, cut to the width of the picture: plan names are paths."""
-    text = title(program) if name is None else f"{name}: {title(program)}"
+    text = f"{one.name}: {title(one.program)}" if named else title(one.program)
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 
@@ -222,15 +206,14 @@ def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts:
     return most
 
 
-def _legend(drawn: Sequence[tuple[Program, Strip]], view: View) -> list[str]:
+def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     """What letters, case and the memory lines mean, as far as these pictures have them."""
-    present = {op.kind for program, _ in drawn for ops in program.ranks for op in ops if op.kind.computes}
-    present |= {kind for _, strip in drawn for kind in strip.collectives}
-    placement = max((program.placement for program, _ in drawn), key=lambda found: len(found.pipes))
-    words = [*legend(placement, present), ". idle"]
-    most = max(chunks(program.placement) for program, _ in drawn)
-    if most > 1:
-        words.append("lower case: the rank's second stage" if most == 2 else "lower case: every second stage")
+    found = signs(drawn)
+    words = [text for _, text in entries(found.kinds, two=found.two)]
+    words += ["second letters: the pipe that runs upwards"] if found.two else []
+    words.append(". idle")
+    if found.chunks > 1:
+        words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")
     if view.by == "time" and _has_memory(view):
         words.append("right: activation units held, and their peak")
     return wrap(words, view.width)

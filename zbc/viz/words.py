@@ -22,6 +22,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('h') else 's'}"
 
 
+def step_costs(timeline: Timeline) -> dict[str, float]:
+    """Both costs of a step with their bubble rates, for JSON."""
+    names = {"makespan_ms": "makespan", "span_ms": "span"}
+    names |= {name: name for name in ("bubble_rate_makespan", "bubble_rate_span")}
+    return {key: round(getattr(timeline, name), 9) for key, name in names.items()}
+
+
 def verdict(timeline: Timeline) -> str:
     """Both costs of a step, each with its bubble rate."""
     return (

@@ -20,14 +20,13 @@ from zbc.compiler import recall
 from zbc.compiler.cost import estimate, profiled
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.recorded.times import Times, median_ms, times_of
-from zbc.compiler.recorded.view import step_of, typical
+from zbc.compiler.recorded.view import typical
 from zbc.ir import Kind
 from zbc.job.profile import FAMILY, Host, LayerProfile, LinkProfile, Measured, Origin, Point, Profile, model_of, spread
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
 
-MOST_STEPS = 32  # recorded steps that are looked at, the last ones
 _ROUNDS = 3000
 _SURE = 1e-9  # a round that corrects less, as a share, is the last
 _OFF = 0.05  # of what a stage took; beyond that its layers are not like those of other stages
@@ -45,9 +44,8 @@ class Derived:
 
 def derive(trace: Trace, base: Profile | None = None) -> Derived:
     """The profile that a recorded run leads to; `base`, by default the profile its plan was made with, has the rest."""
-    numbers = typical(trace)[-MOST_STEPS:]
-    times = times_of([step_of(trace, number) for number in numbers])
-    return derive_from(trace.plan.manifest, times, rounds=len(numbers), device=trace.device, base=base)
+    steps = typical(trace)
+    return derive_from(trace.plan.manifest, times_of(steps), rounds=len(steps), device=trace.device, base=base)
 
 
 def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, base: Profile | None = None) -> Derived:
@@ -132,7 +130,7 @@ class _Work:
         steps = self._steps()
         found = {}
         for kind, layer in self.first.items():
-            known = None if self.base is None else self.base.layers[self._alike[kind]]
+            known = self._known(kind)
             wide = self._spread(kind)
             found[kind] = LayerProfile(
                 f=Measured(ms=f[kind], spread=wide[Kind.F]),
@@ -193,33 +191,31 @@ class _Work:
             if not samples:
                 totals.append(None)
                 continue
-            again = 0.0
+            again = 0.0  # what recompute adds to a backward
             if op in (Kind.B, Kind.BW) and self.job.memory.of(stage) == "recompute":
-                again = sum(count * self._again(kind) for kind, count in counts.items())
+                for kind, count in counts.items():
+                    known = self._known(kind)
+                    again += count * (self._f[kind] if known is None or known.again is None else known.again.ms)
             totals.append(max(0.0, median_ms(samples) - host[stage] - again))
         return totals
 
-    def _again(self, kind: str) -> float:
-        """ms that recompute adds to a backward."""
-        known = None if self.base is None else self.base.layers[self._alike[kind]].again
-        return self._f[kind] if known is None else known.ms
+    def _known(self, kind: str) -> LayerProfile | None:
+        """What the base says of a kind."""
+        return None if self.base is None else self.base.layers[self._alike[kind]]
 
     def _steps(self) -> dict[str, float] | None:
         """ms of the optimizer's step of each kind; None where the run tells nothing of it."""
-        closing = [self.times.closing.get(("step", s)) for s in self._all()]
+        closing = [self.times.closing.get(("step", s)) for s in range(len(self.counts))]
         if not any(closing):
             return None
         prior = {kind: float(layer.params) or 1.0 for kind, layer in self.first.items()}
         return solve(prior, self.counts, [median_ms(found) if found else None for found in closing])
 
-    def _all(self) -> range:
-        return range(len(self.counts))
-
     def _spread(self, kind: str) -> dict[Kind, float]:
         """The widest spread of each op among the stages that hold a kind."""
         found = {}
         for op in (Kind.F, Kind.B, Kind.W, Kind.BW):
-            columns = [self.times.cost.get((op, s), []) for s in self._all() if kind in self.counts[s]]
+            columns = [self.times.cost.get((op, s), []) for s, held in enumerate(self.counts) if kind in held]
             found[op] = max((spread(column) for column in columns), default=0.0)
         return found
 

@@ -6,12 +6,12 @@ A rank or a link is slow when it is slow beside the others, since a prediction m
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.times import Times, median_ms
-from zbc.compiler.recorded.view import Arrival, RecordedStep
+from zbc.compiler.recorded.view import RecordedStep
 from zbc.ir import Kind, Op, Program
 
 SLOW = 1.15  # times the others: what counts as a slow rank
@@ -200,12 +200,10 @@ def _slow_ops(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> It
 def _late_messages(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
     usual = {pair: median_ms(samples) for pair, samples in times.links.items() if samples}
     for step in steps:
-        for message in _awaited(step):
+        for message in step.messages():
+            if not message.awaited:
+                continue
             ms, normal = message.took / _MS, usual[message.sender, message.receiver]
             if _out_of_line(ms, normal, step_ms):
                 start = max(message.sent, message.posted) / _MS
                 yield Outlier(step.number, message.receiver, message.taker, normal, ms, start, message.sender)
-
-
-def _awaited(step: RecordedStep) -> Iterable[Arrival]:
-    return (message for message in step.messages() if message.awaited)

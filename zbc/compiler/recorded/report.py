@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from zbc.compiler.recorded import blame, deviations
 from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
-from zbc.compiler.recorded.times import Times, times_of
-from zbc.compiler.recorded.view import RecordedStep, step_of, typical
+from zbc.compiler.recorded.times import times_of
+from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
+from zbc.ir import Op
 from zbc.trace.recording import Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
-MOST_STEPS = 32  # recorded steps that are looked at, the last ones
 _MS = 1e6
 _CATEGORIES = {"weights": "weight", "gradients": "gradient", "masters": "master"}
 _CATEGORIES |= {"optimizer": "optimizer", "activations": "activation", "buffers": "buffer"}
@@ -98,32 +98,22 @@ class RunReport:
     replan: Replan | None
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **_plain(self._values())}
-
-    def _values(self) -> dict[str, Any]:
-        kinds = ("crowded", "slow_ranks", "slow_links", "stalls", "outliers", "ops", "links")
-        values: dict[str, Any] = {name: asdict(getattr(self, name)) for name in _QUANTITIES}
-        values |= {name: getattr(self, name) for name in _PLAIN}
-        values |= {"clock_uncertainty_ms": self.clock_uncertainty_ms}
-        values |= {"ranks": [asdict(one) for one in self.ranks], "memory": [asdict(one) for one in self.memory]}
-        values |= {name: [one._asdict() for one in getattr(self, name)] for name in kinds}
-        again = self.replan
-        values["replan"] = None if again is None else {**asdict(again), "gain": again.gain}
+        values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+        if self.replan is not None:
+            values["replan"]["gain"] = _plain(self.replan.gain)
         return values
-
-
-_PLAIN = ("plan", "schedule", "device", "phase", "microbatches", "steps", "median_step")
-_QUANTITIES = ("step", "makespan", "span", "bubble_makespan", "bubble_span")
 
 
 def _plain(value: Any) -> Any:
     """As JSON has it: ops as text, floats without the noise of their last bits."""
     if isinstance(value, float):
         return round(value, 6)
+    if isinstance(value, Op):
+        return str(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "kind"):
-        return str(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -132,11 +122,14 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     manifest, program = trace.plan.manifest, trace.plan.program
     costs = recall.costs_of(manifest)
     timeline = simulate(program, costs)
-    numbers = typical(trace)[-MOST_STEPS:]
-    steps = [step_of(trace, number) for number in numbers]
+    steps = typical(trace)
     middle = _median(steps)
     times = times_of(steps)
     wall = middle.wall_ns / _MS
+    new = None
+    if again:
+        profile = derive_from(manifest, times, rounds=len(steps), device=trace.device).profile
+        new = replan(manifest, program, profile, whole=trace.whole)
     ops = deviations.deviations(times, costs, len(steps))
     links = deviations.links(times, costs, program, len(steps))
     single, stalls = deviations.outliers(steps, times, wall)
@@ -147,7 +140,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         device=trace.device,
         phase=trace.phase,
         microbatches=manifest.microbatches,
-        steps=numbers,
+        steps=tuple(step.number for step in steps),
         median_step=middle.number,
         clock_uncertainty_ms=trace.uncertainty_ns / _MS,
         crowded=_crowded(trace),
@@ -156,7 +149,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         span=_quantity(timeline.span, [step.span_ns / _MS for step in steps]),
         bubble_makespan=_quantity(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),
         bubble_span=_quantity(bubbles[1], [step.bubble(step.span_ns) for step in steps]),
-        ranks=_shares(middle, timeline, costs),
+        ranks=tuple(_shares(middle, timeline, costs)),
         slow_ranks=tuple(deviations.slow_ranks(ops)),
         slow_links=tuple(deviations.slow_links(links, wall)),
         outliers=tuple(single),
@@ -164,7 +157,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         ops=tuple(ops),
         links=tuple(links),
         memory=_memory(trace),
-        replan=_replan(trace, times, len(steps)) if again else None,
+        replan=new,
     )
 
 
@@ -181,12 +174,6 @@ def _crowded(trace: Trace) -> tuple[Crowd, ...]:
     return tuple(found)
 
 
-def _replan(trace: Trace, times: Times, rounds: int) -> Replan:
-    manifest, program = trace.plan.manifest, trace.plan.program
-    profile = derive_from(manifest, times, rounds=rounds, device=trace.device).profile
-    return replan(manifest, program, profile, whole=trace.whole)
-
-
 def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
     """The step in the middle, by how long it took; of an even number the shorter one."""
     return sorted(steps, key=lambda step: (step.wall_ns, step.number))[(len(steps) - 1) // 2]
@@ -194,7 +181,7 @@ def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 def median_step(trace: Trace) -> int:
     """The recorded step that took as long as half of the others at most."""
-    return _median([step_of(trace, number) for number in typical(trace)[-MOST_STEPS:]]).number
+    return _median(typical(trace)).number
 
 
 def _quantity(predicted: float | None, values: Sequence[float]) -> Quantity:
@@ -210,10 +197,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> tuple[RankShares, ...]:
+def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> Iterator[RankShares]:
     meant = blame.predicted(step.program, timeline, costs)
-    found = [one.scaled(1 / _MS) for one in blame.shares(step)]
-    return tuple(RankShares(rank, meant[step.program.topology.of(rank).pp], one) for rank, one in enumerate(found))
+    for rank, one in enumerate(blame.shares(step)):
+        yield RankShares(rank, meant[step.program.topology.of(rank).pp], one.scaled(1 / _MS))
 
 
 def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:

@@ -49,12 +49,8 @@ class Recording:
         """The ops of a rank of the pipeline that a timeline has."""
         return self.graph.timed[part] if self.ahead else self.graph.computing[part]
 
-    @cached_property
-    def _origin(self) -> int:
-        return self.steps[0].begins
-
     def _ms(self, ns: int) -> float:
-        return (ns - self._origin) / _MS
+        return (ns - self.steps[0].begins) / _MS
 
     def ranks(self) -> list[int]:
         """The ranks of this copy, of the run, in the order of the pipeline."""

@@ -94,7 +94,8 @@ def measured(costs: Costs, times: Times) -> Costs:
     """`costs` with the measured times in the place of others, as far as they were measured; bytes stay."""
     b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
     links = tuple(
-        {edge: _lag(times, pipe, edge, ms) for edge, ms in links.items()} for pipe, links in enumerate(costs.links)
+        {edge: median_ms(found) if (found := times.lags.get((pipe, edge[0]))) else ms for edge, ms in links.items()}
+        for pipe, links in enumerate(costs.links)
     )
     columns = dict[str, PerStage]()
     for kind in sorted({kind for kind, _ in times.cost}):
@@ -132,8 +133,3 @@ def _halves(
         first.append(share * (whole or 0.0) if mine is None else mine)
         second.append((1 - share) * (whole or 0.0) if other is None else other)
     return tuple(first), tuple(second)
-
-
-def _lag(times: Times, pipe: int, edge: tuple[int, int], predicted: float) -> float:
-    samples = times.lags.get((pipe, edge[0]))
-    return median_ms(samples) if samples else predicted

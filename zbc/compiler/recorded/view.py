@@ -11,6 +11,7 @@ from zbc import ir
 from zbc.ir import Op, Program
 from zbc.trace.recording import Cause, Recorded, Trace
 
+_MOST_STEPS = 32
 LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
 
 
@@ -131,6 +132,7 @@ def step_of(trace: Trace, number: int) -> RecordedStep:
     return RecordedStep(number, trace.plan.program, ranks)
 
 
-def typical(trace: Trace) -> tuple[int, ...]:
-    """The recorded steps that count: in the first of a run things are set up, if there are others."""
-    return trace.steps[1:] if trace.steps[0] == 1 and len(trace.steps) > 1 else trace.steps
+def typical(trace: Trace) -> list[RecordedStep]:
+    """The recorded steps that count, the last ones of many: in the first of a run things are set up."""
+    later = trace.steps[1:] if trace.steps[0] == 1 and len(trace.steps) > 1 else trace.steps
+    return [step_of(trace, number) for number in later[-_MOST_STEPS:]]

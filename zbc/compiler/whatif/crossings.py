@@ -40,29 +40,14 @@ class Crossing:
         return self.key, self.world, frozenset((self.before, self.after))
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """Values of one key, ascending, in one world."""
-
-    key: str
-    values: tuple[float, ...]
-    world: tuple[Setting, ...]
-    candidates: tuple[Candidate, ...]
-
-
-def sweeps(rows: Sequence[ComparedPlan]) -> list[Sweep]:
+def sweeps(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[Sweep]:
     """Every number of the world that was swept over two values and more, in each world of the others."""
-    found = []
     for key in dict.fromkeys(key for one in rows for key, _ in one.settings if key.startswith(WORLD)):
         worlds: dict[tuple[Setting, ...], list[ComparedPlan]] = {}
         for one in rows:
             worlds.setdefault(tuple(setting for setting in one.world if setting[0] != key), []).append(one)
-        for world, inside in worlds.items():
-            values = sorted({value for one in inside if (value := _number(dict(one.settings)[key])) is not None})
-            candidates = dict.fromkeys((one.schedule, one.choice) for one in inside)
-            if len(values) > 1:
-                found.append(Sweep(key, tuple(values), world, tuple(candidates)))
-    return found
+        found = (Sweep(key, world, inside, plan) for world, inside in worlds.items())
+        yield from (sweep for sweep in found if len(sweep.values) > 1)
 
 
 def _number(text: str) -> float | None:
@@ -73,26 +58,25 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class SweepTimes:
-    """Times per sequence at any value of a sweep, planned where no row has them."""
+class Sweep:
+    """One key in one world: times per sequence at any value of it, planned where no row has them."""
 
-    def __init__(self, sweep: Sweep, rows: Sequence[ComparedPlan], plan: Planner) -> None:
-        self.sweep = sweep
+    def __init__(self, key: str, world: tuple[Setting, ...], rows: Sequence[ComparedPlan], plan: Planner) -> None:
+        self.key, self.world, self._plan = key, world, plan
         self._order = [key for key, _ in rows[0].settings]
-        self._plan = plan
+        self.candidates = [*dict.fromkeys((one.schedule, one.choice) for one in rows)]
         self._known: dict[tuple[Candidate, float], float] = {}
         for one in rows:
-            rest = tuple(setting for setting in one.world if setting[0] != sweep.key)
-            value = _number(dict(one.settings)[sweep.key])
-            if rest == sweep.world and value is not None:
+            if (value := _number(dict(one.settings)[key])) is not None:
                 self._known[(one.schedule, one.choice), value] = _ms(one)
+        self.values = sorted({value for _, value in self._known})  # those that were swept
 
     def ms(self, candidate: Candidate, value: float) -> float:
         """Infinite where there is no plan."""
         place = candidate, value
         if place not in self._known:
             schedule, choice = candidate
-            settings = {**dict(self.sweep.world), **dict(choice), self.sweep.key: f"{value:.12g}"}
+            settings = {**dict(self.world), **dict(choice), self.key: f"{value:.12g}"}
             self._known[place] = _ms(self._plan(schedule, tuple((key, settings[key]) for key in self._order)))
         return self._known[place]
 
@@ -103,10 +87,10 @@ class SweepTimes:
             return 0
         return 1 if a < b else -1
 
-    def first(self, value: float) -> Candidate:
+    def first(self, among: Sequence[Candidate], value: float) -> Candidate:
         """The fastest there. Those that are not faster at either side than another one is here are not planned."""
-        best, least = self.sweep.candidates[0], math.inf
-        for candidate in sorted(self.sweep.candidates, key=lambda candidate: self._least(candidate, value)):
+        best, least = among[0], math.inf
+        for candidate in sorted(among, key=lambda candidate: self._least(candidate, value)):
             if self._least(candidate, value) < least and (ms := self.ms(candidate, value)) < least:
                 best, least = candidate, ms
         return best
@@ -115,8 +99,8 @@ class SweepTimes:
         """What it takes at the better of the two swept values around: times grow with the key, or shrink with it."""
         if (candidate, value) in self._known:
             return self._known[candidate, value]
-        low = max(one for one in self.sweep.values if one <= value)
-        high = min(one for one in self.sweep.values if one >= value)
+        low = max(one for one in self.values if one <= value)
+        high = min(one for one in self.values if one >= value)
         return min(self.ms(candidate, low), self.ms(candidate, high))
 
     def hidden(self, behind: Candidate, leader: Candidate, low: float, high: float) -> float | None:
@@ -161,7 +145,7 @@ class SweepTimes:
         ms = self.ms(before, low)
         if share > 0:
             ms += share * (self.ms(before, high) - ms)
-        return Crossing(self.sweep.key, at, before, after, ms, self.sweep.world, leading)
+        return Crossing(self.key, at, before, after, ms, self.world, leading)
 
     def _lead(self, before: Candidate, after: Candidate, value: float) -> float:
         """ms by which `before` is ahead; not a number where neither has a plan."""
@@ -180,62 +164,40 @@ def _ms(one: ComparedPlan) -> float:
 def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = False) -> list[Crossing]:
     """Where the fastest changes, by key, world and value; with `every`, also where any two candidates change places."""
     found = []
-    for sweep in sweeps(rows):
-        oracle = SweepTimes(sweep, rows, plan)
-        leaders = [one for low, high in pairwise(sweep.values) for one in _leaders(oracle, low, high)]
-        others = [one for one in _pairs(oracle) if not _among(one, leaders)] if every else []
-        found += sorted([*leaders, *others], key=lambda one: (not one.leading, one.at))
+    for sweep in sweeps(rows, plan):
+        leaders = [*_changes(sweep, sweep.candidates, sweep.values)]
+        others = [*_pairs(sweep)] if every else []
+        found += sorted(leaders, key=lambda one: one.at)
+        found += sorted((one for one in others if not _among(one, leaders)), key=lambda one: one.at)
     return found
 
 
-def _leaders(oracle: SweepTimes, low: float, high: float) -> Iterator[Crossing]:
-    """Where the fastest changes between two values; a third one may be it for a while."""
-    before, after = oracle.first(low), oracle.first(high)
-    if oracle.ahead(before, after, low) <= 0 or oracle.ahead(after, before, high) <= 0:
-        yield from _returned(oracle, before, low, high)
-        return
-    found = oracle.level(before, after, low, high, leading=True)
-    best = oracle.first(found.at)
-    if oracle.ms(best, found.at) < found.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
-        yield from _leaders(oracle, low, found.at)
-        yield from _leaders(oracle, found.at, high)
-    else:
-        yield found
-
-
-def _returned(oracle: SweepTimes, leader: Candidate, low: float, high: float) -> Iterator[Crossing]:
-    """Where another takes the place of one that is the fastest at both values, and gives it back."""
-    for other in oracle.sweep.candidates:
-        middle = oracle.hidden(other, leader, low, high) if other != leader else None
-        if middle is not None:
-            yield from _leaders(oracle, low, middle)
-            yield from _leaders(oracle, middle, high)
-            return
-
-
-def _pairs(oracle: SweepTimes) -> Iterator[Crossing]:
-    """Where any two candidates change places, at most twice between two neighbouring values."""
-    for one, other in combinations(oracle.sweep.candidates, 2):
-        last, since = 0, 0.0
-        for value, sign in _signs(oracle, one, other):
-            if sign and last and sign != last:
-                before, after = (one, other) if last > 0 else (other, one)
-                yield oracle.level(before, after, since, value, leading=False)
-            if sign:
-                last, since = sign, value
-
-
-def _signs(oracle: SweepTimes, one: Candidate, other: Candidate) -> Iterator[tuple[float, int]]:
-    """At which values who is ahead: at those that were swept, and in the middle of two where that differs from both."""
-    signs = [(value, oracle.ahead(one, other, value)) for value in oracle.sweep.values]
-    for (low, sign), (high, then) in pairwise(signs):
-        yield low, sign
-        if sign == then != 0:
-            leader, behind = (one, other) if sign > 0 else (other, one)
-            middle = oracle.hidden(behind, leader, low, high)
+def _changes(
+    sweep: Sweep, among: Sequence[Candidate], values: Sequence[float], *, leading: bool = True
+) -> Iterator[Crossing]:
+    """Where the fastest of some changes between two neighbouring values; a third one may be it for a while."""
+    for low, high in pairwise(values):
+        before, after = sweep.first(among, low), sweep.first(among, high)
+        if sweep.ahead(before, after, low) <= 0 or sweep.ahead(after, before, high) <= 0:
+            # Another may take the place of one that is the fastest at both values, and give it back.
+            found = (sweep.hidden(other, before, low, high) for other in among if other != before)
+            middle = next((value for value in found if value is not None), None)
             if middle is not None:
-                yield middle, -sign
-    yield signs[-1]
+                yield from _changes(sweep, among, (low, middle, high), leading=leading)
+            continue
+        one = sweep.level(before, after, low, high, leading=leading)
+        best = sweep.first(among, one.at)
+        if sweep.ms(best, one.at) < one.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
+            yield from _changes(sweep, among, (low, one.at, high), leading=leading)
+        else:
+            yield one
+
+
+def _pairs(sweep: Sweep) -> Iterator[Crossing]:
+    """Where any two candidates change places; values at which they are level, or one has no plan, do not count."""
+    for pair in combinations(sweep.candidates, 2):
+        apart = [value for value in sweep.values if sweep.ahead(*pair, value)]
+        yield from _changes(sweep, pair, apart, leading=False)
 
 
 def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
@@ -248,10 +210,9 @@ def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
 def changed(rows: Sequence[ComparedPlan]) -> set[Pair]:
     """The pairs that stand another way round at two of the values that were swept; nothing is planned."""
     found = set()
-    for sweep in sweeps(rows):
-        oracle = SweepTimes(sweep, rows, lambda schedule, settings: rows[0])
+    for sweep in sweeps(rows, lambda schedule, settings: rows[0]):
         for one, other in combinations(sweep.candidates, 2):
-            signs = [sign for value in sweep.values if (sign := oracle.ahead(one, other, value))]
+            signs = [sign for value in sweep.values if (sign := sweep.ahead(one, other, value))]
             if any(a != b for a, b in pairwise(signs)):
                 found.add((sweep.key, sweep.world, frozenset((one, other))))
     return found

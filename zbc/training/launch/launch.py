@@ -20,6 +20,7 @@ from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.job.model_section import Model, check_runnable
 from zbc.plan.directory import Manifest, read_manifest
+from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import LiveLine
@@ -88,7 +89,10 @@ def run(
 
             run_place(folder, manifest, place, options, shown, live.show)
         else:
-            _run_local(folder, manifest, options, shown, live.show)
+            start_fork_server()  # it loads torch while this process does
+            from zbc.training.launch.local import run_local
+
+            run_local(folder, manifest, options, shown, live.show)
     finally:
         live.clear()
 
@@ -119,17 +123,6 @@ def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, tra
         raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
 
 
-def _run_local(
-    folder: Path, manifest: Manifest, options: RunOptions, emit: Callable[[str], None], live: Callable[[str], None]
-) -> None:
-    from zbc.training.launch.forking import start_fork_server
-
-    start_fork_server()  # it loads torch while this process does
-    from zbc.training.launch.local import run_local
-
-    run_local(folder, manifest, options, emit, live)
-
-
 def _flight_recorder(manifest: Manifest) -> None:
     """Have NCCL keep its last operations, and write them down when one of them hangs, unless the user says otherwise.
 
@@ -150,13 +143,13 @@ def _recorder_file(rank: int) -> str:
 
 def _check_torch() -> None:
     wanted = ".".join(map(str, _TORCH))
+    hint = f"pip install 'torch>={wanted}'"
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise ZbcError("E602", "run: torch is not installed", hint=f"pip install 'torch>={wanted}'") from None
+        raise ZbcError("E602", "run: torch is not installed", hint=hint) from None
     match = re.match(r"(\d+)\.(\d+)", found)
     if match is not None and (int(match[1]), int(match[2])) < _TORCH:
-        hint = f"pip install 'torch>={wanted}'"
         raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
 
 

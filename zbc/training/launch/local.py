@@ -30,7 +30,7 @@ from zbc.errors import RUN_FAILED, ZbcError
 from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
-from zbc.training.launch.board import Board, Connect, connector, plain_name, prefixed
+from zbc.training.launch.board import Board, connector, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.signals import Signals, handled
@@ -335,7 +335,7 @@ def _rank(order: Order, pipe: Connection) -> None:
         rank=order.rank,
         ranks=order.ranks,
         device=torch.device("cpu"),
-        connect=_connector(order.port),
+        connect=connector(_HOST, order.port, _PREFIX),
         emit=lambda text: line.tell("line", text),
         report=line.fail,
         leave=end,
@@ -344,10 +344,6 @@ def _rank(order: Order, pipe: Connection) -> None:
     )
     line.tell("done", run_rank(order.folder, context, order.options))
     end(0)
-
-
-def _connector(port: int) -> Connect:
-    return connector(_HOST, port, _PREFIX)
 
 
 def _obey(pipe: Connection, stop: StopFlag) -> None:

@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
+from zbc.runtime.network import bind_loopback
 from zbc.training.launch.board import Board
 
 _SIOCGIFADDR = 0x8915  # Linux
@@ -73,17 +74,12 @@ def bind_towards(host: str) -> Interface | None:
     Has to come before the process group. `host` is that of the store: under a name of this machine alone (127.0.0.1)
     every rank is on it. None if nothing can be told, and gloo decides.
     """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen is None:
-        found = _loopback() if _only_here(host) else towards(host)
-        if found is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = found.name
-        return found
-    return next((one for one in interfaces() if one.name == chosen.partition(",")[0]), None)
-
-
-def _loopback() -> Interface | None:
-    return next((one for one in interfaces() if ip_address(one.address).is_loopback), None)
+    if _only_here(host):
+        bind_loopback()
+    elif (found := towards(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
+    chosen, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
+    return next((one for one in interfaces() if one.name == chosen), None)
 
 
 def _only_here(host: str) -> bool:

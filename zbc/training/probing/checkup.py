@@ -36,10 +36,10 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a 
 
 
 class Compared(NamedTuple):
-    """One parameter: `error` is the largest difference of its gradients as a share of the largest gradient."""
+    """One parameter, and how far its gradients are apart (compare.py)."""
 
     name: str
-    error: float  # see compare.py
+    error: float
     finite: bool = True  # whether the gradient of plain autograd is
 
 
@@ -54,28 +54,13 @@ class Checkup:
     tolerance: float
 
     @property
-    def equal(self) -> int:
-        """Parameters whose gradients have the same bits."""
-        return sum(found.error == 0 for found in self.parameters)
-
-    @property
     def wrong(self) -> tuple[Compared, ...]:
         return tuple(found for found in self.parameters if not found.error <= self.tolerance)
 
     @property
-    def overflowing(self) -> tuple[Compared, ...]:
-        """Parameters whose gradients are not finite in plain autograd."""
-        return tuple(found for found in self.parameters if not found.finite)
-
-    @property
-    def loss_is_right(self) -> bool:
-        if math.isnan(self.loss) and math.isnan(self.plain_loss):
-            return True
-        return math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance)
-
-    @property
     def fine(self) -> bool:
-        return self.loss_is_right and not self.wrong
+        nothing = math.isnan(self.loss) and math.isnan(self.plain_loss)
+        return not self.wrong and (nothing or math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -105,10 +90,7 @@ def check_up(plan: StoredPlan) -> Checkup:
             refuse_stage(plan.manifest, ops, worker.stages[s])
     with _shown():
         result = run_step(worker, 0)
-    if result is None:
-        raise ZbcError("E703", "run: a step with a barrier has no result")
-    mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
-    with _shown():
+        mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
         loss, plain = plain_gradients(single)
     least = ROUNDING * max(map(largest, plain.values()), default=0.0)
     least *= settings.model.compile  # uncompiled there is no such rounding
@@ -116,7 +98,8 @@ def check_up(plan: StoredPlan) -> Checkup:
         Compared(name, apart(grad, mine.get(name), least), grad is None or bool(grad.isfinite().all()))
         for name, grad in plain.items()
     )
-    return Checkup(_ways(single, settings), result.loss, loss, found, TOLERANCE[settings.model.dtype])
+    stages, mean = _ways(single, settings), math.nan if result is None else result.loss
+    return Checkup(stages, mean, loss, found, TOLERANCE[settings.model.dtype])
 
 
 @contextmanager
@@ -127,9 +110,7 @@ def _shown() -> Iterator[None]:
     except ZbcError:
         raise
     except FAILURES as error:
-        first, *more = f"{type(error).__name__}: {error}".splitlines()
-        details = [*more, *reversed(getattr(error, "__notes__", [])), *frames.of_error(error)]
-        raise ZbcError("E703", f"model: it fails in training: {first}", details=details) from error
+        raise frames.failure(error, "model: it fails in training") from error
 
 
 def _single(plan: StoredPlan) -> StoredPlan:

@@ -19,11 +19,10 @@ from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.tensors import TensorSpec
-from zbc.training.data.data import build_samples, input_spec
+from zbc.training.data.data import build_samples
 from zbc.training.models.model import LayerPlan
-from zbc.training.probing.shapes import derive
 from zbc.training.profiling.alike import chain, kinds
-from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans
+from zbc.training.worker import Settings, build_worker, layer_plans, shapes_of
 
 IDLE = "idle"
 MICROBATCHES = 5  # the first makes the gradients, then two with B and W apart and two in one piece, in turns
@@ -94,14 +93,7 @@ def _inputs(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> list[
     names = [plan.name for plan in plans]
     manifest = _plan(job, names, [Op(Kind.F, s) for s in range(len(names))], 1).manifest
     samples = build_samples(job.data, job.model, job.train.seed)
-    first, lowered = (
-        input_spec(job.data, job.model, samples, job.schedule.microbatch_size),
-        LOWERED[job.model.parameters],
-    )
-    if lowered is not None and first.dtype.is_floating_point:
-        first = first._replace(dtype=lowered)
-    autocast = device if job.model.dtype == "bfloat16" else None
-    return list(derive(plans, first, manifest, autocast=autocast, lowered=lowered).inputs)
+    return list(shapes_of(Settings.of(manifest), plans, samples, manifest, device).inputs)
 
 
 def _ops(stages: int, microbatches: int) -> list[Op]:

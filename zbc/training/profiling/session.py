@@ -286,22 +286,15 @@ def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
     return heard
 
 
-def _explain(error: BaseException) -> ZbcError | RankFailed:
-    """The error as a user sees it: layers and data are the user's, as they are in training."""
-    if not frames.of_users(error):
-        return RankFailed(traceback.format_exc())
-    first, *more = f"{type(error).__name__}: {error}".splitlines()
-    text = f"profile: a layer, the loss or the data of the job failed: {first}"
-    return ZbcError("E703", text, details=[*more, *frames.of_error(error)])
-
-
 def _run(target: Callable[..., Any], rank: int, arguments: tuple[Any, ...], pipe: Connection) -> None:
     try:
         result: Any = target(rank, *arguments, pipe)
     except ZbcError as error:
         result = error
     except FAILURES as error:
-        result = _explain(error)
+        result = RankFailed(traceback.format_exc())
+        if frames.of_users(error):  # layers and data are the user's, as they are in training
+            result = frames.failure(error, "profile: a layer, the loss or the data of the job failed")
     try:
         pipe.send(result)
         pipe.recv()  # until the parent is done with all

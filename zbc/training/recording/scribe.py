@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 
-_MOST = 64  # pieces of work put off at a time; who has more waits until they are done
+_MOST = 64  # pieces of work put off at a time; who has more waits until some are done
 
 
 class Scribe:
@@ -19,45 +18,34 @@ class Scribe:
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | threading.Event | None] = SimpleQueue()
-        self._added = self._done = 0  # the first is written by the rank's thread only, the second by the other
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zbc-scribe", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        self._thread = ThreadPoolExecutor(1, "zbc-scribe")
+        self._left = deque[Future[None]]()
+        self._failed = False
 
     def add(self, work: Callable[[], None]) -> None:
         """Have it done. Raises what went wrong with work added before; then nothing is done any more."""
-        if self._failure is not None:
-            raise self._failure
-        if self._added - self._done >= _MOST:
-            self.flush()
-        self._added += 1
-        self._work.put(work)
+        self._wait(_MOST - 1)
+        self._left.append(self._thread.submit(self._do, work))
 
     def flush(self) -> None:
         """Block until all that was added is done. Raises as `add`."""
-        done = threading.Event()
-        self._work.put(done)
-        done.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._wait(0)
 
     def close(self) -> None:
         """Do what is left and end; no further calls but this one."""
-        atexit.unregister(self.close)
-        self._work.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            if isinstance(work, threading.Event):
-                work.set()
-                continue
-            try:
-                if self._failure is None:
-                    work()
-            except Exception as error:
-                self._failure = error
-            self._done += 1
-            del work  # with all it holds, before the next one comes
+    def _wait(self, most: int) -> None:
+        """Until at most so many pieces are left."""
+        while self._left and (len(self._left) > most or self._left[0].done()):
+            self._left[0].result()
+            self._left.popleft()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except Exception:
+            self._failed = True
+            raise

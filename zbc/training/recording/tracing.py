@@ -213,11 +213,6 @@ class Recorder:
     def __post_init__(self) -> None:
         self._stamps: Stamps = self.stamps or stamps_for(self.worker.device)
 
-    def step(self, step: int, stop: bool) -> tuple[StepResult | None, Timing]:
-        """Run a step and time it."""
-        result, stamped = self.record(step, stop)
-        return result, stamped.timing()
-
     def record(self, step: int, stop: bool) -> tuple[StepResult | None, Stamped]:
         """Run a step and stamp it."""
         worker, stamps = self.worker, self._stamps

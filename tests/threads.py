@@ -1,4 +1,4 @@
-"""All ranks of a plan as threads of this process, over a hub: for tests and small demonstrations.
+"""All ranks of a plan as threads of this process, over a hub: for tests and benches.
 
 Threads share torch's random generators. Dropout is still that of separate processes, since a layer that draws is seeded
 and holds a lock while it runs; a layer that also checkpoints its activations draws again in B, outside that lock.

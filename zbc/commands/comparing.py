@@ -1,0 +1,361 @@
+"""`compare`: a job under several schedules, ranked, in every form that is printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from zbc.commands.console import progress, show, show_json, table
+from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, Settings, Verbose, complete_schedule
+from zbc.text import GIB, aligned, percent, short, wrap
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.report.report import CutReport, Report
+    from zbc.compiler.whatif.compare import ComparedPlan
+    from zbc.compiler.whatif.crossings import Candidate, Crossing
+
+    Planned = tuple[ComparedPlan, Report]
+
+_LINES, _WIDTH = 8, 80  # of partitions
+_SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a column as texts
+    "ms": aligned,
+    "GiB": lambda values: aligned(values, 3),
+    "rate": lambda values: [percent(value) for value in values],
+    "units": lambda values: [f"{value:.2f}" for value in values],
+    "count": lambda values: [f"{value:g}" for value in values],
+    "mark": lambda values: ["*" if value else "" for value in values],
+}
+
+
+class Column(NamedTuple):
+    """One number of every row: its name in CSV and in the table, where to get it and as what to print it.
+
+    `keep`: the columns with the smallest numbers stay where a terminal has no room for all.
+    """
+
+    key: str
+    head: str
+    value: Callable[[ComparedPlan, Report], float | None]
+    kind: str  # of _SHOWN
+    keep: int
+    meaning: str
+
+    def texts(self, planned: Sequence[Planned]) -> list[str]:
+        """Its cells, with equally many decimals, and a question mark where the number is not known."""
+        values = [self.value(*entry) for entry in planned]
+        known = iter(_SHOWN[self.kind]([value for value in values if value is not None]))
+        return ["?" if value is None else next(known) for value in values]
+
+
+def _gib(key: str, head: str, get: Callable[[Report], int], keep: int, meaning: str) -> Column:
+    return Column(key, head, lambda _, r: get(r) / GIB if r.bytes_known else None, "GiB", keep, meaning)
+
+
+_SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, "ms", 0, "ms per sequence")
+_STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activations at the fullest rank's peak"
+# In the order in which they are printed.
+COLUMNS = (
+    Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", 1, "ms of a step, first to last"),
+    Column("bubble_rate_makespan", "bubble", lambda _, r: r.bubble_rate_makespan, "rate", 2, "of the makespan"),
+    Column("span_ms", "span", lambda _, r: r.span_ms, "ms", 6, "ms of the rank that takes longest"),
+    Column("bubble_rate_span", "of span", lambda _, r: r.bubble_rate_span, "rate", 9, "the bubble of the span"),
+    Column("settled_ms", "steady", lambda row, _: row.settled_ms, "ms", 8, _STEADY),
+    Column("peak_activation_units", "units", lambda _, r: r.peak_activation_units, "units", 5, _UNITS),
+    _gib("peak_gib", "GiB", lambda r: r.peak_bytes, 3, "at most on a rank"),
+    _gib("parameter_gib", "params", lambda r: r.parameter_bytes, 11, "GiB of weights, gradients, optimizer"),
+    _gib("gradient_traffic_gib", "reduced", lambda r: r.summed_bytes, 4, "GiB sent to all-reduce gradients"),
+    Column("sends_per_rank", "sends", lambda row, _: row.transfers, "count", 12, "messages per rank and step"),
+    _gib("sent_gib", "sent", lambda r: r.sent_bytes, 4, "GiB a rank sends to neighbours per step"),
+    Column("gap_to_bound", "gap", lambda row, _: row.gap, "rate", 7, "above the placement's lower bound"),
+    Column("pareto", "front", lambda row, _: row.front, "mark", 0, "* nothing is both faster and smaller"),
+)
+
+
+def compare(
+    job: JobFile,
+    schedules: Annotated[
+        str,
+        typer.Option(
+            metavar="all|A,B,C", help="Schedules, CSV files or plugins to compare.", autocompletion=complete_schedule
+        ),
+    ] = "all",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2", help="Try each value; several sweeps try every combination."),
+    ] = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Plan a job under several schedules and rank them.
+
+    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. If you sweep a
+    number of [hardware], [costs] or [model], each value gets its own ranking, and the table says where the fastest
+    schedule changes; with -v and --json where any two change places.
+    """
+    from zbc.compiler.schedules import SCHEDULES
+    from zbc.compiler.whatif.compare import Asked, combinations
+    from zbc.compiler.whatif.compare import compare as rows_of
+    from zbc.compiler.whatif.crossings import changed, crossings
+
+    if json + csv + md > 1:
+        raise typer.BadParameter("choose one of --json, --csv and --md")
+    named = [name.strip() for name in schedules.split(",")]
+    names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
+    wanted = combinations(names, sweep or ())
+    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    with progress("planning", len(wanted), quiet=quiet) as done:
+        rows = rows_of(asked, wanted, done)
+    if csv or md:
+        show(as_csv(rows) if csv else as_markdown(rows))
+    else:
+        with progress("where the fastest changes", None, quiet=quiet):
+            changes = crossings(asked, rows, every=verbose or json)
+        if json:
+            show_json(as_json(rows, changes))
+        else:
+            more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
+            show(*as_table(rows, changes, more=len(more), verbose=verbose))
+    if all(row.error is not None for row in rows):
+        raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))
+
+
+def as_table(
+    rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, verbose: bool = False
+) -> Iterator[RenderableType]:
+    """Ranked rows, then the reasons of those that could not be planned, then where the fastest changes.
+
+    `more`: how many pairs change places besides the fastest.
+    """
+    planned, columns = _planned(rows), _columns(rows)
+    if planned:
+        shown = columns if verbose else _fitting(planned, columns, _names(rows))
+        yield _table(planned, shown, _names(rows))
+    failed = [row for row in rows if row.error is not None]
+    if planned and failed:
+        yield ""
+    for row in failed:
+        yield f"{_candidate((row.schedule, row.settings))}: {_reason(row)}"
+    yield from _changes(crossings, more)
+    yield from _without_effect(rows)
+    if planned:
+        yield ""
+        left = [column.head for column in columns if column not in shown]
+        meanings = [f"{column.head}: {column.meaning}" for column in shown]
+        yield from wrap([*meanings, *([f"-v: also {', '.join(left)}"] if left else [])], 78, between="; ")
+        yield from _cuts(rows)
+
+
+def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
+    return [(row, row.report) for row in rows if row.report is not None]
+
+
+def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
+    """All columns; the time per sequence where a step is not the same work in all rows."""
+    varied = len({row.sequences for row in rows if row.error is None}) > 1
+    return [*([_SEQUENCE] if varied else []), *COLUMNS]
+
+
+def _names(rows: Sequence[ComparedPlan]) -> list[str]:
+    """The heads of what tells rows apart."""
+    return ["schedule", *(key.rpartition(".")[2] for key, _ in rows[0].settings)]
+
+
+def _name(row: ComparedPlan) -> list[str]:
+    return [row.schedule, *(_plainly(value) for _, value in row.settings)]
+
+
+def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[str]]:
+    """The cells of each row that has a report."""
+    texts = (column.texts(planned) for column in columns)
+    return [[*_name(row), *cells] for (row, _), *cells in zip(planned, *texts, strict=True)]
+
+
+def _fitting(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+    """The columns for which the terminal has room, and of which something is known."""
+
+    def importance(column: Column) -> tuple[bool, int]:
+        return not any(column.value(*entry) for entry in planned), column.keep  # all zero: hardly worth a column
+
+    room = shutil.get_terminal_size((80, 24)).columns + 2
+    room -= sum(max(map(len, cells)) + 2 for cells in zip(names, *(_name(row) for row, _ in planned), strict=True))
+    kept = list[Column]()
+    for column in sorted(columns, key=importance):
+        known = any(column.value(*entry) is not None for entry in planned)
+        width = max(map(len, (column.head, *column.texts(planned)))) + 2
+        if known and width <= room:
+            room -= width
+            kept.append(column)
+    return [column for column in columns if column in kept]
+
+
+def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> RenderableType:
+    """All rows, with an empty one between two worlds."""
+    lines = list[list[str]]()
+    for _, group in groupby(zip(planned, _cells(planned, columns), strict=True), key=lambda entry: entry[0][0].world):
+        lines += [*([[]] if lines else []), *(cells for _, cells in group)]
+    return table([*names, *(column.head for column in columns)], lines, left=len(names))
+
+
+def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
+    """Where the fastest changes, key by key; then, where they were asked for, all other changes."""
+    leading = [one for one in crossings if one.leading]
+    for (key, world), group in groupby(leading, key=lambda one: (one.key, one.world)):
+        found = list(group)
+        yield ""
+        yield f"as {key} grows{_where(world)}, the fastest is"
+        yield f"  {_candidate(found[0].before)} up to {short(found[0].at)}"
+        for one, after in zip(found, [*found[1:], None], strict=True):
+            until = f" to {short(after.at)}" if after else ""
+            yield f"  {_candidate(one.after)} from {short(one.at)}{until}   ({short(one.ms)} ms per sequence there)"
+    others = [one for one in crossings if not one.leading]
+    if others:
+        yield ""
+        yield "and after it"
+    for one in others:
+        place = f"{one.key} = {short(one.at)}{_where(one.world)}"
+        yield f"  {_candidate(one.after)} passes {_candidate(one.before)} at {place}"
+    if more:
+        yield ""
+        yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places after the fastest: -v says where"
+
+
+def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
+    """Keys of the world that were swept and change neither time nor memory of anything."""
+    for key in {key: None for row in rows for key, _ in row.world}:
+        found: dict[tuple[object, ...], set[tuple[float, int]]] = {}
+        for row in rows:
+            if row.report is not None:
+                rest = tuple(setting for setting in row.settings if setting[0] != key)
+                found.setdefault((row.schedule, rest), set()).add((row.sequence_ms, row.report.peak_bytes))
+        if len({dict(row.settings)[key] for row in rows}) > 1 and all(len(seen) == 1 for seen in found.values()):
+            given = any(row.report is not None and row.report.costs != "estimated" for row in rows)
+            yield ""
+            yield f"{key} changes nothing here{': the times of this job are not estimated' if given else ''}"
+
+
+def _where(world: Sequence[tuple[str, str]]) -> str:
+    return f" ({', '.join(f'{key} = {value}' for key, value in world)})" if world else ""
+
+
+def _candidate(candidate: Candidate) -> str:
+    schedule, choice = candidate
+    return " ".join([schedule, *(f"{key.rpartition('.')[2]}={_plainly(value)}" for key, value in choice)])
+
+
+def _plainly(value: str) -> str:
+    """The text of a swept value without quotes around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
+
+
+def _reason(row: ComparedPlan) -> str:
+    if row.error is None:
+        return ""
+    more = len(row.error.errors) - 1
+    text = f"[{row.error.code}] {row.error.message}"
+    return text if not more else f"{text} (and {more} more)"
+
+
+def as_markdown(rows: Sequence[ComparedPlan]) -> str:
+    names, columns = _names(rows), _columns(rows)
+    heads = [*names, *("of makespan" if column.head == "bubble" else column.head for column in columns)]
+    lines = [heads, ["---"] * len(names) + ["---:"] * len(columns), *_cells(_planned(rows), columns)]
+    lines += [[*_name(row), _reason(row).replace("|", "\\|")] for row in rows if row.error is not None]
+    return "\n".join("| " + " | ".join(cells + [""] * (len(heads) - len(cells))) + " |" for cells in lines)
+
+
+def as_csv(rows: Sequence[ComparedPlan]) -> str:
+    """Plain numbers, rates as shares of one, and a last column with the reason where there are none."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = _columns(rows)
+    keys = (key for key, _ in rows[0].settings)
+    writer.writerow(["schedule", *keys, *(column.key for column in columns), "error"])
+    for row in rows:
+        writer.writerow([*_name(row), *_numbers(row, columns), _reason(row)])
+    return out.getvalue().rstrip("\n")
+
+
+def _numbers(row: ComparedPlan, columns: Sequence[Column]) -> list[Any]:
+    report = row.report
+    if report is None:
+        return [""] * len(columns)
+    values = [column.value(row, report) for column in columns]
+    return ["" if value is None else int(value) if isinstance(value, bool) else round(value, 9) for value in values]
+
+
+def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> dict[str, Any]:
+    """`schedules` holds one report each in ranked order; where there is none, `error` takes its place."""
+    from zbc.compiler.report.report import FORMAT, VERSION
+
+    entries = []
+    for row in rows:
+        entry: dict[str, Any] = {"schedule": row.schedule, "settings": dict(row.settings)}
+        if row.report is not None:
+            extra: dict[str, Any] = {"sends_per_rank": round(row.transfers, 9), "gap_to_bound": round(row.gap, 9)}
+            extra["pareto_front"] = row.front
+            entry = {**row.report.as_json(), "settings": dict(row.settings), **extra}
+        elif row.error is not None:
+            entry["error"] = [error.as_json() for error in row.error.errors]
+        entries.append(entry)
+    changes = [_crossing(one) for one in crossings]
+    return {"format": FORMAT, "version": VERSION, "schedules": entries, "crossings": changes}
+
+
+def _crossing(one: Crossing) -> dict[str, Any]:
+    (before, chosen), (after, instead) = one.before, one.after
+    return {
+        "key": one.key,
+        "at": round(one.at, 9),
+        "before": {"schedule": before, "settings": dict(chosen)},
+        "after": {"schedule": after, "settings": dict(instead)},
+        "ms_per_sequence": round(one.ms, 9),
+        "settings": dict(one.world),
+        "fastest": one.leading,
+    }
+
+
+# ---- layers per stage ------------------------------------------------------------------------------------
+
+
+def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
+    """The partitions with unequal numbers of blocks, each with its plans; nothing if there are none."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.report is not None and _uneven(row.report.cut):
+            name = " ".join([row.schedule, *(value for _, value in row.settings)])
+            found.setdefault(_counts(row.report.cut), []).append(name)
+    if found:
+        yield "layers per stage (embedding and head too), where they differ; r: recomputed"
+    for number, (cut, names) in enumerate(found.items()):
+        if number == _LINES:
+            yield f"  ... {len(found) - _LINES} more: --json"
+            return
+        line = f"  {cut}: {', '.join(names)}"
+        yield line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def _uneven(cut: CutReport) -> bool:
+    """Whether a stage recomputes, or the numbers of blocks per stage differ by more than what division leaves over."""
+    blocks = [sum(name not in ("embed", "head") for name in stage.layers) for stage in cut.stages]
+    return max(blocks) - min(blocks) > 1 or any(stage.recompute for stage in cut.stages)
+
+
+def _counts(cut: CutReport) -> str:
+    """`10 8x2 2`: layers of each stage, equal ones in a row together."""
+    each = [f"{len(stage.layers)}{'r' if stage.recompute else ''}" for stage in cut.stages]
+    runs = [(text, len(list(run))) for text, run in groupby(each)]
+    return " ".join(text if length == 1 else f"{text}x{length}" for text, length in runs)

@@ -1,0 +1,195 @@
+"""`doctor`: what can run here, and whether a model gets the gradients that plain autograd gives it."""
+
+from __future__ import annotations
+
+import math
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zbc import __version__
+from zbc.commands.console import labelled, show, show_json
+from zbc.commands.options import AsJson, Settings
+from zbc.commands.summary import ranges
+from zbc.errors import ZbcError
+from zbc.host.cores import cores
+from zbc.text import size
+
+if TYPE_CHECKING:
+    from zbc.plan.directory import StoredPlan
+    from zbc.training.probing.checkup import Checkup
+
+_SHOWN = 8  # parameters of an error
+_OLDEST = (2, 11)  # torch, see pyproject.toml
+
+
+def doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="JOB.toml", help="Compare the gradients of this job's stages with autograd's."),
+    ] = None,
+    settings: Settings = None,
+    json: AsJson = False,
+) -> None:
+    """Show what zbc can do on this machine, or check your model.
+
+    With --model one microbatch runs on the CPU through the stages of the job's plan and through plain autograd. Fails
+    with E510 if a gradient differs.
+    """
+    if model is not None:
+        examine(model, settings or (), as_json=json)
+        return
+    if settings:
+        raise typer.BadParameter("works with --model JOB.toml, whose values it overrides", param_hint="--set")
+    found = inspect()
+    if json:
+        show_json({"format": "zbc-doctor", "version": 1, **found})
+        return
+    for label, lines in found.items():
+        show(labelled(label, *lines))
+
+
+# ---- a model ---------------------------------------------------------------------------------------------
+
+
+def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Plan the job, run two microbatches both ways and print what came out.
+
+    Raises E510 if it is not the same, E704 if it is not finite.
+    """
+    from zbc.compiler.compile import compile_job, load_job
+    from zbc.plan.directory import StoredPlan
+
+    compiled = compile_job(load_job(path, overrides), budget=0.0)
+    manifest, _ = compiled.assemble()
+    plan = StoredPlan(manifest, compiled.program)
+    from zbc.training.probing.checkup import check_up  # torch takes a second; a job that cannot be planned needs none
+
+    found = check_up(plan)
+    if not found.fine:
+        raise _differs(found)
+    overflowing = [one.name for one in found.parameters if not one.finite]
+    if overflowing:
+        text = f"model: the gradients of {len(overflowing)} of {len(found.parameters)} parameters are not finite,"
+        text += " by plain autograd as through the stages"
+        hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
+        raise ZbcError("E704", text, hint=hint, details=[f"loss {found.loss:.9g}", *_first(overflowing)])
+    if as_json:
+        show_json(found.as_json())
+        return
+    _report(compiled.schedule, plan, found)
+
+
+def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
+    manifest = plan.manifest
+    layers = sum(map(len, manifest.layers))
+    show(labelled("model", f"{layers} layers, {len(found.parameters)} parameters"))
+    ways: dict[str, list[int]] = {}
+    for stage, way in enumerate(found.stages):
+        ways.setdefault(way, []).append(stage)
+    show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
+    show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
+    rest = sum(one.error != 0 for one in found.parameters)
+    lines = [f"bit by bit the same for {len(found.parameters) - rest} of {len(found.parameters)} parameters"]
+    if rest:
+        worst = max(found.parameters, key=lambda one: one.error)
+        lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
+    show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
+
+
+def _differs(found: Checkup) -> ZbcError:
+    wrong = sorted(found.wrong, key=lambda one: -one.error)
+    count = f"{len(wrong)} of {len(found.parameters)} parameters get"
+    text = f"model: {count} another gradient than from plain autograd"
+    if not wrong:
+        text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
+    missing = "missing on one side, or finite on one side only"
+    lines = [
+        f"{one.name}: {missing if math.isinf(one.error) else f'off by {one.error:.1e} of its largest'}" for one in wrong
+    ]
+    hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
+    return ZbcError("E510", text, hint=hint, details=_first(lines))
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
+# ---- this machine ----------------------------------------------------------------------------------------
+
+
+def inspect() -> dict[str, list[str]]:
+    """Label -> lines."""
+    found, torch = {"zbc": [__version__], "python": [f"{platform.python_version()} on {platform.system()}"]}, None
+    try:
+        import torch as module
+
+        torch, found["torch"] = module, [_torch_version(module)]
+    except (ImportError, OSError) as error:  # OSError: a library torch needs is missing or damaged
+        found["torch"] = [f"cannot be imported: {error}"]
+    found["cpu"] = [f"{cores()} cores"]
+    found["devices"] = _devices(torch)
+    found["transports"] = _transports(torch)
+    found["folder"] = [f"{Path.cwd()}: {'can' if _writable() else 'cannot'} be written"]
+    found["can"] = _abilities(torch)
+    return found
+
+
+def _torch_version(torch: ModuleType) -> str:
+    parts = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    old = "" if parts >= _OLDEST else f"; zbc run needs {'.'.join(map(str, _OLDEST))} or newer"
+    return f"{torch.__version__}{old}"
+
+
+def _devices(torch: ModuleType | None) -> list[str]:
+    if torch is None:
+        return ["unknown without torch"]
+    if not torch.cuda.is_available():
+        seen = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+        if seen:
+            return [f"no CUDA device that this torch can use, though the system has {', '.join(seen)}"]
+        return ["no CUDA device"]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        lines.append(f"cuda:{index} {device.name}, {size(device.total_memory)}")
+    return lines
+
+
+def _transports(torch: ModuleType | None) -> list[str]:
+    if torch is None:
+        return ["unknown without torch"]
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return ["this torch has no torch.distributed: one process only"]
+    yes = {True: "yes", False: "no"}
+    return [f"gloo (CPU): {yes[dist.is_gloo_available()]}; NCCL (CUDA): {yes[dist.is_nccl_available()]}"]
+
+
+def _writable() -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=Path.cwd()):
+            return True
+    except OSError:
+        return False
+
+
+def _abilities(torch: ModuleType | None) -> list[str]:
+    """What can be done here, one line per command."""
+    lines = ["plan, check, compare and draw any job"]
+    if torch is None:
+        return [*lines, "not run plans: install torch first"]
+    lines.append("run plans on this machine's CPU: zbc run PLAN --local N")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices > 1:
+        lines.append(f"run plans of up to {devices} ranks on its GPUs: torchrun --nproc-per-node N -m zbc run PLAN")
+    elif devices == 0:
+        lines.append("not run plans on GPUs: there is none")
+    return lines
