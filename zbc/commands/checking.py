@@ -20,6 +20,7 @@ from zbc.text import short
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from zbc.compiler.sim.simulate import Transfers
     from zbc.ir import Op, Program
     from zbc.plan.directory import Manifest
 
@@ -31,6 +32,7 @@ class Checked:
     program: Program
     survives_blocking_sends: bool
     as_json: dict[str, Any]
+    transfers: Transfers | None  # None for slices of microbatches, whose costs nobody knows
     files: int = 0  # verified; 0 for a job and a CSV
     step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
 
@@ -86,19 +88,24 @@ def folder_of(target: Path) -> Path:
 def proven(target: Path) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.sim.simulate import either_transfer
 
     if target.suffix == ".csv":
         return check_csv(target)
     if is_plan(target):
         return check_plan(target)
     compiled = compile_job(load_job(target))
-    return Checked(compiled.program, compiled.report.survives_blocking_sends, compiled.report.as_json())
+    transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
+    return Checked(
+        compiled.program, report.survives_blocking_sends, {**report.as_json(), **transfers._asdict()}, transfers
+    )
 
 
 def check_csv(target: Path) -> Checked:
     """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
     from zbc.compiler.check import survives_blocking_sends
+    from zbc.compiler.sim.simulate import either_transfer
     from zbc.viz.words import step_costs
     from zbc.viz.words import verdict as words
 
@@ -107,14 +114,16 @@ def check_csv(target: Path) -> Checked:
     program = plan.complete
     survives = survives_blocking_sends(program)
     placement, timeline = program.placement, plan.timeline
+    transfers = either_transfer(timeline.graph, plan.costs)
     report = {
         **_head(target.name, placement.ranks, placement.stages, program.microbatches),
         "ops": plan.program.size,
         "costs": "F = B = W = 1 per rank",
         **step_costs(timeline),
+        **transfers._asdict(),
         **_proven(survives),
     }
-    return Checked(program, survives, report, step=tuple(words(timeline).split("; ")))
+    return Checked(program, survives, report, transfers, step=tuple(words(timeline).split("; ")))
 
 
 def show_order(target: Path, output: Path | None) -> None:
@@ -139,8 +148,11 @@ def show_order(target: Path, output: Path | None) -> None:
 
 def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
+    from zbc.compiler import recall
     from zbc.compiler.check import check_all, survives_blocking_sends
     from zbc.compiler.check.forward import check_forward
+    from zbc.compiler.graph import build
+    from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
 
@@ -174,7 +186,9 @@ def check_plan(target: Path) -> Checked:
     survives = survives and all(one.survives_blocking_sends for one in below)
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    return Checked(program, survives, {**head, **manifest.predicted, **_proven(survives)}, files=files)
+    transfers = None if manifest.slices > 1 else either_transfer(build(program), recall.costs_of(manifest))
+    more = {} if transfers is None else transfers._asdict()
+    return Checked(program, survives, {**head, **manifest.predicted, **more, **_proven(survives)}, transfers, files)
 
 
 @contextmanager
@@ -222,6 +236,8 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
     short = [line.partition(":")[0] for line in PROVEN]
     yield labelled("proven", *(PROVEN if verbose else [", ".join(short)]))
     yield labelled("blocking", f"survives blocking sends: {'yes' if checked.survives_blocking_sends else 'no'}")
+    if checked.transfers is not None:
+        yield labelled("transfers", checked.transfers.text)
     if checked.files:
         yield labelled("files", f"all {checked.files} of {folder_of(target)} are as they were written")
     elif checked.step:

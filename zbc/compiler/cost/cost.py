@@ -169,9 +169,9 @@ class Costs:
         """The same in bytes; 0 where sizes are not known."""
         return tuple(size.bytes for size in self.size[value])
 
-    def eager(self) -> Costs:
-        """The same where no message waits for a buffer."""
-        return replace(self, rendezvous=False)
+    def over(self, transfer: str) -> Costs:
+        """The same where messages wait for a buffer ("rendezvous"), or do not ("eager")."""
+        return replace(self, rendezvous=transfer == "rendezvous")
 
     def held(self, op: Op) -> float:
         """Activation units an op adds to what its rank holds; negative where it releases."""
@@ -243,10 +243,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
     links, occupies = _transfers(job, placement, stages, table)
     costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
-    if job.hardware.transfer is None:
-        costs = replace(costs, rendezvous=not given)
-    else:
-        costs = replace(costs, rendezvous=job.hardware.transfer == "rendezvous")
+    costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)

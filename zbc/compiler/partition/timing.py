@@ -62,7 +62,7 @@ class FixedOrder:
 
     def step(self, setup: Setup) -> float:
         timed = self._timed if self.program.alone else self._begun
-        timed = timed.priced(setup.costs.eager())  # receives are posted for these costs in the end, not here
+        timed = timed.priced(setup.costs.over("eager"))  # receives are posted for these costs in the end, not here
         return (timed if self.program.alone else self._lowering.finish(timed)).step_ms(setup.job.objective)
 
     def over(self, setup: Setup) -> float:
@@ -74,7 +74,7 @@ class FixedOrder:
         over = above(job, setup.placement, costs, units, sizes)
         if over > 1e-9 or job.hardware.memory_gib is None or costs.bytes is None:
             return over
-        whole = self._lowering.finish(self._whole.priced(costs.eager()))
+        whole = self._lowering.finish(self._whole.priced(costs.over("eager")))
         return excess(job, peaks(whole.program, costs, whole.timeline), costs)
 
 

@@ -11,7 +11,7 @@ from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
-from zbc.ir import Program
+from zbc.ir import Op, Program
 from zbc.job.profile import Profile, misfits
 from zbc.job.spec import GivenCosts, Job
 from zbc.plan.directory import Manifest
@@ -60,8 +60,13 @@ def replan(
     if whole is not None:
         starts = (start.compiled for start in compiled.ramp)
         compiled = next(one for one in starts if one.program.microbatches == program.microbatches)
-    changed = compiled.layers != cut or compiled.program.ranks != program.ranks
+    changed = compiled.layers != cut or _work(compiled.program) != _work(program)
     return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
+
+
+def _work(program: Program) -> list[list[Op]]:
+    """What each rank computes, in order: when receives are posted is another matter."""
+    return [[op for op in ops if op.kind.computes] for ops in program.ranks]
 
 
 def with_profile(manifest: Manifest, profile: Profile) -> Job:

@@ -182,6 +182,26 @@ def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
     return period
 
 
+class Transfers(NamedTuple):
+    """ms of the makespan where no message waits for its buffer, and where each does."""
+
+    eager_makespan_ms: float
+    rendezvous_makespan_ms: float
+
+    @property
+    def text(self) -> str:
+        eager, late = self
+        if late <= eager * (1 + SAME):
+            return "no message comes later because it waits for its buffer"
+        return f"{late / eager - 1:.1%} longer where a message waits for its buffer (NCCL, gloo) than where it does not"
+
+
+def either_transfer(graph: Graph, costs: Costs) -> Transfers:
+    """What a step of a complete program costs on both kinds of transports."""
+    eager, late = (run(graph, costs.over(transfer)).makespan for transfer in ("eager", "rendezvous"))
+    return Transfers(round(eager, 9), round(late, 9))
+
+
 def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
     """ms of every node: of ops that take a rank's time, of messages and of the other events.
 
