@@ -99,6 +99,8 @@ def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
     from zbc.compiler.check import check_all, survives_blocking_sends
     from zbc.compiler.check.forward import check_forward
+    from zbc.compiler.cost import estimate
+    from zbc.compiler.recall import job_of, stages_of
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
 
@@ -126,6 +128,7 @@ def check_plan(target: Path) -> Checked:
                 last = problems[-1]
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
+    stages_of(manifest, estimate.layers(job_of(manifest)))
     survives = survives_blocking_sends(program)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     files = 1 + manifest.ranks + sum(one.files for one in below)
