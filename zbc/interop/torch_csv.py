@@ -32,7 +32,7 @@ LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_LOWERED = re.compile(r"\d+(?:(?:WAIT_)?(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 _MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
 _SHOWN = 24  # characters of a cell in a message
 
