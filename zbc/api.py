@@ -177,7 +177,8 @@ class Plan:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
         `csv_name` is how torchtitan's settings name their CSV file; `dialect` is for torch-csv: "compute_comms" has the
-        transfers too, as torch reads them up to 2.14, "compute_comms-2.15" as it does since. Raises E413 for what the tool cannot express.
+        transfers too, as torch reads them up to 2.14, "compute_comms-2.15" as it does since. Raises E413 for what the
+        tool cannot express.
         """
         if dialect != "compute_only":
             if target != "torch-csv" or dialect not in torch_lowered.DIALECTS:

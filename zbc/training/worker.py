@@ -16,7 +16,6 @@ from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import Manifest, RankPlan, meeting
 from zbc.plan.phases import Phases
-from zbc.plan.reading import check_layers
 from zbc.runtime.bucket import Bucket, GradientSum
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -241,7 +240,6 @@ def _build_stages(
 ) -> dict[int, Stage]:
     manifest = parts[-1].manifest
     by_name, split = {layer.name: layer for layer in plans}, _split(parts)
-    check_layers(manifest, list(by_name))
     stages = {}
     placement = manifest.to_placement()
     for s in placement.stages_of(parts[-1].rank):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.ledger import Activations, Event, Moment, RankEvents, activations, ledger, within
+from zbc.compiler.memory.ledger import Activations, Event, Moment, RankEvents, activations, lasting, ledger, within
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program
 
@@ -101,7 +101,9 @@ def _buffers(timeline: Timeline, rank: int, own: RankEvents, costs: Costs) -> tu
             if event.phase is Moment.END:
                 level[event.category] += event.bytes
         change = changes.of(op)
-        beyond = need if change is None or change.begins else costs.more_bytes(op, first=_makes_gradients(mine))
+        beyond = max(0.0, need - lasting(op, costs))
+        if change is not None and not change.begins:
+            beyond = costs.more_bytes(op, first=_makes_gradients(mine))
         most = max(most, level["transit"] + leaving + beyond)
         together = max(together, sum(level.values()) + leaving) if op.kind.computes else together
     return most, together
