@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all test-newest lint bench docs clean
 
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
 	@echo "make test    run the tests, on two workers (WORKERS=n for more)"
 	@echo "make test-all  with those that only add names, sizes, seeds and whole runs to others"
+	@echo "make test-newest  what depends on torch's pipelining, with the newest torch; once per release"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
@@ -38,8 +39,18 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 test: $(VENV)/.dev
 	$(PYTEST)
 
+# Compiled kernels write where they are told to: the tests of the search once more with every index looked at.
 test-all: $(VENV)/.dev
 	$(PYTEST) --all
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=build/checked-kernels $(PYTEST) tests/search
+
+# In a virtual environment of its own, with the newest of everything; TORCH=2.11.0 asks for that one.
+NEWEST := .venv-newest
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check 'torch$(if $(TORCH),==$(TORCH))' -e '.[dev]'
+	$(NEWEST)/bin/python -m pytest -q -n $(WORKERS) --all tests/processes/test_torch_oracle.py tests/interop \
+		tests/runtime/test_private.py tests/runtime/test_gradients.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -67,4 +78,4 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/tracing.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

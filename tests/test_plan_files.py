@@ -167,6 +167,8 @@ def test_unknown_fields_are_refused(folder):
         ('"RECV_F s1 m0 <r0"', '"RECV_F s1 m0"'),
         ('"F s1 m0"', '"G s1 m0"'),
         ('"F s1 m0"', "17"),
+        ('"F s1 m0"', f'"F s{"9" * 5000} m0"'),
+        ('"F s1 m0"', f'"F s1 m{"0" * 5000}"'),
         ('"rank": 1', '"rank": 2'),
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.limits import at_most
 from zbc.errors import ZbcError
-from zbc.job import toml
+from zbc.job import spec, toml
 
 TEXT = """zbc = 1
 [model]  # comment
@@ -55,6 +56,25 @@ def test_broken_toml_is_reported_with_its_place():
         toml.loads("a = 1\nb = = 2\n", "t.toml")
     assert caught.value.code == "E100"
     assert caught.value.where == "t.toml:2:5"
+
+
+@pytest.mark.parametrize(
+    "number", ["9223372036854775808", "-9223372036854775809", "9" * 5000, "[[1, 0x" + "f" * 5000 + "]]"]
+)
+def test_whole_numbers_beyond_64_bits_are_refused_in_words(number, tmp_path):
+    with pytest.raises(ZbcError, match="more than 64 bits") as caught:
+        toml.loads(f"a = {number}", "t.toml")
+    assert (caught.value.code, caught.value.where) == ("E103", "t.toml")
+    (tmp_path / "t.toml").write_text("zbc = 1")
+    with pytest.raises(ZbcError, match="more than 64 bits"):
+        spec.draft(tmp_path / "t.toml", [f"model.args.a={number}"])
+    assert toml.loads("a = [9223372036854775807, -9223372036854775808]", "t").values["a"][0] == 2**63 - 1
+
+
+def test_the_places_of_forty_thousand_keys_are_found_in_seconds():
+    text = "\n".join(f"key{i} = {i}" for i in range(40_000))
+    with at_most(20):
+        assert toml.loads(text, "t.toml").where(("key39999",)) == "t.toml:40000:12"
 
 
 def test_extends_inherits_key_by_key_and_remembers_where_each_value_stands(tmp_path):

@@ -177,13 +177,15 @@ class Plan:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
         `csv_name` is how torchtitan's settings name their CSV file; `dialect` is for torch-csv: "compute_comms" has the
-        transfers too. Raises E413 for what the tool cannot express.
+        transfers too, as torch reads them up to 2.14, "compute_comms-2.15" as it does since. Raises E413 for what the
+        tool cannot express.
         """
         if dialect != "compute_only":
-            if (target, dialect) != ("torch-csv", "compute_comms"):
+            if target != "torch-csv" or dialect not in torch_lowered.DIALECTS:
                 text = f"export: {target} has no dialect {dialect!r}"
-                raise ZbcError("E413", text, hint="compute_only and compute_comms are forms of torch-csv")
-            return {".csv": torch_lowered.dumps(self.complete)}
+                forms = " and ".join(["compute_only", *torch_lowered.DIALECTS])
+                raise ZbcError("E413", text, hint=f"{forms} are forms of torch-csv")
+            return {".csv": torch_lowered.dumps(self.complete, dialect)}
         return EXPORTS[target](self, csv_name)
 
     def described(self, target: str) -> plans.Manifest:

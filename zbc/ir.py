@@ -34,8 +34,8 @@ _PRINTS = {
 }
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
-    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d+))?(?: m(?P<mb>\d+)(?:\.(?P<slice>\d+))?)?"
-    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d+)))?(?: (?P<arrow>[<>])r(?P<peer>\d+))?"
+    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
+    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
 

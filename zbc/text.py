@@ -6,6 +6,12 @@ import math
 from collections.abc import Sequence
 
 MIB, GIB = 1024.0**2, 1024.0**3
+_CONTROL = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """The text as a terminal may be shown it: what would steer one is written as \\u001b."""
+    return text.translate(_CONTROL)
 
 
 def short(value: float, digits: int = 4) -> str:

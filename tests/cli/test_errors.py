@@ -14,6 +14,7 @@ import pytest
 from tests.jobs import toml_text
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
+from zbc.plan.directory import Manifest
 
 LINES, COLUMNS = 24, 100
 LONG = 300 * "x"  # no file system takes such a name
@@ -479,6 +480,42 @@ def test_check_goes_on_past_an_edit_and_shows_the_deadlock(zbc, plan):
     assert "error[E402]" in ran.err
     assert re.search(r"error\[E20[1-6]\]", ran.err)
     fits_one_screen(ran.err)
+
+
+def sign(plan, **changes):
+    """Change plan.json and make its hash right again."""
+    data = json.loads((plan / "plan.json").read_text())
+    for key, value in changes.items():
+        data[key] = data[key] | value if isinstance(value, dict) and value else value
+    (plan / "plan.json").write_text(Manifest.model_validate(data).dumps())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training": {}}, "optimizer: expected a table"),
+        ({"training": {"train": {"steps": "many"}}}, "train.steps: expected a whole number"),
+        ({"planning": {"hardware": None}}, "hardware: expected a table"),
+        ({"layers": [["embed", "layers.0"], ["attic", "layers.2", "layers.3", "head"]]}, "places the layer 'attic'"),
+        ({"layers": [["embed", "layers.0", "layers.1"], ["layers.3", "layers.2", "head"]]}, "places other layers"),
+        ({"layers": [["embed"], [f"layers.{'9' * 5000}"]]}, "places the layer 'layers.999"),
+    ],
+)
+def test_a_plan_that_was_changed_and_signed_again_is_still_looked_at(changes, said, zbc, plan):
+    sign(plan, **changes)
+    fails(zbc("check", "plan"), 4, "E404", hint="zbc plan", text=said)
+    if "layers" not in changes:  # the layers are built by the ranks
+        fails(zbc("run", "plan", "--local", "2"), 4, "E404", hint="zbc plan", text=said)
+
+
+def test_names_that_would_steer_a_terminal_are_shown_as_text(zbc, plan):
+    sign(plan, schedule="\x1b[31m1f1b\x9b2J", passes=["\x1b]0;title\x07"])
+    for ran in (zbc("check", "plan"), zbc("check", "plan", "--json"), zbc("visualize", "plan")):
+        assert (ran.code, "\x1b" in ran.out, "\x9b" in ran.out) == (0, False, False)
+        assert r"\u001b[31m1f1b\u009b2J" in ran.out
+    assert zbc("check", "plan", "--json").json()["schedule"] == "\x1b[31m1f1b\x9b2J"
+    ran = zbc("plan", "zbc.toml", "--set", "model.\x1b[2J=1")
+    assert ran.code == 3 and "\x1b" not in ran.err and r"\u001b[2J" in ran.err
 
 
 def test_check_says_when_an_edit_left_a_legal_order(zbc, plan):

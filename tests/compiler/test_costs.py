@@ -180,6 +180,7 @@ def test_causal_attention_leaves_out_whole_tiles_of_keys_only():
     shares = [keys_seen(length, 512) / length for length in (256, 1024, 2048)]
     assert shares == [1.0, 0.75, 0.625]
     assert keys_seen(128 * 1000, 128) == pytest.approx((128 * 1000 + 128) / 2)
+    assert keys_seen(10**12, 128) == pytest.approx(10**12 / 2)  # without a look at each tile
     assert keys_seen(700, 512) == pytest.approx((512 * 512 + 188 * 700) / 700)
 
 

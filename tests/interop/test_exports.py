@@ -135,3 +135,26 @@ def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(p
     with pytest.raises(ZbcError) as caught:
         plan.export("megatron", dialect="compute_comms")
     assert caught.value.code == "E413"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_the_lowered_form_since_torch_2_15_waits_once_for_all_that_it_begins(name, plans, tmp_path):
+    """What it adds to the older form: a wait behind each sum, and for each send one where it has been received."""
+    plan = plans[name]
+    older, text = (plan.export("torch-csv", dialect=f"compute_comms{since}")[".csv"] for since in ("", "-2.15"))
+    for before, row in zip(older.splitlines(), text.splitlines(), strict=True):
+        cells = row.split(",")
+        assert [cell for cell in cells if "WAIT" not in cell] == before.split(",")
+        waits = {cell: place for place, cell in enumerate(cells) if "WAIT" in cell}
+        begun = [cell for cell in cells if re.fullmatch(r"\d+(SEND_[FB]\d+|REDUCE_GRAD)", cell)]
+        assert sorted(waits) == sorted(re.sub(r"^\d+", r"\g<0>WAIT_", cell) for cell in begun)
+        for cell, place in waits.items():
+            assert cells.index(cell.replace("WAIT_", "")) < place
+            if "SEND_F" in cell:  # the gradient that has come back was computed from what was sent
+                assert cells[place - 1] in (cell.replace("WAIT_SEND_F", letter) for letter in "IB")
+            elif "REDUCE" in cell:
+                assert cells[place - 1] == cell.replace("WAIT_", "")
+    (tmp_path / "lowered.csv").write_text(text)
+    with pytest.raises(ZbcError, match="not an action") as caught:
+        torch_csv.read(tmp_path / "lowered.csv")
+    assert {error.hint for error in caught.value.errors} == {caught.value.errors[0].hint}

@@ -17,7 +17,7 @@ GOOD = {
     "Ettt|(t|)*2t,L": (3, 1, 1, 1),
     "Et*0|tL": (0, 1),
     "E|L": (0, 0),
-    "E t,t | t L": (2, 1),
+    "Et,t|tL": (2, 1),
     "EL": (0,),
 }
 BAD = {
@@ -30,6 +30,9 @@ BAD = {
     "Et|tm|L": "multi-token prediction",
     "Et|(t|tL": "'(' at character 4",
     "Et|((t|)*2)*2L": "'(' at character 4",
+    "E t|tL": "' ' at character 2",
+    "Et|()*2|tL": "'(' at character 4",
+    "Et|(,)*2|tL": "'(' at character 4",
     "Et|(t|)L": "brackets without *n at character 4",
     "Et*|tL": "'*' at character 3",
     "*3EtL": "'*' at character 1",

@@ -69,6 +69,8 @@ BROKEN = {
     "W before I": (GOOD.replace("0B0", "0W0,0I0"), "E206", "row 1, column 3", "0W0 comes before 0I0"),
     "B before F": (GOOD.replace("1F0,1B0", "1B0,1F0"), "E206", "row 2, column 1", "move column 2 before column 1"),
     "an open quote": ('"0F0,0B0\n', "E410", "line 1", "not a CSV file"),
+    "digits without end": (GOOD.replace("0F1", f"0F{'9' * 5000}"), "E411", "row 1, column 2", "end at 1000000"),
+    "the same, loosely": (GOOD.replace("0F1", f"0f{'9' * 5000}"), "E411", "row 1, column 2", "not an action"),
     "nothing": ("", "E410", None, "is empty"),
     "NUL bytes": (GOOD.replace("0F1", "0F\0"), "E410", None, "NUL"),
 }

@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
 from zbc.errors import ZbcError
+from zbc.host.linefile import replace_text
 from zbc.plan.directory import read_manifest
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint import together
+from zbc.training.checkpoint.files import TensorPart, write_parts
 from zbc.training.checkpoint.resume import Start, begun, choose
 from zbc.training.launch.board import Board
 from zbc.training.launch.options import RunOptions
@@ -321,8 +324,35 @@ def test_a_checkpoint_that_is_kept_elsewhere_is_not_deleted_with_the_old_ones(tm
     disk.folder_of(tmp_path / "checkpoints", 10).symlink_to(kept)
     for step in (20, 30):
         checkpoint(tmp_path / "checkpoints", step)
-    disk.prune(tmp_path / "checkpoints", 1)
+    disk.prune(tmp_path / "checkpoints", 1, 30)
     assert disk.is_complete(kept) and list(disk.complete(tmp_path / "checkpoints")) == [10, 30]
+
+
+def test_what_was_renamed_to_be_the_newest_makes_none_go_that_was_written_since(tmp_path):
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step)
+    disk.folder_of(tmp_path, 2).rename(disk.folder_of(tmp_path, 99))
+    disk.prune(tmp_path, 1, 6)
+    assert list(disk.complete(tmp_path)) == [6, 99]
+
+
+def test_a_link_in_place_of_a_file_of_a_checkpoint_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("numbers")
+    (tmp_path / "step").mkdir()
+    for part in (".rank-0000.safetensors.part", f".index.json.part-{os.getpid()}"):
+        (tmp_path / "step" / part).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_parts(tmp_path / "step", 0, [TensorPart("a", (3,), 0, torch.ones(3))])
+    with pytest.raises(OSError, match="symbolic links"):
+        replace_text(tmp_path / "step/index.json", "{}")
+    assert (tmp_path / "precious").read_text() == "numbers"
+
+
+def test_what_a_killed_start_has_left_in_the_folder_goes_with_the_next_one(tmp_path):
+    for name in (".shared-0a1b", ".shared-0a1b-3"):
+        (tmp_path / name).write_text("written by rank 0")
+    together.try_out(Board(dist.HashStore(), 0, 1), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_old_checkpoints_go_when_newer_ones_are_complete(tmp_path):
@@ -331,6 +361,6 @@ def test_old_checkpoints_go_when_newer_ones_are_complete(tmp_path):
     checkpoint(tmp_path, 4, complete=False)
     checkpoint(tmp_path, 6, complete=False)
     (tmp_path / "notes").mkdir()
-    disk.prune(tmp_path, 2)
+    disk.prune(tmp_path, 2, 5)
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000003", "step-00000005", "step-00000006"]
     assert disk.newest(tmp_path).name == "step-00000005"

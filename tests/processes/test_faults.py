@@ -1,4 +1,4 @@
-"""Ten ways for a run to go wrong. Each ends as docs/failures.md says, and leaves no process and no open port.
+"""Eleven ways for a run to go wrong. Each ends as docs/failures.md says, and leaves no process and no open port.
 
 SIGKILL                   test_local, test_restarts, test_torchrun
 SIGSTOP                   test_local (the report), here (the restart)
@@ -10,6 +10,7 @@ wrong number of ranks     test_local, test_torchrun
 gradients that are NaN    here; which step and stage: runtime/test_nonfinite
 data that shrink          here
 Ctrl-C twice              test_local
+out of memory             here; what else says so: runtime/test_leaving
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
-from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
+from tests.processes.plans import metrics, processes, run_here, troubled, write_plan, write_troubled_plan
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.training.checkpoint import folder as disk
@@ -260,6 +261,16 @@ def test_so_it_is_where_the_checkpoint_beside_it_fails(tmp_path, out):
     error = fails(write_plan(tmp_path, **changes, **tables), 4, out)
     assert (error.code, error.exit_code) == ("E611", 6)
     assert [row["skipped"] for row in metrics(out)] == [False, False, True]
+
+
+def test_a_rank_without_any_memory_left_still_says_so(tmp_path, out):
+    error = fails(write_troubled_plan(tmp_path, "eat", good=6), 4, out)
+    assert (error.code, error.message) == ("E703", "run: rank 2 is out of memory")
+    assert any(
+        line.startswith("while rank 2 ran op ") and line.endswith("of step 2: F s2 m2") for line in error.details
+    )
+    assert "MemoryError" in error.details and any("self.eaten.append" in line for line in error.details)
+    assert any(line.startswith("the plan does not know how much memory") for line in error.details)
 
 
 def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out):

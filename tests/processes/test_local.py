@@ -288,10 +288,11 @@ def test_a_rank_that_exits_is_named_with_its_code(tmp_path, out):
 
 
 @pytest.mark.repeats
-def test_a_layer_that_calls_sys_exit_is_named_with_rank_step_and_op(tmp_path, out):
-    error = fails(write_troubled_plan(tmp_path, "leave", good=6), 4, out)
-    assert (error.code, error.message) == ("E703", "run: rank 2 failed: SystemExit: out of here")
-    assert error.details[0].endswith(" of step 2: F s2 m2") and 'sys.exit("out of here")' in error.render()
+@pytest.mark.parametrize(("how", "what"), [("leave", "SystemExit: out of here"), ("interrupt", "KeyboardInterrupt")])
+def test_a_layer_that_wants_to_end_the_process_is_named_with_rank_step_and_op(how, what, tmp_path, out):
+    error = fails(write_troubled_plan(tmp_path, how, good=6), 4, out)
+    assert (error.code, error.message) == ("E703", f"run: rank 2 failed: {what}")
+    assert error.details[0].endswith(" of step 2: F s2 m2") and "in misbehave" in error.render()
 
 
 def test_a_layer_that_raises_ends_the_run_and_rank_step_and_op_are_named(tmp_path, out):

@@ -20,7 +20,7 @@ M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is
 @pytest.mark.parametrize("ranks", few([2, 4], (2,)))
 @pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, tmp_path, schedule, ranks):
-    if SCHEDULES[schedule].placement_name == "V" and TORCH < (2, 13):
+    if SCHEDULES[schedule].placement_name in ("V", "waves") and TORCH < (2, 13):
         pytest.skip("torch 2.11 hangs in its own transfers of such orders")
     program = make_program(schedule, ranks, M)
     try:
@@ -47,7 +47,7 @@ def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule)
     overlap = schedule == "dualpipe-v"
     try:
         program = lower(SCHEDULES[schedule].make(Request(4, M, SCHEDULES[schedule].default_chunks, overlap=overlap)))
-        text = torch_lowered.dumps(program)
+        text = torch_lowered.dumps(program, "compute_comms" if TORCH < (2, 15) else "compute_comms-2.15")
     except ZbcError as error:
         assert error.code == "E413"
         pytest.skip(error.details[0])

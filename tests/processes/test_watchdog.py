@@ -151,6 +151,23 @@ def test_building_a_model_may_take_longer_than_an_op():
     assert dog._stuck(began + 61.0)
 
 
+def test_a_rank_that_is_stopped_while_a_run_starts_is_found_after_the_time_of_the_watchdog():
+    dog, ends = make(limit=30.0)
+    dog._awake_since = 0.0
+    dog.phase("waiting for all ranks to build their stages", waiting=True)
+    dog._progress.since = 20.0
+    building = beat("building its stages", total=0, seconds=5.0)
+    hear(dog, building, at=100.0, looked=129.0)
+    assert not dog._stuck(129.0) and dog._stuck(131.0)  # silent for more than thirty seconds
+    assert dog._report(131.0)
+    (error,) = ends.errors
+    assert error.message.startswith("run: no progress for 30 s while starting") and "not responding" in error.details[1]
+    hear(dog, building, at=100.0, looked=100.0)
+    assert not dog._stuck(129.0) and dog._stuck(131.0)  # nor does the store: the rank that has it may be the one
+    hear(dog, building, at=130.0, looked=131.0)
+    assert not dog._stuck(131.0)  # it builds, and says so
+
+
 def test_the_rank_at_work_holds_up_the_one_that_waits(watchdog):
     hear(watchdog, beat("F s1 m6", seconds=9.8), 99.5)
     rows, culprits = watchdog.rows(100.0)

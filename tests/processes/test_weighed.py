@@ -64,3 +64,16 @@ def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, poo
     measured = (pair if p == 2 else pool).run(most_buffers, StoredPlan.read(tmp_path / "plan"))
     for predicted, steps in zip(peaks(compiled.program, compiled.costs), measured, strict=True):
         assert predicted.buffers == pytest.approx(statistics.median(steps), rel=0.1)
+
+
+@pytest.mark.parametrize("vocab", few([512, 3000], (512,)))
+def test_buffers_of_processes_that_share_out_the_optimizer_are_those_predicted(vocab, pool, tmp_path):
+    """A message that is on its way after the op that began it is nothing that this op alone needs."""
+    changes = {"model": {"vocab": vocab, "seq_len": 64}, "parallel": {"dp": 2}, "optimizer": {"zero1": True}}
+    compiled = compile_job(job(data={"kind": "synthetic"}, kind="1f1b", pp=2, m=6, layers=6, **changes))
+    compiled.write(tmp_path / "plan")
+    plan = StoredPlan.read(tmp_path / "plan")
+    measured = pool.run(most_buffers, plan)
+    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+        copies = [statistics.median(measured[one]) for one in plan.manifest.topology.ranks([rank])]
+        assert predicted.buffers == pytest.approx(max(copies), rel=0.03)

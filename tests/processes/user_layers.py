@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class Trouble(nn.Module):
     def __init__(self, how: str, good: int) -> None:
         super().__init__()
         self.linear, self.how, self.left = nn.Linear(8, 8), how, good
+        self.eaten: list[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # not in evaluation
@@ -39,6 +42,13 @@ class Trouble(nn.Module):
             os._exit(3)
         if self.how == "leave":
             sys.exit("out of here")
+        if self.how == "interrupt":
+            raise KeyboardInterrupt
+        if self.how == "eat":  # all that the process may have, which is next to nothing from here on
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, used + 2**20))
+            while True:
+                self.eaten.append([0] * 1000)
         if self.how == "hang":
             threading.Event().wait()
 

@@ -563,6 +563,21 @@ def test_the_way_out_of_damage_can_be_typed(copy):
     assert shlex.split(caught.value.hint)[-1] == str(at(apart, 1))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"step": 1}, "it is of step 1, and its folder is called step-00000002"), ({"samples": 10**30}, "samples: ")],
+)
+def test_an_index_that_was_changed_and_signed_again_is_still_looked_at(changes, said, copy):
+    index = json.loads((at(copy, 2) / "index.json").read_text()) | changes
+    text = json.dumps(index)
+    (at(copy, 2) / "index.json").write_text(text)
+    (at(copy, 2) / ".complete").write_text(json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}))
+    with pytest.raises(ZbcError) as caught:
+        train(plan(), 4, resume=at(copy, 2))
+    assert caught.value.code == "E612" and said in caught.value.message
+    assert caught.value.hint.endswith(f"--resume {at(copy, 1)}")
+
+
 def test_a_checkpoint_without_its_marker_is_not_read(copy):
     (at(copy, 2) / ".complete").unlink()
     assert disk.newest(copy) == at(copy, 1)

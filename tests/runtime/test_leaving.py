@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests.runtime import leaving
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.errors import ZbcError
@@ -45,6 +47,46 @@ def test_leaving_in_an_op_names_it_and_the_line():
     assert (error.code, error.message) == ("E703", "run: rank 1 failed: SystemExit: loss")
     assert error.details[0].startswith("while rank 1 ran op ") and error.details[0].endswith(" of step 1: F s1 m0")
     assert 'sys.exit("loss")' in error.render()
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (MemoryError(), ""),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+            ": it asked for 20.00 GiB",
+        ),
+        (None, ": it asked for 4096 TiB"),
+        (RuntimeError("std::bad_alloc"), ""),
+    ],
+)
+def test_a_rank_that_is_out_of_memory_says_what_it_asked_for_and_what_was_predicted(error, asked, monkeypatch):
+    def greedy(output, target):
+        if error is None:
+            torch.empty(2**52, dtype=torch.uint8)
+        raise error
+
+    monkeypatch.setattr(leaving, "loss", greedy)
+    found = plan(loss=f"{HERE}:loss")
+    found.manifest.predicted["per_rank"] = [{"peak_bytes": 0}, {"peak_bytes": 3 * 2**29}]
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        run_threads(found, 1)
+    told = explain(caught.value, 1)
+    assert (told.code, told.message) == ("E703", f"run: rank 1 is out of memory{asked}")
+    assert "the plan predicts a peak of 1.5 GiB for this rank, beside what Python and torch take" in told.details
+    assert "microbatch_size" in told.hint
+
+
+def test_an_interrupt_that_code_of_users_raises_is_told_as_any_other_failure(monkeypatch):
+    def interrupted(output, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leaving, "loss", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_threads(plan(loss=f"{HERE}:loss"), 1)
+    told = explain(caught.value, 1)
+    assert told.message == "run: rank 1 failed: KeyboardInterrupt" and told.details[0].endswith("of step 1: F s1 m0")
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

@@ -135,7 +135,7 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
 
     (stage,), (rank,) = compiled.costs.bytes, peaks(compiled.program, compiled.costs)
     assert stage.gradients + stage.summed == pytest.approx(most(Kind.REDUCE))
-    assert rank.buffers >= stage.summed
+    assert rank.buffers >= stage.summed - stage.pending
     if zero1:
         assert stage.gathered <= most(Kind.GATHER) * (1 + 1e-9)  # before other copies have taken their sums, those stay
         if sync == "before-step":

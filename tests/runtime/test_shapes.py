@@ -107,3 +107,14 @@ def test_deriving_shapes_leaves_ready_made_layers_alone():
     plan = gpt_plan(model=user("ready_made"), **VECTORS)
     worker = make_worker(plan)
     assert all(not p.is_meta for p in worker.stages[0].parameters.values())
+
+
+def test_buffers_that_kernels_refuse_beside_lowered_parameters_are_found_before_the_first_step():
+    """BatchNorm on a CPU; without values nothing says so."""
+    low = {"dtype": "bfloat16", "parameters": "bfloat16"}
+    plan = make_plan(make_program("1f1b", 2, 2), model={**user("mixed"), **low}, **VECTORS)
+    with pytest.raises(ZbcError, match=r"layer layers\.0 cannot take") as caught:
+        make_worker(plan, 0)
+    assert caught.value.code == "E505" and "model.parameters" in caught.value.hint
+    kept = {**user("mixed"), "dtype": "bfloat16"}
+    assert make_worker(make_plan(make_program("1f1b", 2, 2), model=kept, **VECTORS), 0)

@@ -10,11 +10,11 @@ from decimal import Decimal
 from itertools import pairwise
 
 KNOWN = {
-    "M": {"ph", "name", "pid", "tid", "args"},
+    "M": {"ph", "cat", "name", "pid", "tid", "args"},
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
     "s": {"ph", "cat", "name", "id", "pid", "tid", "ts"},
     "f": {"ph", "bp", "cat", "name", "id", "pid", "tid", "ts"},
-    "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    "C": {"ph", "cat", "name", "pid", "tid", "ts", "args"},
 }
 
 

@@ -151,6 +151,7 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler import recall
     from zbc.compiler.check import check_all, survives_blocking_sends
     from zbc.compiler.check.forward import check_forward
+    from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
@@ -180,6 +181,7 @@ def check_plan(target: Path) -> Checked:
                 last = problems[-1]
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
+    recall.stages_of(manifest, estimate.layers(recall.job_of(manifest)))
     survives = survives_blocking_sends(program)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     files = 1 + manifest.ranks + sum(one.files for one in below)

@@ -12,26 +12,41 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.closed_pipe import EXIT_PIPE, silence_stderr, silence_stdout, unwritten_stdout
 from zbc.host.folders import folders_for
+from zbc.text import visible
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
     from rich.text import Text
 
 _UNBOUND = 10_000  # columns: a line that is too long is for the terminal to wrap, never to be cut
 
 
+@cache
+def _visible() -> type[Console]:
+    """A console that shows what would steer a terminal; names come from files of anybody's."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Visible(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else visible(text), style, control)
+
+    return Visible
+
+
 def stdout() -> Console:
     """The console of answers. A reader that goes away (`zbc schedules | head -1`) ends the command quietly."""
-    from rich.console import Console
 
-    class Answers(Console):
+    class Answers(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> NoReturn:
             silence_stdout()
             raise SystemExit(EXIT_PIPE)
@@ -49,9 +64,8 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     """The console of remarks. That nobody reads them changes nothing."""
-    from rich.console import Console
 
-    class Remarks(Console):
+    class Remarks(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> None:
             silence_stderr()
 

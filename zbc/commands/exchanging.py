@@ -36,6 +36,7 @@ class Dialect(StrEnum):
 
     COMPUTE_ONLY = "compute_only"
     COMPUTE_COMMS = "compute_comms"
+    COMPUTE_COMMS_2_15 = "compute_comms-2.15"
 
 
 def export(
@@ -45,7 +46,10 @@ def export(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,
     dialect: Annotated[
-        Dialect, typer.Option("--dialect", help="For torch-csv: compute ops only, or with the plan's transfers.")
+        Dialect,
+        typer.Option(
+            "--dialect", help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since)."
+        ),
     ] = Dialect.COMPUTE_ONLY,
     quiet: Quiet = False,
 ) -> None:

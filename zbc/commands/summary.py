@@ -283,7 +283,7 @@ def layer_ranges(names: Sequence[str]) -> str:
     """`embed, layers.0-2, head` for the layers of a stage."""
     parts: list[tuple[str, list[int]]] = []
     for name in names:
-        match = re.fullmatch(r"(.*\.)(\d+)", name)
+        match = re.fullmatch(r"(.*\.)(\d{1,9})", name)
         stem, number = (match[1], [int(match[2])]) if match else (name, [])
         if number and parts and parts[-1][0] == stem:
             parts[-1][1].extend(number)

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.sim.simulate import Timeline, simulate
-from zbc.errors import ZbcError
 from zbc.job import profile as profiles
 from zbc.job import toml
 from zbc.job.spec import SECTIONS, Job
 from zbc.plan.directory import MANIFEST, Manifest, StoredPlan, read_manifest
+from zbc.plan.reading import REPLAN, check_layers, sections_of
 
 
 def job_of(manifest: Manifest) -> Job:
@@ -30,19 +30,9 @@ def job_of(manifest: Manifest) -> Job:
 
     Raises E404 or E143 if the manifest holds no such job.
     """
-    values = {**manifest.planning, **manifest.training}
-    try:
-        sections: dict[str, Any] = {
-            name: section.model_validate(values.get(name, {})) for name, section in SECTIONS.items()
-        }
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        text = f"plan: the job in {MANIFEST} cannot be read: {place}: {first['msg'].lower()}"
-        raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`") from None
+    values, sections = {**manifest.planning, **manifest.training}, sections_of(manifest)
     measured = values.get("profile")
-    hint = "make the plan again with `zbc plan JOB.toml`"
-    profile = None if measured is None else profiles.checked(measured, MANIFEST, None, hint)
+    profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
     return Job(toml.Document(MANIFEST, values), **sections, profile=profile)
 
 
@@ -84,12 +74,9 @@ def costs_for(job: Job, manifest: Manifest) -> Costs:
 
 
 def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:
-    """The cut of a plan as indices into the layers of its model. Raises E404 if it names a layer the model has not."""
+    """The cut of a plan as indices into the layers of its model. Raises E404 if these are not the model's."""
     index = {layer.name: i for i, layer in enumerate(table)}
-    unknown = [name for names in manifest.layers for name in names if name not in index]
-    if unknown:
-        text = f"plan: {MANIFEST} places the layer {unknown[0]!r}, which its model has not"
-        raise ZbcError("E404", text, hint="make it again with `zbc plan JOB.toml`")
+    check_layers(manifest, list(index))
     return [tuple(index[name] for name in names) for names in manifest.layers]
 
 

@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 from zbc.errors import ZbcError
+from zbc.text import visible
 
 EXIT_PIPE = 141  # what a shell reports of a program that a closed pipe ended
 
@@ -44,7 +45,7 @@ def to_stdout(line: str) -> None:
     line cannot be written for another reason.
     """
     try:
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(visible(line) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()

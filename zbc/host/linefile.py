@@ -33,11 +33,16 @@ class LineFile:
         self._file.close()
 
 
+def no_link(path: str, flags: int) -> int:
+    """For `open`: fails where somebody has put a link in the place of the file, rather than write to what it names."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file that is there in full, or as it was before. Raises OSError, with the name of the file."""
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with open(part, "w", encoding="utf-8", opener=no_link) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

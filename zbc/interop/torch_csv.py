@@ -32,7 +32,7 @@ LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_LOWERED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_LOWERED = re.compile(r"\d+(?:(?:WAIT_)?(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 _MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
 _SHOWN = 24  # characters of a cell in a message
 
@@ -138,7 +138,7 @@ def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]
         if _LOWERED.fullmatch(part):
             yield from _lowered(draft, row, column, part)
             return
-        if match is None or max(int(match[1]), int(match[3])) > _MOST:
+        if match is None or max(int(match[1][:9]), int(match[3][:9])) > _MOST:
             yield _bad(draft, row, column, part, _advice(part, match is not None))
             return
         draft.ranks[row].append(Op(_KINDS[match[2]], int(match[1]), int(match[3])))
@@ -164,7 +164,7 @@ def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError
 
 def _advice(cell: str, too_large: bool) -> str:
     """A fix for a cell that is no action."""
-    loose = re.fullmatch(r"0*(\d+) *([FIWBfiwb]) *0*(\d+)", cell)
+    loose = re.fullmatch(r"0*(\d{1,7}) *([FIWBfiwb]) *0*(\d{1,7})", cell)
     begin = _CELL.match(cell)
     if too_large:
         return f"numbers of stages and microbatches end at {_MOST}"

@@ -9,6 +9,12 @@ A row per rank, and beside the actions of compute_only (torch_csv.py) those that
 torch's runtime posts at RECV and waits where the tensor is used, as zbc's does, so the order of messages is the one of
 the plan: receives posted ahead, FIFO in each direction. Modules in FSDP, which need UNSHARD and RESHARD too, are not
 meant.
+
+From 2.15 on torch wants to be told when to wait for what it has begun, in cells that older ones misread:
+
+    1WAIT_SEND_F0               behind the backward of stage 1 for microbatch 0: what that sent has been used by then
+    1WAIT_SEND_B0               at the end of the row, where nothing can wait for this rank
+    1WAIT_REDUCE_GRAD           right behind 1REDUCE_GRAD
 """
 
 from __future__ import annotations
@@ -18,29 +24,39 @@ import io
 from collections.abc import Iterator
 
 from zbc.interop import torch_csv
-from zbc.ir import Op, Program, groups
+from zbc.ir import Kind, Op, Program, groups
+
+DIALECTS = {"compute_comms": False, "compute_comms-2.15": True}  # whether it has waits
 
 
-def dumps(program: Program) -> str:
+def dumps(program: Program, dialect: str = "compute_comms") -> str:
     """A complete program as CSV text. Raises E413 for what torch cannot express."""
     torch_csv.refuse(program)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for ops in program.ranks:
-        writer.writerow(_row(ops))
+        writer.writerow(_row(ops, waits=DIALECTS[dialect]))
     return out.getvalue()
 
 
-def _row(ops: tuple[Op, ...]) -> Iterator[str]:
+def _row(ops: tuple[Op, ...], *, waits: bool) -> Iterator[str]:
     last = {op.stage: step for step, op in enumerate(ops) if op.kind.makes_part}
     ends = {step: stage for stage, step in last.items()}
     grouped = groups(ops)
+    sent: dict[tuple[Kind, int, int], str] = {}  # what nobody has waited for
     for step, op in enumerate(ops):
         if op.kind.is_mark:
             yield f"({torch_csv.action(ops[step + 1])};{torch_csv.action(ops[step + 2])})OVERLAP_F_B"
         elif op.kind.is_transfer:
             yield f"{op.stage}{op.kind.value}{op.mb}"
+            if waits and op.kind.is_send:
+                sent[op.kind, op.stage, op.mb] = f"{op.stage}WAIT_{op.kind.value}{op.mb}"
         elif op.kind.computes and step not in grouped:
             yield torch_csv.action(op)
+        if op.kind.row.family == "input" and (wait := sent.pop((Kind.SEND_F, op.stage, op.mb), None)):
+            yield wait
         if step in ends:
             yield f"{ends[step]}REDUCE_GRAD"
+            if waits:
+                yield f"{ends[step]}WAIT_REDUCE_GRAD"
+    yield from sent.values()

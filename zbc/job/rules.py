@@ -225,7 +225,7 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
     for stage, choice in given.items():
         place = ("memory", "activations") if stage is None else ("memory", "activations", stage)
         where = draft.document.where(place)
-        if stage is not None and not re.fullmatch(r"0|[1-9]\d*", stage):
+        if stage is not None and not re.fullmatch(r"0|[1-9]\d{0,8}", stage):
             text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
             yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
         if choice not in ACTIVATIONS:

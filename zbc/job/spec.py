@@ -112,16 +112,14 @@ def _override(text: str, source: str) -> toml.Document:
         hint = "write --set schedule.microbatches=16"
         raise ZbcError("E109", f"config: cannot read --set {text!r}", hint=hint)
     try:
-        read = tomli.loads(f"x = {value}")
-    except RecursionError:
-        raise toml.too_deep(f"--set {key}") from None
+        read = toml.parsed(f"x = {value}", f"--set {key}")
     except tomli.TOMLDecodeError:
         read = {}
     parsed = read["x"] if len(read) == 1 else value.strip()  # more than one: lines after the value
     tree: Any = parsed
     for part in reversed(parts):
         tree = {part: tree}
-    toml.refuse_deep(tree, f"--set {key}")
+    toml.refuse_extreme(tree, f"--set {key}")
     places: dict[toml.KeyPath, str] = {parts: f"--set {text}"}
     if isinstance(parsed, list):
         places |= {(*parts, i): f"--set {text}" for i in range(len(parsed))}

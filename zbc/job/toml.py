@@ -18,6 +18,7 @@ from zbc.errors import ZbcError
 
 KeyPath = tuple[str | int, ...]
 _DEEPEST = 64  # pydantic writes 255 levels, tomli reads 400
+_LEAST, _LARGEST = -(2**63), 2**63 - 1
 
 
 @dataclass(slots=True)
@@ -92,40 +93,60 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
 def loads(text: str, source: str) -> Document:
     """Parse TOML text; `source` names it in places. Raises E100."""
     try:
-        values = tomli.loads(text)
-    except RecursionError:
-        raise too_deep(source) from None
+        values = parsed(text, source)
     except tomli.TOMLDecodeError as error:
         where = f"{source}:{error.lineno}:{error.colno}"
         hint = "one `key = value` a line; strings in quotes; tables as [name]"
         if "Cannot overwrite" in error.msg or "Cannot declare" in error.msg:
             hint = "this is there twice: keep one of them"
         raise ZbcError("E100", f"config: not valid TOML: {error.msg}", where=where, hint=hint) from None
-    refuse_deep(values, source)
     document = Document(source, values)
     for path, is_key, line, column in _positions(text):
         (document.keys if is_key else document.places).setdefault(path, f"{source}:{line}:{column}")
     return document
 
 
-def refuse_deep(value: Any, where: str) -> None:
-    """Raise E100 if tables and lists in `value` stand inside of each other deeper than what writes them again takes."""
+def parsed(text: str, where: str) -> dict[str, Any]:
+    """The values of a TOML text. Raises tomli.TOMLDecodeError, or as `refuse_extreme`."""
+    try:
+        values = tomli.loads(text)
+    except RecursionError:
+        raise _too_deep(where) from None
+    except tomli.TOMLDecodeError:
+        raise
+    except ValueError:  # of a number with more digits than Python reads
+        raise _too_large(where) from None
+    refuse_extreme(values, where)
+    return values
+
+
+def refuse_extreme(value: Any, where: str) -> None:
+    """Raise E100 if tables and lists in `value` stand inside of each other deeper than what writes them again takes.
+
+    And E103 for a whole number that does not fit into 64 bits: TOML has none.
+    """
     level = [value]
     for _ in range(_DEEPEST):
+        for found in level:
+            if isinstance(found, int) and not _LEAST <= found <= _LARGEST:
+                raise _too_large(where)
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
-    raise too_deep(where)
+    raise _too_deep(where)
 
 
 def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def too_deep(where: str) -> ZbcError:
-    """E100 for what `refuse_deep` refuses, or what cannot even be read."""
+def _too_deep(where: str) -> ZbcError:
     text = f"config: lists or tables inside of each other, more than {_DEEPEST} deep"
     return ZbcError("E100", text, where=where, hint="make them flat, or keep them in a file that the factory reads")
+
+
+def _too_large(where: str) -> ZbcError:
+    return ZbcError("E103", "config: a whole number of more than 64 bits", where=where, hint=f"use {_LARGEST} or less")
 
 
 def merge(base: Document, over: Document) -> Document:
@@ -149,12 +170,12 @@ def _positions(text: str) -> Iterator[tuple[KeyPath, bool, int, int]]:
 
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
     encoded = text.encode()
+    lines = encoded.split(b"\n")
     root = parser.parse(encoded).root_node
 
     def place(node: Any) -> tuple[int, int]:
         row, byte = node.start_point
-        line = encoded.split(b"\n")[row]
-        return row + 1, len(line[:byte].decode("utf-8", "replace")) + 1
+        return row + 1, len(lines[row][:byte].decode("utf-8", "replace")) + 1
 
     def key_parts(node: Any) -> KeyPath:
         if node.type == "dotted_key":

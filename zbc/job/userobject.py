@@ -13,6 +13,7 @@ from zbc.errors import ZbcError
 
 _AREAS = {"E502": "run", "E121": "schedule"}
 FAILURES = (Exception, SystemExit)  # what code of users fails with: sys.exit() in it does not end zbc without a word
+IN_A_RANK = (*FAILURES, KeyboardInterrupt)  # a rank hears of Ctrl-C in other ways, so this comes from such code, too
 
 
 def load(name: str, what: str, *, code: str = "E502", where: str | None = None) -> Callable[..., Any]:

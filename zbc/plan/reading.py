@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from pydantic import ValidationError
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, parse_line
+from zbc.job.sections import PLANNING
+from zbc.job.sections import SECTIONS
+from zbc.job.wording import sentence
 from zbc.plan.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
 from zbc.ops import UNIT_SCOPES
 from zbc.topology import Topology
@@ -92,6 +95,31 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
 def _tiles(manifest: Manifest) -> bool:
     node = manifest.node
     return not node or (len(node) == 2 and manifest.ranks % node[0] == 0 and manifest.copies % node[1] == 0)
+
+
+def sections_of(manifest: Manifest) -> dict[str, Any]:
+    """The sections of the job that a plan was made from. Raises E404 if one is missing or cannot be read."""
+    found = {}
+    for name, section in SECTIONS.items():
+        values = (manifest.planning if name in PLANNING else manifest.training).get(name)
+        try:
+            found[name] = section.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in (name, *first["loc"]))
+            text = f"plan: the job in {MANIFEST} cannot be read: {place}: {sentence(first)}"
+            raise ZbcError("E404", text, hint=REPLAN) from None
+    return found
+
+
+def check_layers(manifest: Manifest, names: Sequence[str]) -> None:
+    """Raise E404 unless the stages have the layers of the model, `names`, each once and in their order."""
+    placed = [name for layers in manifest.layers for name in layers]
+    if placed == list(names):
+        return
+    unknown = [name for name in placed if name not in names]
+    what = f"the layer {unknown[0]!r:.24}, which its model has not" if unknown else "other layers than its model has"
+    raise ZbcError("E404", f"plan: {MANIFEST} places {what}", hint=REPLAN)
 
 
 def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from zbc.errors import ZbcError
-from zbc.job.userobject import FAILURES
+from zbc.job.userobject import IN_A_RANK
+from zbc.runtime import exhausted
 from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
@@ -53,9 +54,12 @@ def run_step(
         open_step(worker, ahead)
     try:
         loop(worker)
-    except FAILURES as error:
+    except IN_A_RANK as error:
+        manifest = worker.plan.manifest
+        if exhausted.ran_out(error):
+            error.add_note(exhausted.predicted(manifest, worker.rank))
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
-        error.add_note(f"while {worker.plan.manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
+        error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
     if ahead is None:
         verdict = _verdict(worker)

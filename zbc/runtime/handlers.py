@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
-from zbc.job.userobject import FAILURES
+from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.sharded import Sharded
@@ -87,7 +87,7 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
     """The loss of a microbatch. Raises E505 if it is not one number."""
     try:
         loss = function(output, target)
-    except FAILURES as error:
+    except IN_A_RANK as error:
         error.add_note(f"in model.loss, for an output {TensorSpec.of(output)} and a target {TensorSpec.of(target)}")
         raise
     if loss.dim() != 0:

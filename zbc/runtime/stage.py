@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.job.userobject import FAILURES
+from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.alone import Alone
 from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
@@ -124,7 +124,7 @@ class Stage:
                 if layer.buffers:
                     renew(layer.buffers)
                 x = self._run(layer, x, step, mb)
-        except FAILURES as error:
+        except IN_A_RANK as error:
             _name(error, next(one for one in self.layers if one.call is call), x)
             raise
         return finish(x)
@@ -173,7 +173,7 @@ class Stage:
             with self.autocast:
                 try:
                     y = self._run(layers[index], x, step, mb)
-                except FAILURES as error:
+                except IN_A_RANK as error:
                     _name(error, layers[index], x)
                     raise
                 return finish(y) if index == last else y

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import EXIT_BUG, ZbcError
-from zbc.job.userobject import FAILURES
+from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
+from zbc.runtime import exhausted
 from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.progress import EvaluationResult
@@ -101,6 +102,7 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
     watchdog: Watchdog | None = None
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows what called it
+    exhausted.keep_room()
     try:
         manifest = read_manifest(folder)
         watchdog = Watchdog(
@@ -114,7 +116,7 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
         )
         watchdog.start()
         return _run(folder, manifest, context, watchdog, options)
-    except FAILURES as error:
+    except IN_A_RANK as error:
         _give_up(error, context, watchdog)
     finally:
         if watchdog is not None:
@@ -346,12 +348,15 @@ def explain(error: BaseException, rank: int) -> Failure:
         return _with_details(error, notes)
     if not any(note.startswith("while rank") for note in notes):
         return RankFailed(f"rank {rank} failed\n" + "".join(traceback.format_exception(error)))
-    hint = None
-    if isinstance(error, torch.OutOfMemoryError):
+    shown = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+    if exhausted.ran_out(error):
+        wanted = exhausted.asked(error)
+        text = f"run: rank {rank} is out of memory" + (f": it asked for {wanted}" if wanted else "")
         hint = "a smaller microbatch_size, or a schedule that keeps fewer activations: `zbc compare` lists their peaks"
-    shown = f"{type(error).__name__}: {error}".splitlines()
+        details = [*notes, *shown, *frames.of_error(error)]
+        return ZbcError("E703", text, hint=hint, details=details)
     details = [*shown[1:], *notes, *frames.of_error(error)]
-    return ZbcError("E703", f"run: rank {rank} failed: {shown[0]}", hint=hint, details=details)
+    return ZbcError("E703", f"run: rank {rank} failed: {shown[0]}", details=details)
 
 
 def _with_details(error: ZbcError, more: list[str]) -> ZbcError:

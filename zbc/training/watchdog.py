@@ -209,8 +209,21 @@ class Watchdog:
         p = self._progress
         return Beat(count, p.step, p.index, p.total, p.op, p.waiting, now - max(p.since, self._awake_since))
 
+    def _lost(self, now: float) -> bool:
+        """Outside of steps: whether a rank, or the store, gave no sign of life for `limit` seconds, and at least ten.
+
+        Whatever takes long there, they go on giving some.
+        """
+        looked, heard = self._listener.looked, self._listener.heard
+        if self._progress.total or not looked:
+            return False
+        signs = [looked, *(heard[rank].at for rank in self.silent())]
+        return now - max(min(signs), self._awake_since) > max(self.limit, _DEAF_S)
+
     def _stuck(self, now: float) -> bool:
-        """No rank has begun anything for `limit` seconds, as far as is known here."""
+        """No rank has begun anything for `limit` seconds, or one is lost, as far as is known here."""
+        if self._lost(now):
+            return True
         if now - max(self._progress.since, self._awake_since) < self._patience:
             return False
         slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
@@ -233,7 +246,7 @@ class Watchdog:
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             return False
-        p = self._progress
+        p, waited = self._progress, max(self.limit, _DEAF_S) if self._lost(now) else self._patience
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
         rows = _blamed(rows, culprits) if self.ranks > 1 else rows
         if claimed is None:
@@ -241,7 +254,7 @@ class Watchdog:
         elif not culprits:
             rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
         rows += self._where(culprits, mute, ask=claimed is True)
-        error = ZbcError("E701", f"run: no progress for {self._patience:g} s {when}", details=rows)
+        error = ZbcError("E701", f"run: no progress for {waited:g} s {when}", details=rows)
         self._hung(error)
         return True
 
@@ -317,6 +330,7 @@ def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
             return
 
     thread = threading.Thread(target=run, name="zbc-in-time", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(RuntimeError):  # no memory for one more
+        thread.start()
+        thread.join(seconds)
     return found[0] if found else None

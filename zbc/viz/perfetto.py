@@ -48,7 +48,7 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
     for rank in shown:
         pid = base + rank + 1
         yield _named("process_name", pid, 0, f"{prefix}rank {rank}")
-        yield f'{{"ph":"M","name":"process_sort_index","pid":{pid},"tid":0,"args":{{"sort_index":{pid}}}}}'
+        yield f'{{"ph":"M","cat":"name","name":"process_sort_index","pid":{pid},"tid":0,"args":{{"sort_index":{pid}}}}}'
         yield _named("thread_name", pid, _COMPUTE, "compute")
         for piece in one.strip.pieces(rank):
             rank_of[piece.id], pieces[piece.id] = rank, piece
@@ -146,14 +146,15 @@ def _changes(pid: int, name: str, points: Iterator[tuple[float, float]], unit: s
         last[_ns(ms)] = value
     for ns in sorted(last):
         value = round(max(0.0, last[ns]), 6)
-        yield f'{{"ph":"C","name":"{name}","pid":{pid},"tid":0,"ts":{_us(ns)},"args":{{"{unit}":{value}}}}}'
+        args = f'{{"{unit}":{value}}}'
+        yield f'{{"ph":"C","cat":"memory","name":"{name}","pid":{pid},"tid":0,"ts":{_us(ns)},"args":{args}}}'
 
 
 # ---- events --------------------------------------------------------------------------------------------------
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> str:
-    return f'{{"ph":"M","name":"{what}","pid":{pid},"tid":{tid},"args":{{"name":{json.dumps(name)}}}}}'
+    return f'{{"ph":"M","cat":"name","name":"{what}","pid":{pid},"tid":{tid},"args":{{"name":{json.dumps(name)}}}}}'
 
 
 def _slice(pid: int, tid: int, name: str, category: str, start: float, end: float, about: str) -> str:

@@ -39,6 +39,7 @@ class StageBytes:
     sent: float = 0.0  # of what F keeps, what is sent as well: a result that its own backward needs
     given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
     summed: float = 0.0  # what REDUCE sends, into which the gradients move
+    pending: float = 0.0  # with ZeRO-1, what there is after REDUCE beyond the gradients that have moved
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
 
@@ -93,6 +94,7 @@ def _stage(
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
         summed=each * shares.summed,
+        pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,
         gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
     )
 

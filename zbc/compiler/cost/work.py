@@ -42,8 +42,8 @@ def keys_seen(length: int, tile: int) -> float:
 
     (length + tile) / 2 for whole tiles, all of a sequence that is shorter than one.
     """
-    rows = [min(tile, length - begin) for begin in range(0, length, tile)]
-    return sum(count * min(length, begin * tile + tile) for begin, count in enumerate(rows)) / length
+    whole, rest = divmod(length, tile)
+    return (tile * tile * whole * (whole + 1) // 2 + rest * length) / length
 
 
 def product(rows: float, k: int, n: int, width: int, matrices: int = 1) -> Kernel:

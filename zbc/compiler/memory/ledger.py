@@ -341,6 +341,13 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
     return costs.tied if op.kind is Kind.TIE else _WORK.get(op.kind, _no_work)(costs.bytes[op.stage])
 
 
+def lasting(op: Op, costs: Costs) -> float:
+    """Of that, what is still there after the op: what it has begun goes on beside the ops that follow."""
+    if costs.bytes is None or op.kind not in (Kind.REDUCE, Kind.GATHER):
+        return 0.0
+    return costs.bytes[op.stage].pending if op.kind is Kind.REDUCE else costs.bytes[op.stage].gathered
+
+
 def _no_work(size: StageBytes) -> float:
     return 0.0
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
-from zbc.compiler.memory.ledger import Activations, Entry, activations, ledger
+from zbc.compiler.memory.ledger import Activations, Entry, activations, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Kind, Op, Program
 
@@ -112,6 +112,8 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[floa
             if key not in more:
                 more[key] = costs.more_bytes(op, first=first)
             need = more[key]
+        elif need and not kind.computes:
+            need = max(0.0, need - lasting(op, costs))
         most = max(most, transit + still + need)
         if kind.computes:
             together = max(together, whole + still)

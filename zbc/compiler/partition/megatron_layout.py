@@ -4,7 +4,8 @@
                              | ends a stage; x*3 and (..)*29 repeat; commas mean nothing
 
 Stages follow one another as in Megatron: stage s on rank s mod p. Megatron unrolls repeats with regular expressions and
-so reads `((t|)*2)*3` in a way of its own; nested brackets are an error here.
+so reads `((t|)*2)*3` in a way of its own; nested brackets are an error here. So are blanks and empty brackets, as in
+Megatron.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
 def _unrolled(layout: str, where: str | None) -> list[str]:
     at, parts = 0, []
     while at < len(layout):
-        if layout[at] in ", ":
+        if layout[at] == ",":
             at += 1
             continue
         match = _TOKEN.match(layout, at)
-        if match is None:
+        if match is None or (match["inner"] is not None and not match["inner"].strip(",")):
             found = f"{layout[at]!r} at character {at + 1}"
-            raise _error(layout, where, found, "letters E, t, L, bars, (..)*n and x*n; brackets do not nest")
+            raise _error(layout, where, found, "letters E, t, L, bars, (..)*n and x*n, no blanks; brackets do not nest")
         inner = match["inner"]
         body = match["group"] if inner is None else "".join(_unrolled(inner, where))
         if inner is not None and match["times"] is None:

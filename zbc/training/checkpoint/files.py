@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.host.linefile import no_link
 from zbc.training.checkpoint import folder as disk
 
 _TYPES: dict[torch.dtype, str] = {
@@ -118,7 +119,7 @@ def _write(path: Path, parts: Sequence[TensorPart], alive: Callable[[], None]) -
     """
     size, unsynced, checksum = 0, 0, 0
     try:
-        with path.open("wb", buffering=2**20) as file:
+        with open(path, "wb", buffering=2**20, opener=no_link) as file:
             for data in _blocks(parts):
                 checksum = zlib.crc32(data, checksum)
                 file.write(data)

@@ -33,7 +33,7 @@ FORMAT, VERSION = "zbc-checkpoint", 3
 FOLDER = "checkpoints"  # in a run directory
 _STEP = re.compile(r"step-(\d{8,})")
 BLOCK = 2**23  # bytes read, written and summed up in one go
-_Index = Annotated[int, Field(ge=0)]
+_Index = Annotated[int, Field(ge=0, lt=2**63)]
 _File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # beside the index, never elsewhere
 Type = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
@@ -95,7 +95,7 @@ class Index(Contents):
     version: int
     step: _Index  # steps trained
     samples: _Index  # that they took
-    data_samples: int | None  # of all there are
+    data_samples: _Index | None  # of all there are
     seed: int
     optimizer: str
     plan: str
@@ -168,17 +168,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(parent: Path, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and incomplete ones that are older than the newest.
+def prune(parent: Path, keep: int, newest: int) -> None:
+    """Delete all but the `keep` newest complete checkpoints up to step `newest`, and incomplete ones before that.
 
-    A checkpoint loses its `.complete` first, so that one half deleted is never taken for a whole one.
+    `newest` is what was written just now: if a folder is called later than that, somebody has called it so. A
+    checkpoint loses its `.complete` first, so that one half deleted is never taken for a whole one.
     """
-    whole = list(complete(parent))
-    if not whole:
-        return
-    kept = set(whole[-keep:])
+    kept = [step for step in complete(parent) if step <= newest][-keep:]
     for step, folder in _all(parent).items():
-        if step not in kept and step < whole[-1] and not folder.is_symlink():  # what is elsewhere is somebody else's
+        if step not in kept and step < newest and not folder.is_symlink():  # what is elsewhere is somebody else's
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -208,6 +206,8 @@ def read_index(folder: Path) -> Index:
         raise damaged(folder / INDEX, f"{place}: {first['msg'].lower()}") from None
     if (wrong := index.wrong()) is not None:
         raise damaged(folder / INDEX, wrong)
+    if step_of(folder) not in (None, index.step):
+        raise damaged(folder / INDEX, f"it is of step {index.step}, and its folder is called {folder.name}")
     return index
 
 

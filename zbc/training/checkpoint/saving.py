@@ -156,7 +156,7 @@ class Checkpoints:
         whole = put_together(disk.Contents.model_validate(one["written"]) for one in told)
         counts = [one["data_samples"] for one in told if one["data_samples"] is not None]
         disk.write_index(folder, self._index(step, whole, counts[0] if counts else None))
-        disk.prune(self.folder, self.options.keep)
+        disk.prune(self.folder, self.options.keep, step)
         return {"bytes": sum(file.bytes for file in whole.files.values())}
 
     def _index(self, step: int, whole: disk.Contents, data_samples: int | None) -> disk.Index:

@@ -58,6 +58,9 @@ def _unwritable(error: OSError, folder: Path | None) -> ZbcError:
 # ---- before the first step -----------------------------------------------------------------------------------
 
 
+_SHARED = ".shared-"
+
+
 def try_out(board: Board, folder: Path) -> None:
     """Have every rank write into the folder of checkpoints, and read what rank 0 wrote; all ranks call this.
 
@@ -69,8 +72,10 @@ def try_out(board: Board, folder: Path) -> None:
     def leave() -> dict[str, Any]:
         if board.rank != 0:
             return {}
-        name = f".shared-{uuid.uuid4().hex}"  # a new one: file systems remember that a name was not there
+        name = f"{_SHARED}{uuid.uuid4().hex}"  # a new one: file systems remember that a name was not there
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_SHARED}*"):  # by a run that was killed here; no other one is in this folder now
+            left.unlink(missing_ok=True)
         (folder / name).write_text("written by rank 0")
         return {"name": name}
 

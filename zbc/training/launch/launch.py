@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
-from zbc.job.model_section import Model, check_runnable
+from zbc.job.model_section import check_runnable
 from zbc.plan.directory import Manifest, read_manifest
+from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.metrics import sinks
@@ -110,7 +111,7 @@ def _check_start(folder: Path, local: int | None, max_restarts: int, *, started:
 
 def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:
     """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
-    check_runnable(Model.model_validate(manifest.planning["model"]))
+    check_runnable(sections_of(manifest)["model"])
     sinks.check(manifest.training["log"])
     if save_hf is not None:
         from zbc.training.models.hfexport import check_target

@@ -21,6 +21,7 @@ from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.private import flight_record
+from zbc.text import visible
 from zbc.training.launch.board import Board, Connect, connector, open_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
@@ -118,7 +119,8 @@ def _run(
         with suppress(OSError):  # all ranks have to end whether anybody hears why or not
             sys.stdout.flush()
         with suppress(OSError):
-            os.write(2, (failure.render() + "\n").encode())  # one write: no other rank's output gets in between
+            told = visible(failure.render()) + "\n"
+            os.write(2, told.encode())  # one write: no other rank's output gets in between
         _tell_torchrun(failure, place.error_file)
         in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
         leave(failure.exit_code)

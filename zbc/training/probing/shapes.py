@@ -158,25 +158,34 @@ def _output(
     on the meta device is given a contiguous one: there tensors may lie in another way than in training.
     """
     device = torch.device("meta") if autocast is None else autocast
+    # Kernels of the CPU may want buffers of the type of the parameters beside them, which nothing says without values.
+    mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
+    found: tuple[Laid, _Seen] | None = None
     for given in dict.fromkeys((takes, Laid(takes.spec))):
         try:
-            return _run(plan, module, given, flow, device)
+            found = _run(plan, module, given, flow, device)
+            break
         except ZbcError:
             raise
         except FAILURES:
             continue
+    if found is not None and not mixed:
+        return found
     takes = Laid(takes.spec)
     try:
         with seeded(0):
             built = _with_values(plan, lowered)
             with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                return _looked_at(plan, built, takes, flow, torch.device("cpu"))
+                tried = _looked_at(plan, built, takes, flow, torch.device("cpu"))
+        return found or tried
     except ZbcError:
         raise
     except FAILURES as error:
         text = f"run: layer {plan.name} cannot take a tensor {takes.spec}"
         details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
         hint = "each layer takes the one tensor that the layer before returns"
+        if mixed:
+            hint += '; with model.parameters = "bfloat16" its buffers stay as they are, try "float32"'
         raise ZbcError("E505", text, hint=hint, details=details) from error
 
 

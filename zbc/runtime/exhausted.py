@@ -1,0 +1,49 @@
+"""A rank that runs out of memory: how that shows, and the room that it keeps to say so.
+
+What is left then may not do for a thread, or for the text of an error. So a rank keeps some address space, which costs
+no memory as long as nobody writes to it, and gives it back when an allocation fails.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+
+import torch
+
+from zbc.plan.directory import Manifest
+from zbc.text import size
+
+_ROOM = 64 * 2**20
+_ASKED = re.compile(r"tried to allocate (?:(\d+) bytes|([\d.]+ [KMGT]iB))", re.IGNORECASE)
+_kept: list[mmap.mmap] = []
+
+
+def keep_room() -> None:
+    """Take the room, once per process."""
+    if not _kept:
+        _kept.append(mmap.mmap(-1, _ROOM))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether `error` says that there is no more memory, of a device or of the host; if so the room is given back."""
+    refused = isinstance(error, RuntimeError) and re.search("DefaultCPUAllocator|bad_alloc", str(error)) is not None
+    found = refused or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if found and _kept:
+        _kept.pop().close()
+    return found
+
+
+def asked(error: BaseException) -> str | None:
+    """What it asked for, if it says so."""
+    match = _ASKED.search(str(error))
+    return None if match is None else match[2] or size(int(match[1]))
+
+
+def predicted(manifest: Manifest, rank: int) -> str:
+    """What the plan says about the memory of a rank, as a note to an error."""
+    per_rank = manifest.predicted.get("per_rank")
+    peak = per_rank[manifest.topology.of(rank).pp]["peak_bytes"] if per_rank else 0
+    if not peak:
+        return "the plan does not know how much memory the layers take: `zbc profile` measures it"
+    return f"the plan predicts a peak of {size(peak)} for this rank, beside what Python and torch take"
