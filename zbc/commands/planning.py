@@ -65,7 +65,7 @@ def plan(
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
         show(*summary.of_plan(compiled, verbose=verbose))
-        took = f"planned in {short(compiled.report.compile_seconds, 2)} s"
+        took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), _run_command(loaded, output)))
 

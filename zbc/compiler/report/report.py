@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.check.deadlock import survives_blocking_sends
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
+from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.simulate import Timeline, steady_state
 from zbc.ir import Op, Program
@@ -104,6 +105,7 @@ class Report:
     costs: str
     bytes_known: bool
     compile_seconds: float
+    engine: str  # what searches run on: "numba" or "plain Python"
     per_rank: tuple[RankReport, ...]
     cut: CutReport
 
@@ -113,7 +115,7 @@ class Report:
     def predicted(self) -> dict[str, Any]:
         """The part that depends on nothing but the plan, for the manifest."""
         data: dict[str, Any] = _plain(asdict(self))
-        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds"):
+        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine"):
             del data[key]
         return data
 
@@ -200,6 +202,7 @@ def build(
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
+        engine=engine_name(),
         per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
         cut=_cut(program, costs, timeline, chosen),
     )

@@ -1,4 +1,4 @@
-"""The kernels, compiled where numba is installed (`pip install zbc[fast]`), plain Python elsewhere; same results."""
+"""The kernels, compiled where numba is installed, plain Python elsewhere; same results."""
 
 from __future__ import annotations
 
@@ -96,6 +96,11 @@ def _compile() -> dict[str, Any]:
         copy.__qualname__ = f"{name}_{version}"
         names[name] = numba.njit(copy, cache=True, forceinline=name in _INLINED)
     return names
+
+
+def engine_name() -> str:
+    """What runs the kernels of a search that is large enough for it to matter."""
+    return "numba" if available() else "plain Python"
 
 
 def available() -> bool:
