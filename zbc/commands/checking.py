@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +149,12 @@ def _edited_manifest(folder: Path) -> Iterator[ZbcError]:
 
 def _report(manifest: Manifest, survives: bool) -> dict[str, Any]:
     """The report of a plan on disk: what was predicted when it was made, and what was proven now."""
+    from zbc.compiler.partition.limits import limits_of
+    from zbc.compiler.recall import job_of
+
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    return {**head, **manifest.predicted, **_proven(survives)}
+    limits = asdict(limits_of(job_of(manifest), manifest.schedule))
+    return {**head, **manifest.predicted, "limits": limits, **_proven(survives)}
 
 
 def _head(schedule: str, ranks: int, stages: int, microbatches: int) -> dict[str, Any]:

@@ -81,6 +81,15 @@ class CutReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
+
+    activation_units: float | None = None
+    activation_bytes: float | None = None
+    device_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The prediction for one plan. Bubble rates name what they are a share of."""
 
@@ -105,6 +114,7 @@ class Report:
     compile_seconds: float
     per_rank: tuple[RankReport, ...]
     cut: CutReport
+    limits: MemoryLimits = MemoryLimits()
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
@@ -112,7 +122,7 @@ class Report:
     def predicted(self) -> dict[str, Any]:
         """The part that depends on nothing but the plan, for the manifest."""
         data: dict[str, Any] = _plain(asdict(self))
-        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds"):
+        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "limits"):
             del data[key]
         return data
 
@@ -177,7 +187,7 @@ def build(
     name: str,
     chosen: Chosen,
 ) -> Report:
-    """The report of a program that passed check/; `barrier_ms` and `ahead_ms` are to be set by the caller."""
+    """The report of a program that passed check/; the caller sets `barrier_ms`, `ahead_ms` and `limits`."""
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,
