@@ -23,10 +23,11 @@ from zbc.compiler.schedules.lagged import between_h1_and_h2
 from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
+from zbc.compiler.search.cyclic import FEW_OPS
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
-from zbc.compiler.search.portfolio import FEW_OPS, Effort
+from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
