@@ -262,6 +262,13 @@ def test_check_says_what_it_proved(target, zbc, job):
     assert len(zbc("check", target, "-v").out) > len(ran.out)
 
 
+def test_both_limits_are_told(zbc, job):
+    path = job(kind="zb-v", hardware={"memory_gib": 1.0}, schedule={"memory_limit": "3x"})
+    assert "limits of a rank: 4 units, 1 GiB of everything" in zbc("plan", path).out
+    limits = {"activation_units": 4.0, "activation_bytes": None, "device_bytes": 2.0**30}
+    assert zbc("check", "plan", "--json").json()["limits"] == limits
+
+
 def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
     written = zbc("plan", job(kind="zb-v"), "--json").json()
     of_plan, of_job = zbc("check", "plan", "--json").json(), zbc("check", "zbc.toml", "--json").json()

@@ -75,9 +75,9 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     rng, v = Random(seed), given.problem.v
     for recipe in [*policies(v), *islice(learned(v), 40), *FILLINGS, *(random_genes(rng, v) for _ in range(15))]:
         bench.decode(recipe, "decoded")
-    for origin, order in patterns.orders(given.problem):
+    for block in patterns.fitting(given.problem):
         if rng.random() < 0.05:
-            bench.order(order, origin)
+            bench.decode(block, "block")
     bench.order(given.simplest[0][1], "one by one")
     for place in range(min(4, len(bench.found))):
         bench.anneal(bench.found[place], 300, 0.5, seed, 0.0)
@@ -85,14 +85,19 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
     examine(given, bench)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("p", range(2, 9))
-def test_blocks_fit_in_the_memory_of_v_min(p, compiled):
+def test_blocks_fit_in_the_memory_of_v_min_and_1f1b_v(p, whole, compiled):
     """Blocks are where the V placement's low-memory orders come from; if all were refused nobody would notice."""
     where = Placement.vshape(p)
-    given = Instance(where, Costs.uniform(where), 2 * p, (float((p + 4) // 3),) * p)
+    even = Costs.uniform(where)
+    units = (2 * p + 3) // 3 if whole else (p + 4) // 3
+    given = Instance(where, even.joined() if whole else even, 2 * p, (float(units),) * p)
     bench = Recorder(given.problem, compiled, "span")
-    for origin, order in patterns.orders(given.problem):
-        bench.order(order, origin)
+    fitting = patterns.fitting(given.problem)
+    assert all(bench.decode(block, "block") for block in fitting if p < 4)  # first, middle and last rank are all
+    for block in fitting:
+        bench.decode(block, "block")
     assert len(bench.seen) > 0
     for order, (_, _, origin) in bench.seen.items():
         assert list(faults(given, given.problem.program(order, origin))) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,6 +153,7 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.check.forward import check_forward
     from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
+    from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
@@ -189,7 +190,8 @@ def check_plan(target: Path) -> Checked:
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
     transfers = None if manifest.slices > 1 else either_transfer(build(program), recall.costs_of(manifest))
-    more = {} if transfers is None else transfers._asdict()
+    more = {"limits": asdict(limits_of(recall.job_of(manifest), manifest.schedule))}
+    more |= {} if transfers is None else transfers._asdict()
     return Checked(program, survives, {**head, **manifest.predicted, **more, **_proven(survives)}, transfers, files)
 
 

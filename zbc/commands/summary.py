@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.commands.console import indented, labelled, table
-from zbc.text import GIB, MIB, aligned, percent, short, wrap
+from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -171,13 +171,23 @@ def _blocking(report: Report) -> str:
 
 
 def _ranks_note(compiled: Compiled) -> list[str]:
-    unit = "units: peak activations, in shares of one microbatch per rank"
+    notes = ["units: peak activations, in shares of one microbatch per rank", *_limits(compiled.report)]
     if compiled.report.bytes_known:
-        return [unit]
-    notes = [unit, "bytes are not known before the model is built"]
+        return notes
+    notes.append("bytes are not known before the model is built")
     if compiled.job.hardware.memory_gib is not None:
         notes.append("whether they fit hardware.memory_gib: `zbc profile JOB.toml` measures them")
     return notes
+
+
+def _limits(report: Report) -> Iterator[str]:
+    """What a rank may hold."""
+    most = report.limits
+    told = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
+    told += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
+    told += [] if most.device_bytes is None else [f"{size(most.device_bytes)} of everything"]
+    if told:
+        yield f"limits of a rank: {', '.join(told)}"
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:

@@ -18,6 +18,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
+from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, with_recompute
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
@@ -208,7 +209,10 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     chosen = report.Chosen(layers, again, found.tried, found.all_tried)
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
-    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, compile_seconds=time.perf_counter() - began)
+    took = time.perf_counter() - began
+    summary = replace(
+        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits_of(job, found.name), compile_seconds=took
+    )
     return Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
 
 

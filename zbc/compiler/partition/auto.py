@@ -23,7 +23,7 @@ from zbc.compiler.partition.local_search import LocalSearch
 from zbc.compiler.partition.setup import Choice, Ordered, Setup
 from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
-from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.search.portfolio import Effort
@@ -188,7 +188,7 @@ def _least_memory(best: Best, evaluator: Evaluator) -> None:
     except ZbcError as error:
         costs = evaluator.costs(choice)
         needed = smallest(best.job, evaluator.placement, costs, split=schedule.splits_backward)
-        best.refuse(error, INF if schedule.name in OWN_LIMIT else needed)
+        best.refuse(error, needed if own_limit(schedule.name, 1) is None else INF)
 
 
 # ---- all schedules ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from zbc.compiler.partition.limits import shortage
 from zbc.compiler.partition.setup import Choice, Setup, with_recompute
 from zbc.compiler.partition.timing import FixedOrder, Recipes, Remade, Timing, limited, reduced
 from zbc.compiler.schedules import ScheduleCard
-from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
@@ -94,8 +94,8 @@ class Evaluator:
         """By what share the least that any order of this schedule holds is above the limits; 0 if it is not."""
         where, costs = self.placement, self.costs(choice)
         over = shortage(self.job, where, costs, split=self.schedule.splits_backward)
-        if self.schedule.name in OWN_LIMIT:
-            over = max(over, max(least_of(where, costs)) / OWN_LIMIT[self.schedule.name](where.ranks) - 1)
+        if (own := own_limit(self.schedule.name, where.ranks)) is not None:
+            over = max(over, max(least_of(where, costs)) / own - 1)
         return over if over > TINY else 0.0
 
     # ---- where the search starts -------------------------------------------------------------------------------------

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.report.report import MemoryLimits
+from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
+from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.spec import Job, parse_limit
@@ -21,32 +24,126 @@ BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and se
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Units per rank, and the costs in which they are counted (units by bytes where the limit is in bytes)."""
+    """What each rank may hold, and the costs in which that is counted: what a search reads.
+
+    Limits in units and limits in bytes are one where units are shares of bytes. Where they are not, the units count,
+    and `tighter` keeps to the bytes too: it is for what turns out to need more of them.
+    """
 
     costs: Costs
     units: tuple[float, ...] | None
-    unit: float = 0.0  # bytes of a unit, where what the device has left counts
+    unit: tuple[float, ...] = ()  # by rank the bytes of a unit, where what the device has left counts
+    tighter: Limit | None = None
 
 
-def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> Limit:
-    """The limit for one placement, with backward in two ops or (`split` false) in one.
+def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True, own: float | None = None) -> Limit:
+    """The limit for one placement, with backward in two ops or (`split` false) in one; `own` units at most.
 
     Raises E303 where `memory_limit` is below what a single microbatch needs.
     """
+    units, sizes = _limits(job, placement, costs, split)
+    if own is not None:
+        units = own if units is None else min(own, units)
+    each = None if units is None else (units,) * placement.ranks
+    if sizes is None:
+        return Limit(costs, each)
+    device, asked = job.hardware.memory_gib is not None, _asked(job)
+    counted, unit = _counted(costs, placement.ranks)
+    room = tuple(size / unit for size in sizes)
+    rates = (unit,) * placement.ranks
+    if each is None or _same(costs, counted):
+        room = room if each is None else tuple(map(min, each, room))
+        inside = Limit(costs if asked and asked[1] == "x" else counted, room, rates if device else ())
+        return inside if asked or _same(costs, counted) else Limit(costs, None, tighter=inside)
+    both, rates = _both(costs, placement, each, sizes, split)
+    return Limit(costs, each, tighter=Limit(both, each, rates if device else ()))
+
+
+def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
+    """What no order within the job's memory limit can beat."""
+    try:
+        units, sizes = _limits(job, placement, costs, split=True)
+    except ZbcError:
+        units = sizes = None
+    limits = [] if units is None else [(costs, [units] * placement.ranks)]
+    if sizes is not None:
+        counted, unit = _counted(costs, placement.ranks)
+        room = [size / unit for size in sizes]
+        same = bool(limits) and _same(costs, counted)
+        limits = [(costs, [min(units or 0.0, size) for size in room])] if same else [*limits, (counted, room)]
+    m = job.schedule.microbatches
+    found = [bounds(placement, counted, m, most) for counted, most in limits] or [bounds(placement, costs, m)]
+    least = Bounds(max(one.makespan for one in found), max(one.span for one in found))
+    return with_sums(least, placement, costs)
+
+
+def _same(costs: Costs, counted: Costs) -> bool:
+    """Whether units are shares of bytes."""
+    names = [(costs.units(name), counted.units(name)) for name in costs.size]
+    return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
+
+
+def limits_of(job: Job, schedule: str) -> MemoryLimits:
+    """What a plan of the job by this schedule is held to."""
+    p, asked = job.parallel.pp, _asked(job)
+    units = [float(own)] if (own := own_limit(schedule, p)) is not None else []
+    if asked is not None and asked[1] == "x":
+        units.append(asked[0] * p)
+    device = job.hardware.memory_gib
+    return MemoryLimits(
+        activation_units=min(units, default=None),
+        activation_bytes=asked[0] if asked is not None and asked[1] == "bytes" else None,
+        device_bytes=None if device is None else device * GIB,
+    )
+
+
+def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
+    """What the job lets each rank hold, in units and in bytes of activations; None for no such limit, or none known.
+
+    Below the least that any order needs, `hardware.memory_gib` leaves that: check_memory will say what is missing.
+    """
     asked, p = _asked(job), placement.ranks
-    multiple = asked is not None and asked[1] == "x"
-    if costs.bytes is None and not multiple:
-        return Limit(costs, None)  # check_memory refuses a limit in bytes without a model
-    counted, unit = (costs, 1.0) if multiple else _counted(costs, p)
-    room = _room(job, placement, costs if asked is None else counted, split)
-    if asked is None:
-        return Limit(costs, None) if room is None else Limit(counted, room, unit)
-    most, needs = asked[0] * p if multiple else asked[0] / unit, _least(placement, counted, split)
-    if max(needs) > most + (1e-6 if multiple else 1e-9):
-        raise _too_small(job, needs, most, None if multiple else unit)
-    if room is None:
-        return Limit(counted, (most,) * p)
-    return Limit(counted, tuple(min(most, left) for left in room), _counted(costs, p)[1])
+    units = sizes = None
+    if asked is not None and asked[1] == "x":
+        units, needs = asked[0] * p, _least(placement, costs, split)
+        if max(needs) > units + 1e-6:
+            raise _too_small(job, needs, units, None)
+    if costs.bytes is None:  # check_memory refuses a limit in bytes without a model
+        return units, None
+    counted, unit = _counted(costs, p)
+    least = [need * unit for need in _least(placement, counted, split)]
+    if asked is not None and asked[1] == "bytes":
+        if max(least) > asked[0] + 1e-9 * unit:
+            raise _too_small(job, [need / unit for need in least], asked[0] / unit, unit)
+        sizes = (asked[0],) * p
+    if job.hardware.memory_gib is not None:
+        left = [job.hardware.memory_gib * GIB - _fixed(costs, placement, rank) for rank in range(p)]
+        room = tuple(map(max, left, least))
+        sizes = room if sizes is None else tuple(map(min, sizes, room))
+    return units, sizes
+
+
+def _both(
+    costs: Costs, placement: Placement, units: Sequence[float], sizes: Sequence[float], split: bool
+) -> tuple[Costs, tuple[float, ...]]:
+    """A measure of which `units` are never less than so many units nor than these bytes, and the bytes of one by rank.
+
+    A stage counts as the larger of its units and its bytes, as shares of what its rank may hold. That may be too much
+    for a single microbatch; such ranks count units alone.
+    """
+    ranks = range(placement.ranks)
+    rates = [units[rank] / max(sizes[rank], 1.0) for rank in ranks]
+
+    def measured(name: str) -> tuple[float, ...]:
+        most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
+        return tuple(max(a, b * rate) for a, b, rate in zip(costs.units(name), costs.bytes_of(name), most, strict=True))
+
+    def measure() -> Costs:
+        return costs.with_units(**{name: measured(name) for name in costs.size})
+
+    needs, bytes_of_one = _least(placement, measure(), split), tuple(1 / rate for rate in rates)
+    rates = [0.0 if needs[rank] > units[rank] + 1e-9 else rates[rank] for rank in ranks]
+    return measure(), bytes_of_one
 
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
@@ -94,19 +191,6 @@ def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     sizes = costs.bytes or ()
     unit = sum(stage.share for stage in sizes) / p or 1.0
     return costs.with_units(**{name: tuple(b / unit for b in costs.bytes_of(name)) for name in costs.size}), unit
-
-
-def _room(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float, ...] | None:
-    """What `hardware.memory_gib` leaves each rank, in units; None if that is not known, or units are not bytes."""
-    if job.hardware.memory_gib is None or costs.bytes is None:
-        return None
-    counted, unit = _counted(costs, placement.ranks)
-    for name in costs.size:
-        if any(abs(a - b) > 1e-9 for a, b in zip(costs.units(name), counted.units(name), strict=True)):
-            return None
-    room = [(job.hardware.memory_gib * GIB - _fixed(costs, placement, r)) / unit for r in range(placement.ranks)]
-    # Below the least any order needs there is no plan; search at the least, and let check_memory say what is missing.
-    return tuple(max(a, b) for a, b in zip(room, _least(placement, costs, split), strict=True))
 
 
 def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:

@@ -9,19 +9,19 @@ from itertools import pairwise
 from operator import add
 from typing import Any, NamedTuple
 
+from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import cost, estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
-from zbc.compiler.partition.limits import Limit, limit_of
+from zbc.compiler.partition.limits import Limit, bounds_of, limit_of
 from zbc.compiler.schedules import Request, ScheduleCard
-from zbc.compiler.schedules.searched import OWN_LIMIT
+from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
-from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.job.spec import Job
 from zbc.text import GIB
@@ -108,28 +108,34 @@ class Setup:
         costs = cost.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
-        limit = limit_of(job, placement, costs, split=schedule.splits_backward)
-        if len(placement.pipes) > 1 and limit.units is not None:
-            given = map(min, limit.units, _everything(placement, limit.costs, job.schedule.microbatches))
-            limit = replace(limit, units=whole(tuple(given), least_of(placement, limit.costs))[0])
+        own = own_limit(schedule.name, placement.ranks)
+        limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
+        if len(placement.pipes) > 1:
+            limit = _whole(limit, placement, job.schedule.microbatches)
         return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit)
 
     def make(self, budget: float | None = None, **search: Any) -> Ordered:
         """The order; searched ones take about `budget` seconds (None: what the schedule takes by default).
 
-        `search` sets more of the request: see `Request`. Where tensors on their way need more of the device than the
-        limit left for them, the search runs again with that much less for activations.
+        `search` sets more of the request: see `Request`. Where that needs too many bytes, the search runs again with
+        the tighter limit; where tensors on their way need more of the device than the limit left for them, with that
+        much less for activations.
         """
         found = self._make(budget, search)
-        device, units, unit = self.job.hardware.memory_gib, self.limit.units, self.limit.unit
+        tighter = self.limit.tighter
+        if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
+            return replace(self, limit=tighter).make(budget, **search)
+        device, units = self.job.hardware.memory_gib, self.limit.units
         for _ in range(RETRIES):
-            if device is None or units is None or not unit:
+            if device is None or units is None or not self.limit.unit:
                 break
-            excess = [max(0.0, rank.bytes - device * GIB) / unit for rank in found.memory]
-            if not any(excess):
+            over = [max(0.0, rank.bytes - device * GIB) for rank in found.memory]
+            if not any(over):
                 break
+            held = [rank.units for rank in peaks(found.program, replace(self.limit.costs, bytes=None))]
             lowered = [
-                r.units - more if more else most for r, more, most in zip(found.memory, excess, units, strict=True)
+                now - more / unit if more else most
+                for now, more, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
             found = self._with(units)._make(budget, search)
@@ -158,18 +164,9 @@ class Setup:
         return replace(self, limit=replace(self.limit, units=units))
 
     @property
-    def limits(self) -> tuple[float, ...] | None:
-        """Units per rank, the schedule's own limit included."""
-        own, given = OWN_LIMIT.get(self.schedule.name), self.limit.units
-        if own is None:
-            return given
-        units = float(own(self.placement.ranks))
-        return tuple(min(units, limit) for limit in given or (units,) * self.placement.ranks)
-
-    @property
     def looks_for(self) -> tuple[object, ...]:
         """Searched schedules with the same of this look for the same orders."""
-        return self.placement, self.limits, self.stages, self.recompute, self.schedule.splits_backward
+        return self.placement, self.limit.units, self.stages, self.recompute, self.schedule.splits_backward
 
     def lowered(self) -> Iterator[Setup]:
         """The same under every limit that makes a difference, up to its own or to all it can use; largest first."""
@@ -192,7 +189,7 @@ class Setup:
     def least_step(self) -> float:
         """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
-        least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limits)
+        least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
         return with_sums(least, self.placement, costs).of(self.job.objective)
 
 
@@ -220,14 +217,13 @@ def finished(job: Job, program: Program, costs: Costs) -> Program:
     )
 
 
-def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
-    """What no order within the job's memory limit can beat."""
-    try:
-        limit = limit_of(job, placement, costs)
-    except ZbcError:
-        limit = Limit(costs, None)
-    least = bounds(placement, limit.costs, job.schedule.microbatches, limit.units)
-    return with_sums(least, placement, limit.costs)
+def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:
+    """The same, rounded down to what makes a difference to two pipes."""
+    tighter = None if limit.tighter is None else _whole(limit.tighter, placement, microbatches)
+    if limit.units is None:
+        return replace(limit, tighter=tighter)
+    given = map(min, limit.units, _everything(placement, limit.costs, microbatches))
+    return replace(limit, units=whole(tuple(given), least_of(placement, limit.costs))[0], tighter=tighter)
 
 
 def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:

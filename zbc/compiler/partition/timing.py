@@ -120,7 +120,7 @@ class Recipes:
         return -1.0  # a search keeps to its limit; partitions with which no order can are not asked for
 
     def _problem(self, setup: Setup) -> Problem:
-        costs, limits = setup.limit.costs, setup.limits
+        costs, limits = setup.limit.costs, setup.limit.units
         costs = costs if setup.schedule.splits_backward else costs.joined()
         return Problem.make(setup.placement, costs, self.microbatches, None if limits is None else list(limits))
 

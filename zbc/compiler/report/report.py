@@ -83,6 +83,15 @@ class CutReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
+
+    activation_units: float | None = None
+    activation_bytes: float | None = None
+    device_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The prediction for one plan. Bubble rates name what they are a share of."""
 
@@ -108,6 +117,7 @@ class Report:
     engine: str  # what searches run on: "numba" or "plain Python"
     per_rank: tuple[RankReport, ...]
     cut: CutReport
+    limits: MemoryLimits = MemoryLimits()
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
@@ -115,7 +125,7 @@ class Report:
     def predicted(self) -> dict[str, Any]:
         """The part that depends on nothing but the plan, for the manifest."""
         data: dict[str, Any] = _plain(asdict(self))
-        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine"):
+        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"):
             del data[key]
         return data
 
@@ -180,7 +190,7 @@ def build(
     name: str,
     chosen: Chosen,
 ) -> Report:
-    """The report of a program that passed check/; `barrier_ms` and `ahead_ms` are to be set by the caller."""
+    """The report of a program that passed check/; the caller sets `barrier_ms`, `ahead_ms` and `limits`."""
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,

@@ -23,21 +23,27 @@ from zbc.compiler.schedules.lagged import between_h1_and_h2
 from zbc.compiler.schedules.looped import interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
+from zbc.compiler.search.cyclic import FEW_OPS
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
-from zbc.compiler.search.portfolio import FEW_OPS, Effort
+from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 from zbc.text import at_least
 
-OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
+_OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
     "zb-v": lambda p: p,
     "v-half": lambda p: (p + 2) // 2,
     "v-min": lambda p: (p + 4) // 3,
 }
+
+
+def own_limit(name: str, p: int) -> int | None:
+    """The limit that the name of a schedule says, if it says one, in activation units of p ranks."""
+    return _OWN_LIMIT[name](p) if name in _OWN_LIMIT else None
 
 
 def zb_auto(request: Request) -> Program:
@@ -79,7 +85,7 @@ def looped_zb(request: Request) -> Program:
 
 def _at_most(name: str, request: Request) -> Request:
     """The request with the schedule's own limit per rank, or the tighter one it has. Raises E303 if it is too small."""
-    given, units = request.limits(), OWN_LIMIT[name](request.p)
+    given, units = request.limits(), _OWN_LIMIT[name](request.p)
     if request.costs is not None:
         needs = least_of(Placement.vshape(request.p), request.costs)
         rank = max(range(request.p), key=lambda r: needs[r])

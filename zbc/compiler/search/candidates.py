@@ -10,9 +10,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from zbc.compiler.search.anneal import WORSE
+from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
+from zbc.compiler.search.patterns import Block, expanded
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling, filled
 
@@ -23,9 +25,10 @@ LIST_VISITS = 10
 FILL_VISITS = 20
 DECODE_VISITS = 2000  # to prepare it, whatever its size
 TIME_VISITS = 1
+MADE_VISITS, BLOCK_VISITS = 8, 2  # orders made op by op
 STEPS = 8  # after which a sequence of steps has a period, as in `simulate.steady_state`
 
-Recipe = Genes | Filling | tuple[float, ...]  # the last: knobs of a policy
+Recipe = Genes | Filling | Block | tuple[float, ...]  # the last: knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,10 @@ class Bench:
             self.spent += FILL_VISITS * self.problem.size
             order = filled(self.problem, recipe)
             return self._timed(self.engine.numbers(order), origin, recipe) if order and self.fits(order) else None
+        if isinstance(recipe, Block):
+            self.spent += BLOCK_VISITS * self.problem.size
+            order = expanded(self.problem, recipe)
+            return self._timed(self.engine.numbers(order), origin, recipe) if self.fits(order) else None
         if not isinstance(recipe, Genes):
             return self._listed(list(recipe), self._plain, origin, recipe)
         key_f, key_b = self.decoder.keys(recipe)
@@ -126,6 +133,22 @@ class Bench:
             return None
         # The scheduler may have waited for an op that did not come; a rank that runs the order does not.
         return self._timed(self._order, origin, recipe)
+
+    def starts(self, order: Sequence[int]) -> list[float]:
+        """When the ops of an order that ends start, by place."""
+        made = self.engine.numbers(list(order))
+        self.engine.measure(self._table, made, self._position, self._zero, self._end)
+        self.spent += TIME_VISITS * self.problem.size
+        length = self._table.length
+        return [float(end - length[op]) for op, end in zip(order, self._end, strict=True)]
+
+    def stretch(self, few: Bench, found: Candidate) -> None:
+        """Try what an order for few microbatches becomes for all of them; see cyclic.py."""
+        starts = few.starts(found.order)
+        for order in stretched(few.problem, self.problem, found.order, starts):
+            self.spent += MADE_VISITS * self.problem.size
+            if self.fits(order):
+                self._timed(self.engine.numbers(order), f"{found.origin}, repeated", None)
 
     def order(self, order: Sequence[int], origin: str) -> Candidate | None:
         """An order made elsewhere; None if it cannot finish or needs more memory than allowed."""

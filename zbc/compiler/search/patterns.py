@@ -1,4 +1,4 @@
-"""Building blocks for the V placement: one microbatch's ops at offsets that repeat every six slots without colliding.
+"""Building blocks for the V placement: one microbatch's ops at offsets that repeat every six slots.
 
 With T_F = T_B = T_W a rank works 6 slots per microbatch (F, B, W of two stages). A block fixes the slot of each op of
 one microbatch on each rank; if the six offsets of a rank differ modulo 6, blocks can follow one another every 6 slots.
@@ -6,59 +6,141 @@ Blocks differ in the steps between neighbouring ranks on the way down (ka slots 
 the rests at the three turns; the way up takes one slot per rank. Short blocks hold little memory: V-Min, V-Half and
 ZB-V are members. Source: arXiv 2405.15362, section 3; the enumeration is ours.
 
+With backwards in one piece, of two slots, no steps keep all offsets of all ranks apart; there every leg has steps of
+its own, and ops that meet run one after the other.
+
 Blocks make the best orders where memory is tight, since a list scheduler loses a little in every period there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
-from zbc.compiler.search.problem import KINDS, Problem
+from zbc.compiler.search.listing import ROOM
+from zbc.compiler.search.problem import Problem
 
 SLOTS = 6
 Offsets = tuple[list[int], list[int], list[int], list[int], list[int], list[int]]  # F0 F1 B1 B0 W1 W0, by rank
 
 
-def orders(problem: Problem) -> Iterator[tuple[str, list[int]]]:
-    """Every building block of the problem's p as a rank-major order, for V placements of two chunks; else nothing."""
+class Block(NamedTuple):
+    """Steps of F down, first and later, then of F up, B down and B up; from which rank on later; rests at the turns.
+
+    It makes an order again for any number of microbatches.
+    """
+
+    steps: tuple[int, int, int, int, int]
+    change: int
+    turns: tuple[int, int, int]
+    whole: bool  # W right after its B
+
+
+def fitting(problem: Problem) -> list[Block]:
+    """The blocks whose steady state keeps to the limit on the first, middle and last rank, those that hold most first.
+
+    For V placements of two chunks; else nothing.
+    """
     p = problem.p
     down, up = list(range(p)), list(range(p - 1, -1, -1))
     if problem.v != 2 or problem.rank != down + up or p < 2:
-        return
-    rows = problem.rows()
-    bases = [rows.bases(kind) for kind in KINDS]
-    for name, offsets in blocks(p):
-        yield name, _expand(bases, problem.m, offsets)
+        return []
+    found = []
+    for place, (block, offsets) in enumerate(_blocks(p, not any(problem.w))):
+        held = [_most(problem, offsets, rank) for rank in sorted({0, p // 2, p - 1})]
+        if all(most <= limit + ROOM for most, limit in held):
+            found.append((-sum(most for most, _ in held), place, block))
+    return [block for *_, block in sorted(found)]
 
 
-def blocks(p: int) -> Iterator[tuple[str, Offsets]]:
+def expanded(problem: Problem, block: Block) -> list[int]:
+    """All microbatches, SLOTS apart, merged into one order per rank."""
+    m, offsets = problem.m, _offsets(problem.p, block)
+    order: list[int] = []
+    for rank in range(problem.p):
+        entries = _cycle(problem, offsets, rank)
+        leads = [lead for lead, _, _ in entries]
+        for n in range(min(leads), max(leads) + m):
+            order += [op + n - lead for lead, op, _ in entries if 0 <= n - lead < m]
+    return order
+
+
+def _cycle(problem: Problem, offsets: Offsets, rank: int) -> list[tuple[int, int, float]]:
+    """The six ops of a rank in the order of a period: how many periods late, the first op's number, and its change."""
+    up, m, n = problem.n_stages - 1 - rank, problem.m, problem.n_stages
+    stages = (rank, up, up, rank, up, rank)
+    found = []
+    for family, stage, times in zip((0, 0, 1, 1, 2, 2), stages, offsets, strict=True):
+        kept, left = problem.keep_b[stage], problem.keep_w[stage]
+        change = (kept, left - kept, -left)[family]
+        lead, slot = divmod(times[rank], SLOTS)
+        found.append((slot, family, lead, (family * n + stage) * m, change))
+    return [entry[2:] for entry in sorted(found)]
+
+
+def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
+    """What a rank holds at its fullest in the steady state, and what it may."""
+    entries = _cycle(problem, offsets, rank)
+    held = most = -sum(lead * change for lead, _, change in entries)
+    for _, _, change in entries:
+        held += change
+        most = max(most, held)
+    return most, problem.limit[rank]
+
+
+@lru_cache(maxsize=8)
+def _blocks(p: int, whole: bool) -> list[tuple[Block, Offsets]]:
     """The blocks of p ranks; for many ranks only some of the places where the step changes."""
+    found = list(_with_whole_backwards(p) if whole else _with_split_backwards(p))
+    return [(block, _offsets(p, block)) for block in found]
+
+
+def _with_split_backwards(p: int) -> Iterator[Block]:
+    """No two ops in one slot."""
     places = range(1, p) if p <= 8 else (1, p // 2, p - 1)
     for ka in range(1, 6):
         for kb in range(1, ka + 1):
             for change in places if ka != kb else (p - 1,):
-                steps = [0, *(ka if i < change else kb for i in range(p - 1))]
-                yield from _turns(p, steps, f"{ka}.{kb}.{change}")
+                for g1, g2, g3 in product(range(1, SLOTS + 1), repeat=3):
+                    if _meet_at_the_ends(p, ka * change + kb * (p - 1 - change), g1, g2, g3):
+                        continue
+                    block = Block((ka, kb, 1, 0, 1), change, (g1, g2, g3), whole=False)
+                    f0, f1, b1, b0, _, _ = _offsets(p, block, weights=False)
+                    pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
+                    if not any(_collide(a, b) for a, b in pairs):
+                        yield block
 
 
-def _turns(p: int, steps: list[int], name: str) -> Iterator[tuple[str, Offsets]]:
-    """The ways to turn at the last rank, at the first, and at the last again without two ops in one slot."""
-    way = [sum(steps[: r + 1]) for r in range(p)]
-    up = list(range(p - 1, -1, -1))
-    for g1 in range(1, SLOTS + 1):
-        f1 = [way[-1] + g1 + u for u in up]
-        if _collide(way, f1):
-            continue
-        for g2 in range(1, SLOTS + 1):
-            b1 = [f1[0] + g2 + w for w in way]
-            if _collide(way, b1) or _collide(f1, b1):
-                continue
-            for g3 in range(1, SLOTS + 1):
-                b0 = [b1[-1] + g3 + u for u in up]
-                if _collide(way, b0) or _collide(f1, b0) or _collide(b1, b0):
-                    continue
-                w1, w0 = _weights(p, way, f1, b1, b0)
-                yield f"block {name} {g1}{g2}{g3}", (way, f1, b1, b0, w1, w0)
+def _meet_at_the_ends(p: int, way: int, g1: int, g2: int, g3: int) -> bool:
+    """Whether two of the first four ops share a slot on the first rank or on the last; `way`: slots of F down."""
+    first = (0, way + g1 + p - 1, way + g1 + p - 1 + g2, 2 * way + g1 + 2 * (p - 1) + g2 + g3)
+    last = (way, way + g1, 2 * way + g1 + p - 1 + g2, 2 * way + g1 + p - 1 + g2 + g3)
+    return any(len({slot % SLOTS for slot in ends}) < len(ends) for ends in (first, last))
+
+
+def _with_whole_backwards(p: int) -> Iterator[Block]:
+    for down, up, back_down, back_up in product((1, 2), (1, 2), (2, 3, 4), (2, 3, 4)):
+        for turns in product((1, 2), (1, 2), (2, 3, 4)):
+            yield Block((down, down, up, back_down, back_up), p - 1, turns, whole=True)
+
+
+def _offsets(p: int, block: Block, *, weights: bool = True) -> Offsets:
+    """`steps` of B down are those of F down where they are 0."""
+    ka, kb, climb, back_down, back_up = block.steps
+    way, back, up = [0], [0], list(range(p - 1, -1, -1))
+    for i in range(p - 1):
+        way.append(way[-1] + (ka if i < block.change else kb))
+        back.append(back[-1] + (back_down or (ka if i < block.change else kb)))
+    g1, g2, g3 = block.turns
+    f1 = [way[-1] + g1 + climb * u for u in up]
+    b1 = [f1[0] + g2 + w for w in back]
+    b0 = [b1[-1] + g3 + back_up * u for u in up]
+    if block.whole:
+        return way, f1, b1, b0, b1, b0
+    w1, w0 = _weights(p, way, f1, b1, b0) if weights else ([], [])
+    return way, f1, b1, b0, w1, w0
 
 
 def _collide(a: list[int], b: list[int]) -> bool:
@@ -75,24 +157,3 @@ def _weights(p: int, f0: list[int], f1: list[int], b1: list[int], b0: list[int])
         second = (b1[r] + (y - b1[r]) % SLOTS, b0[r] + (x - b0[r]) % SLOTS)
         w1[r], w0[r] = min(first, second, key=sum)
     return w1, w0
-
-
-def _expand(bases: list[list[int]], m: int, offsets: Offsets) -> list[int]:
-    """All microbatches, SLOTS apart, merged into one order per rank. `bases`: the first F, B and W of each stage."""
-    f, b, w = bases
-    f0, f1, b1, b0, w1, w0 = offsets
-    order: list[int] = []
-    for down in range(len(f0)):
-        up = -1 - down
-        starts = (
-            (f0[down], f[down]),
-            (f1[down], f[up]),
-            (b1[down], b[up]),
-            (b0[down], b[down]),
-            (w1[down], w[up]),
-            (w0[down], w[down]),
-        )
-        timed = [(time + i * SLOTS, op + i) for time, op in starts for i in range(m)]
-        timed.sort()
-        order += [op for _, op in timed]
-    return order

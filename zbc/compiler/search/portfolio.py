@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 from random import Random
 from typing import NamedTuple
 
-from zbc.compiler.search import patterns
+from zbc.compiler.search import cyclic, patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Recipe
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Genes, mutate, random_genes
@@ -29,8 +29,9 @@ from zbc.compiler.search.rounds import Filling
 # Op visits per second, cautiously: what turns seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
 FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
-LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 4_000_000
-FEW_OPS = 50_000
+REPEATED = 2  # orders found with fewer microbatches that are repeated
+FIRST_BLOCKS = 3
+LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 8_000_000
 FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 4.0, 2.0
 WIDTHS = (4, 4, 8)  # of the first brackets; the last one of all that follow
 WARM = 0.02  # of chains, in periods
@@ -78,13 +79,12 @@ def search(
     full = Bench(problem, engine, objective)
     for origin, order in orders:
         full.order(order, origin)
-    few = _reduced(problem)
+    few = cyclic.reduced(problem)
     if few is None:
         _fast_tier(full, target)
         liked = _recipes(full)
         full.most = effort.visits
-        _patterns(full, target)
-        for _ in _rounds(full, effort.seed, target):
+        for _ in chain(_patterns(full, target), _rounds(full, effort.seed, target)):
             pass
     else:
         small = Bench(few, engine, objective)
@@ -107,30 +107,40 @@ def _recipes(bench: Bench) -> list[Recipe]:
 
 def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
     """Search with few microbatches and with all of them, each with half of what has been spent so far."""
-    rounds = {small: _rounds(small, effort.seed, 0.0), full: _rounds(full, effort.seed, target, chains=False)}
-    carried: set[Recipe] = set()
-    _carry(small, full, 2 if full.problem.size < 2 * FEW_OPS else 1, carried)
+    rounds = {
+        small: chain(_patterns(small, 0.0), _rounds(small, effort.seed, 0.0)),
+        full: _rounds(full, effort.seed, target, carried=small.problem.size),
+    }
+    carried: set[Recipe | Candidate] = set()
+    _carry(small, full, 2 if full.problem.size < 2 * cyclic.FEW_OPS else 1, carried)
     going = True
     while going:
         small.most, full.most = effort.visits - full.spent, effort.visits - small.spent
+        if full.reached(target):
+            return
         bench = small if small.spent <= full.spent else full
         if bench is full and not full.over:
             _carry(small, full, FINALISTS, carried)
+            _repeat(small, full, carried)
         going = next(rounds[bench], False)
 
 
-def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe]) -> None:
-    """Decode the best recipes found with few microbatches for all of them, each once."""
-    for candidate in [c for c in small.roots if c.recipe is not None][:most]:
+def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
+    """Decode the best recipes found with few microbatches for all of them, each once; and the best building block."""
+    known = [c for c in small.roots if c.recipe is not None]
+    blocks = [c for c in known[most:] if isinstance(c.recipe, patterns.Block)]
+    for candidate in known[:most] + blocks[:1]:
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)
             full.decode(candidate.recipe, candidate.origin)
 
 
-def _reduced(problem: Problem) -> Problem | None:
-    """The problem with 4p microbatches, or at least 2p of them if there are many ops, where that is clearly fewer."""
-    few = min(4 * problem.p, max(2 * problem.p, FEW_OPS // (3 * problem.n_stages)))
-    return replace(problem, m=few) if problem.m > 1.5 * few else None
+def _repeat(small: Bench, full: Bench, carried: set[Recipe | Candidate]) -> None:
+    """Repeat the best orders found with few microbatches, each once."""
+    for candidate in small.found[:REPEATED]:
+        if candidate not in carried and not full.over:
+            carried.add(candidate)
+            full.stretch(small, candidate)
 
 
 def _fast_tier(bench: Bench, target: float) -> None:
@@ -141,37 +151,41 @@ def _fast_tier(bench: Bench, target: float) -> None:
     for index, policy in enumerate(policies(v)):
         known += [(policy, f"policy {index}"), *blocks[2 * index : 2 * index + 2]]
     known += blocks[2 * len(policies(v)) :]
+    for block in patterns.fitting(bench.problem)[:FIRST_BLOCKS]:
+        bench.decode(block, "block")
     for tried, (recipe, origin) in enumerate(known):
         if bench.reached(target) or (tried >= LEAST_TRIED and bench.spent > FAST_VISITS):
             return
         bench.decode(recipe, origin)
 
 
-def _patterns(bench: Bench, target: float) -> None:
+def _patterns(bench: Bench, target: float) -> Iterator[bool]:
     """Building blocks, of large problems only as many as a fixed share of work allows."""
     began = bench.spent
-    for origin, order in patterns.orders(bench.problem):
+    for block in patterns.fitting(bench.problem):
         if bench.over or bench.spent - began > PATTERN_VISITS or bench.reached(target):
             return
-        bench.order(order, origin)
+        bench.decode(block, "block")
+        yield True
 
 
-def _rounds(bench: Bench, seed: int, target: float, *, chains: bool = True) -> Iterator[bool]:
+def _rounds(bench: Bench, seed: int, target: float, *, carried: int = 0) -> Iterator[bool]:
     """Brackets of growing length, a step at a time, while the budget lasts.
 
     A bracket makes new roots by a chain, anneals the best of what there is (WIDTHS), the better half of these twice as
     long, and so on down to one. Half of what it starts from is what earlier brackets ended with, half has not been
-    annealed yet.
+    annealed yet. Where roots are `carried` from a problem of so many ops, there are no chains, and it begins with as
+    few moves as there.
     """
     objective, rng = bench.objective, Random(seed)
     heats, growth = (SMALL_HEATS, SMALL_GROWTH) if bench.problem.size <= SMALL else (HEATS, GROWTH)
     heads: list[Candidate] = []
     used: set[tuple[float, float]] = set()
-    length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * bench.problem.size, 0
+    length, moves, turn = float(FIRST_CHAIN), FIRST_MOVES * (carried or bench.problem.size), 0
     for most in chain(WIDTHS, repeat(WIDTHS[-1])):
         if bench.over or not bench.roots:
             return
-        if chains:
+        if not carried:
             yield from _chain(bench, int(length), rng, target, fresh=turn % 3 == 2)
         heads = heads[: most // 2]
         fresh = [c for c in bench.roots if c.rank(objective) not in used][: most - len(heads)]

@@ -1,0 +1,73 @@
+"""A step of many microbatches out of one of few: a beginning, a body that repeats, and an end.
+
+An order found for few microbatches is cut at a time. What began before is the beginning; the next K ops of each row (a
+kind of a stage) are the body, in the order that each rank has them; the rest is the end. Run the body again and again,
+each time for the next K microbatches, and the order does for K, 2K, .. microbatches more. It never blocks where the
+given order does not, as what each run needs was made in this one or in those before. A run leaves as much in memory as
+it finds.
+
+Which body is good is told by the step itself: the times of a period count for every microbatch, those of beginning and
+end once. So a few cuts and sizes are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from zbc.compiler.search.problem import Problem
+
+SIZES = (1, 2, 3, 4, 6, 12)  # of a body, in microbatches
+CYCLE = 12  # a multiple of all of them
+CUTS = (0.4, 0.5)  # where a body begins, as shares of the step
+FEW_OPS = 50_000
+
+
+def reduced(problem: Problem) -> Problem | None:
+    """The problem with some 4p microbatches, or at least 2p of them if there are many ops, where that is clearly fewer.
+
+    As many fewer that a body of any size does for the rest.
+    """
+    few = min(4 * problem.p, max(2 * problem.p, FEW_OPS // (3 * problem.n_stages)))
+    few += (problem.m - few) % CYCLE
+    return replace(problem, m=few) if problem.m > 1.5 * few else None
+
+
+def stretched(few: Problem, many: Problem, order: Sequence[int], starts: Sequence[float]) -> Iterator[list[int]]:
+    """Orders for `many` out of a rank-major one for `few`, whose ops start at `starts`, by place."""
+    step = max(starts)
+    for cut in CUTS:
+        done = _begun(few, order, starts, cut * step)
+        for size in SIZES:
+            if max(done) + size <= few.m:
+                yield _repeated(few, many, order, done, size)
+
+
+def _begun(few: Problem, order: Sequence[int], starts: Sequence[float], at: float) -> list[int]:
+    """By row how many ops have begun by a time. Ops of a row have consecutive numbers, as many as microbatches."""
+    done = [0] * (few.size // few.m)
+    for place, op in enumerate(order):
+        if starts[place] < at:
+            done[op // few.m] += 1
+    return done
+
+
+def _repeated(few: Problem, many: Problem, order: Sequence[int], done: Sequence[int], size: int) -> list[int]:
+    runs = (many.m - few.m) // size
+    whole: list[int] = []
+    for low, high in pairwise(few.rows().first):
+        body, end = list[int](), list[int]()
+        for op in order[low:high]:
+            row, unit = divmod(op, few.m)
+            number = row * many.m + unit
+            if unit < done[row]:
+                whole.append(number)
+            elif unit < done[row] + size:
+                body.append(number)
+            else:
+                end.append(number + runs * size)
+        for shift in range(0, (runs + 1) * size, size):
+            whole += [number + shift for number in body]
+        whole += end
+    return whole
