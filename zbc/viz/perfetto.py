@@ -146,7 +146,8 @@ def _changes(pid: int, name: str, points: Iterator[tuple[float, float]], unit: s
         last[_ns(ms)] = value
     for ns in sorted(last):
         value = round(max(0.0, last[ns]), 6)
-        yield f'{{"ph":"C","cat":"memory","name":"{name}","pid":{pid},"tid":0,"ts":{_us(ns)},"args":{{"{unit}":{value}}}}}'
+        about = f'"pid":{pid},"tid":0,"ts":{_us(ns)},"args":{{"{unit}":{value}}}'
+        yield f'{{"ph":"C","cat":"memory","name":"{name}",{about}}}'
 
 
 # ---- events --------------------------------------------------------------------------------------------------
