@@ -9,16 +9,20 @@ import shutil
 import struct
 import zlib
 from array import array
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.fuzzing_orders import any_job, move_ops, moved, runs, sign
 from tests.jobs import toml_text
-from zbc.commands.checking import check_plan
+from zbc.api import Plan
+from zbc.commands.checking import check_csv, check_plan
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
+from zbc.interop import torch_csv
 from zbc.job import hfconfig
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import Reader, TensorPart, put_together, write_parts
@@ -26,7 +30,25 @@ from zbc.training.data.tokenfile import Tokens, sidecar, write_sidecar
 from zbc.training.data.tokens import TokenWindows
 from zbc.training.models.pretrained import INDEX, tensor_files
 
-VALUES: list[Any] = [None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, -0.5, 1e308, float("nan"), "", "x", "a:b", "1.0x"]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    -0.5,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "a:b",
+    "1.0x",
+]
 VALUES += [
     "é\x00",
     "../x",
@@ -60,7 +82,7 @@ def damage(rng: random.Random, raw: bytes) -> bytes:
             digits = [i for i, byte in enumerate(data) if 48 <= byte < 58]
             if digits:
                 where = rng.choice(digits)
-                data[where:where] = rng.choice([b"9" * 20, b"-", b"0", b"1e", b"7"])
+                data[where:where] = rng.choice([b"9" * 20, b"9" * 5000, b"-", b"0", b"1e", b"7"])
         else:
             data[at:at] = rng.choice([b"\x00", b"\xff\xfe", b"[", b"}", b'"', b"\n", "é".encode(), b"nan", b"[[a]]"])
     return bytes(data)
@@ -79,8 +101,11 @@ def swap_value(rng: random.Random, tree: Any) -> Any:
     return rng.choice(VALUES)
 
 
+KINDS = ("job", "plan", "csv", "toml", "tokens", "config", "index", "checkpoint")
+
+
 class Inputs:
-    """Good inputs below a folder, and for each kind a function that damages one with a seed and reads it."""
+    """Good inputs below a folder, and for each of KINDS a method that damages one with a seed and reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,14 +118,11 @@ class Inputs:
             )
         )
         compile_job(load_job(folder / "good.toml")).write(folder / "good-plan")
-        self.kinds: dict[str, Callable[[random.Random], None]] = {
-            "toml": self.toml,
-            "plan": self.plan,
-            "tokens": self.tokens,
-            "config": self.config,
-            "index": self.index,
-            "checkpoint": self.checkpoint,
-        }
+        self.orders = [
+            Plan.read(folder / "good-plan").export("torch-csv")[".csv"],
+            torch_csv.dumps(SCHEDULES["dualpipe-v"].make(Request(2, 4, 2, overlap=True))),
+            torch_csv.dumps(SCHEDULES["zb-v"].make(Request(3, 3, 2))),
+        ]
 
     def toml(self, rng: random.Random) -> None:
         path = self.folder / "job.toml"
@@ -121,6 +143,10 @@ class Inputs:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.folder / "good-plan", folder)
         for _ in range(rng.randint(1, 2)):
+            if rng.random() < 0.5:
+                with suppress(ValueError, KeyError, TypeError, IndexError):  # damaged before
+                    move_ops(rng, folder)
+                continue
             file = rng.choice(sorted(folder.iterdir()))
             raw = file.read_bytes()
             try:
@@ -128,7 +154,29 @@ class Inputs:
             except ValueError:
                 changed = raw
             file.write_bytes(damage(rng, raw) if rng.random() < 0.4 else changed)
-        check_plan(folder)
+        if rng.random() < 0.8:
+            sign(folder)
+        runs(check_plan(folder).program)
+
+    def job(self, rng: random.Random) -> None:
+        changes, budget = any_job(rng)
+        path = self.folder / "any.toml"
+        path.write_text(toml_text(**changes))
+        compiled = compile_job(load_job(path), budget=budget)
+        runs(compiled.program)
+        compiled.write(self.folder / "any-plan")
+        check_plan(self.folder / "any-plan")
+
+    def csv(self, rng: random.Random) -> None:
+        path = self.folder / "order.csv"
+        rows = [row.split(",") for row in rng.choice(self.orders).splitlines()]
+        cells = [cell for row in rows for cell in row]
+        for _ in range(rng.randint(1, 2)):
+            at = rng.randrange(len(rows))
+            rows[at] = moved(rng, rows[at], cells) if rows[at] else rows[at]
+        raw = "\n".join(",".join(row) for row in rows).encode()
+        path.write_bytes(damage(rng, raw) if rng.random() < 0.4 else raw)
+        runs(check_csv(path).program)
 
     def tokens(self, rng: random.Random) -> None:
         path = self.folder / "tokens.bin"
@@ -226,7 +274,7 @@ def _toml(value: Any) -> str:
 def survives(inputs: Inputs, kind: str, seed: int) -> bool:
     """Whether the input was fine in spite of its damage; False for a ZbcError. Anything else comes through."""
     try:
-        inputs.kinds[kind](random.Random(f"{kind} {seed}"))
+        getattr(inputs, kind)(random.Random(f"{kind} {seed}"))
     except ZbcError as error:
         error.render()
         return False

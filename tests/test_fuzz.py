@@ -1,4 +1,4 @@
-"""Some hundred damaged inputs of each kind; bench/fuzz.py tries ten thousand."""
+"""Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py tries them for minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzzing import Inputs, survives
 from zbc.errors import ZbcError
 from zbc.job import spec
 
-COUNTS = {"toml": 80, "plan": 60, "tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
+COUNTS = {"job": 12, "plan": 80, "csv": 150, "toml": 80, "tokens": 150, "config": 150, "index": 100, "checkpoint": 100}
 
 
 @pytest.fixture(scope="module")
