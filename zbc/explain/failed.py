@@ -29,8 +29,10 @@ with --local or torchrun's, a run continues by itself (docs/failures.md).
         "an op failed",
         """
 The message names the rank, the step and the op, and the lines where the code
-failed. If it is about the plan (a message that no rank takes, a tensor that is
-missing), the plan did not come from this zbc: check it with `zbc check`.
+failed. One that ran out of memory names what it asked for and what the plan
+predicts for its rank. If it is about the plan (a message that no rank takes, a
+tensor that is missing), the plan did not come from this zbc: check it with
+`zbc check`.
 """,
     ),
     "E704": entry(
