@@ -3,9 +3,9 @@
     python bench/fuzz.py [--minutes 10] [--first 0] [--kind NAME ...]
 
 Each ends in success or in a ZbcError, and what is accepted of orders runs to its end on a machine that knows nothing of
-proofs (tests/check/operational.py). Anything else, a process that dies, and an input that takes more than 20 s are
-printed with the seed that makes it again, and end this with 1. Each kind of input has its own process and its share of
-the time, and begins with the seed `--first`.
+proofs (tests/check/operational.py). Anything else, a process that dies, and an input that takes more than 20 s of a
+core, or two minutes, are printed with the seed that makes it again, and end this with 1. Each kind of input has its own
+process and its share of the time, and begins with the seed `--first`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from bench.record import Record
 from tests.fuzzing import KINDS, Inputs, survives
 
 SHARES = {"job": 6, "plan": 3, "csv": 2, "checkpoint": 2}  # of the time; of all others 1
-HANG_S = 20.0
+HANG_S, WAIT_S = 20.0, 120.0  # of a core; of anything
 START_S = 300.0  # to compile the kernels of the search
 
 
@@ -38,6 +39,7 @@ def tried(kind: str, first: int, pipe: Connection) -> None:
             survives(inputs, kind, 0)
         for seed in itertools.count(first):
             pipe.send(("begins", seed))
+            signal.setitimer(signal.ITIMER_PROF, HANG_S)  # which ends this process
             try:
                 pipe.send(("read" if survives(inputs, kind, seed) else "refused", seed))
             except Exception:
@@ -76,10 +78,10 @@ class Found:
             try:
                 what, seed = pipe.recv()
             except EOFError:
-                self.wrong(f"{self.kind} {seed} ended its process")
+                self.wrong(f"{self.kind} {seed} ended its process, or took {HANG_S:.0f} s of a core")
                 return seed
             if what == "begins":
-                limit, began = HANG_S, time.monotonic()
+                limit, began = WAIT_S, time.monotonic()
                 continue
             self.slowest = max(self.slowest, time.monotonic() - began)
             if what in self.counts:

@@ -254,6 +254,13 @@ def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
     assert caught.value.code == "E521" and words in caught.value.message
 
 
+def test_whole_numbers_that_no_float_holds_are_refused_too():
+    rope = {"rope_type": "linear", "rope_theta": 10**400, "factor": 8}
+    with pytest.raises(ZbcError, match="no valid model: rope_theta") as caught:
+        hfconfig.model_of({"model_type": "llama", "rope_parameters": rope}, "config.json")
+    assert caught.value.code == "E521"
+
+
 def test_old_and_new_configurations_say_the_same():
     """transformers 5 moved rope_theta and rope_scaling into rope_parameters."""
     rope = {**LLAMA3, "original_max_position_embeddings": 64}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from random import Random
 
 import pytest
@@ -78,6 +78,20 @@ def test_a_limit_that_is_the_least_but_for_rounding_has_one_rung():
     needs = (1.75, 1.0)
     assert whole([1.75 * (1 - 1e-15), 1.0], needs) == [(1.75 * (1 - 1e-15), 1.0)]
     assert whole([2.3, 1.0], needs) == [(2.0, 1.0), needs]
+
+
+@pytest.mark.parametrize("p", [1, 4, 8])
+def test_rungs_end_however_large_the_limit(p):
+    """Beyond 1e10 units nothing as small as what tells two limits apart can be taken from one."""
+    where = Placement.linear(p)
+    for limit in (1e9, 1e12, 1e18):
+        kept = ((1.0,) * (p - 1) + (limit,), (1.0,) * p)
+        given = Costs.per_stage(*((1.0,) * p,) * 3, *kept, ((0.0,) * (p - 1),))
+        grid = Grid.of(Problem.make(where, given, 3, limit))
+        rungs = list(islice(grid.coarse(), 5000))
+        assert len(rungs) < 5000 and rungs == sorted(set(rungs), reverse=True)
+        assert len(list(islice(grid.fine(rungs[-1], rungs[0]), 50_000))) < 50_000
+        assert len(set(whole([limit] * p, [1.0] * p))) == len(whole([limit] * p, [1.0] * p))
 
 
 def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():

@@ -130,7 +130,8 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] |
 
 def float_of(value: Any) -> Any:
     """JSON writes 500000 where 500000.0 is meant."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if whole and abs(value) < 2**63 else value
 
 
 def _refused(source: str, key: str, value: Any, why: str) -> ZbcError:

@@ -61,23 +61,20 @@ class Grid:
 
     def coarse(self) -> Iterator[float]:
         """The coarse rungs from the largest within the limits down to one at which no rank has more than it needs."""
-        rung = self.top if self.top >= self.everything else self._floor(self.top, 1)
+        rung = self.top if self.top >= self.everything else _floor(self.problem.p, self.top, 1)
         lowest = min(need + below for need, below in zip(self.least, self.below, strict=True))
         while True:
             yield rung
             if rung <= lowest:
                 return
-            rung = self._floor(rung - 2 * SLACK, 1)
+            rung = _below(self.problem.p, rung, 1)
 
     def fine(self, low: float, high: float) -> Iterator[float]:
         """The fine rungs above `low`, up to and with `high`, from the largest down."""
-        rung = self._floor(high, FINE)
+        rung = _floor(self.problem.p, high, FINE)
         while rung > low + SLACK:
             yield rung
-            rung = self._floor(rung - 2 * SLACK, FINE)
-
-    def _floor(self, limit: float, parts: int) -> float:
-        return _floor(self.problem.p, limit, parts)
+            rung = _below(self.problem.p, rung, FINE)
 
 
 def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, ...]]:
@@ -87,8 +84,13 @@ def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, 
     while not found or any(limit > need for limit, need in zip(found[-1], needs, strict=True)):
         lowered = [min(limit, max(need, rung)) for limit, need in zip(limits, needs, strict=True)]
         found.append(tuple(lowered))
-        rung = _floor(p, rung - 2 * SLACK, 1)
+        rung = _below(p, rung, 1)
     return found
+
+
+def _below(p: int, rung: float, parts: int) -> float:
+    """The next smaller rung; a share of a large one, from which nothing can be told that is as small as SLACK."""
+    return _floor(p, rung - max(2 * SLACK, 1e-9 * rung), parts)
 
 
 def _floor(p: int, limit: float, parts: int) -> float:
