@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
 
 SIZES = (1, 2, 3, 4, 6, 12)  # of a body, in microbatches
@@ -25,13 +26,20 @@ FEW_OPS = 50_000
 
 
 def reduced(problem: Problem) -> Problem | None:
-    """The problem with some 4p microbatches, or at least 2p of them if there are many ops, where that is clearly fewer.
+    """The problem with some 4p microbatches, or 2p if there are many ops, where that is clearly fewer.
 
-    As many fewer that a body of any size does for the rest.
+    Where 4p are not, 2p do with one stage per rank and less memory than 1F1B takes: bodies are short there. As many
+    fewer that a body of any size does for the rest.
     """
-    few = min(4 * problem.p, max(2 * problem.p, FEW_OPS // (3 * problem.n_stages)))
-    few += (problem.m - few) % CYCLE
-    return replace(problem, m=few) if problem.m > 1.5 * few else None
+    p = problem.p
+    counts = [min(4 * p, max(2 * p, FEW_OPS // (3 * problem.n_stages)))]
+    if problem.v == 1 and max(problem.limit) < p * max(problem.keep_b) - ROOM:
+        counts.append(2 * p)
+    for few in counts:
+        few += (problem.m - few) % CYCLE
+        if problem.m > 1.5 * few:
+            return replace(problem, m=few)
+    return None
 
 
 def stretched(few: Problem, many: Problem, order: Sequence[int], starts: Sequence[float]) -> Iterator[list[int]]:
