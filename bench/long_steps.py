@@ -56,6 +56,7 @@ CASES = [
     LongCase("v-half", 8, 512, "14.6B-48", 15868.7),
     LongCase("1f1b-v", 16, 64, "unit", 229.5, 11 / 16),
     LongCase("1f1b-v", 32, 128, "unit", 460.5, 22 / 32),
+    LongCase("1f1b-v", 24, 192, "unit", 636.0, 17 / 24),  # our walks through tiles, as found here first
     LongCase("zb-auto", 32, 128, "14.6B", 7149.2, 0.5),  # ours before bodies were repeated, as the next
     LongCase("v-auto", 32, 128, "14.6B", 4782.1, 0.5),
     LongCase("zb-auto", 8, 64, "1.5B", 5449.34, 0.5),

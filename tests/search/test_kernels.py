@@ -152,6 +152,22 @@ def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, p
         examine(given, benches[0])
 
 
+@pytest.mark.parametrize("p", (2, 3, 7, 12, 24))
+def test_tiles_keep_the_ops_of_every_rank_apart(p):
+    tiled = [block for block, _ in patterns._blocks(p, True) if isinstance(block, patterns.Tiles)]
+    assert tiled
+    for block in tiled:
+        f0, f1, b1, b0, *_ = patterns._offsets(p, block)
+        for rank in range(p):
+            busy = [f0[rank], f1[rank], b1[rank], b1[rank] + 1, b0[rank], b0[rank] + 1]
+            assert {slot % patterns.SLOTS for slot in busy} == set(range(patterns.SLOTS))
+        way = f0 + f1[::-1] + b1 + b0[::-1]
+        lengths = [1] * (2 * p) + [2] * (2 * p)
+        assert all(later - sooner >= length for sooner, later, length in zip(way, way[1:], lengths, strict=False))
+    # 8 slots a rank over the four legs: 2/3 of the memory of 1F1B, and what ranks short of a cycle of six cost
+    assert f0[-1] - f0[0] + f1[0] - f1[-1] + b1[-1] - b1[0] + b0[0] - b0[-1] <= 8 * p + 12
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_every_order_is_legal_where_ops_take_no_time(block, compiled):
     """Ops without length that wait for one another in a circle are early enough by any clock, and yet never run."""

@@ -6,17 +6,20 @@ Blocks differ in the steps between neighbouring ranks on the way down (ka slots 
 the rests at the three turns; the way up takes one slot per rank. Short blocks hold little memory: V-Min, V-Half and
 ZB-V are members. Source: arXiv 2405.15362, section 3; the enumeration is ours.
 
-With backwards in one piece, of two slots, no steps keep all offsets of all ranks apart; there every leg has steps of
-its own, and ops that meet run one after the other.
+With backwards in one piece, of two slots, the same step from rank to rank on each leg never keeps the offsets of all
+ranks apart. There ops that meet run one after the other; or the steps follow a walk through the 36 ways to lay two F and
+two backwards into six slots, each rank's way reached from its neighbour's with the least rests (`Tiles`). A cycle of six
+ranks rests least: 8 slots per rank over the four legs, the 2/3 of 1F1B's memory of the 1F1B-V of arXiv 2405.15362.
 
 Blocks make the best orders where memory is tight, since a list scheduler loses a little in every period there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import product
+from heapq import nsmallest
+from itertools import permutations, product
 from typing import NamedTuple
 
 from zbc.compiler.search.listing import ROOM
@@ -24,6 +27,9 @@ from zbc.compiler.search.problem import Problem
 
 SLOTS = 6
 Offsets = tuple[list[int], list[int], list[int], list[int], list[int], list[int]]  # F0 F1 B1 B0 W1 W0, by rank
+Tile = tuple[int, int, int, int]  # slots of F0, F1, B1 and B0 modulo SLOTS
+LENGTHS = (1, 1, 2, 2)  # of these, in slots
+WALKS = 4  # with the least rests that are kept for each last tile
 
 
 class Block(NamedTuple):
@@ -38,7 +44,13 @@ class Block(NamedTuple):
     whole: bool  # W right after its B
 
 
-def fitting(problem: Problem) -> list[Block]:
+class Tiles(NamedTuple):
+    """By rank the slots of F0, F1, B1 and B0, backwards of two slots; no two share one."""
+
+    slots: tuple[Tile, ...]
+
+
+def fitting(problem: Problem) -> list[Block | Tiles]:
     """The blocks whose steady state keeps to the limit on the first, middle and last rank, those that hold most first.
 
     For V placements of two chunks; else nothing.
@@ -55,7 +67,7 @@ def fitting(problem: Problem) -> list[Block]:
     return [block for *_, block in sorted(found)]
 
 
-def expanded(problem: Problem, block: Block) -> list[int]:
+def expanded(problem: Problem, block: Block | Tiles) -> list[int]:
     """All microbatches, SLOTS apart, merged into one order per rank."""
     m, offsets = problem.m, _offsets(problem.p, block)
     order: list[int] = []
@@ -91,9 +103,9 @@ def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=8)
-def _blocks(p: int, whole: bool) -> list[tuple[Block, Offsets]]:
+def _blocks(p: int, whole: bool) -> list[tuple[Block | Tiles, Offsets]]:
     """The blocks of p ranks; for many ranks only some of the places where the step changes."""
-    found = list(_with_whole_backwards(p) if whole else _with_split_backwards(p))
+    found: list[Block | Tiles] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
     return [(block, _offsets(p, block)) for block in found]
 
 
@@ -126,8 +138,55 @@ def _with_whole_backwards(p: int) -> Iterator[Block]:
             yield Block((down, down, up, back_down, back_up), p - 1, turns, whole=True)
 
 
-def _offsets(p: int, block: Block, *, weights: bool = True) -> Offsets:
+def _tiled(p: int) -> list[Tiles]:
+    """Walks with few rests over all ranks. The first tile begins with F0: a block that starts later is no other."""
+    tiles = [_tile(at, turn) for at in range(SLOTS) for turn in permutations((1, 2, 3))]
+    rests = [[_rests(a, b) for b in tiles] for a in tiles]
+    walks: list[list[tuple[int, tuple[int, ...]]]] = [[] if tile[0] else [(0, (k,))] for k, tile in enumerate(tiles)]
+    for _ in range(p - 1):
+        walks = [
+            nsmallest(WALKS, ((cost + rests[walk[-1]][k], (*walk, k)) for found in walks for cost, walk in found))
+            for k in range(len(tiles))
+        ]
+    best = sorted(walk for found in walks for walk in found)
+    return [Tiles(tuple(tiles[k] for k in walk)) for _, walk in best]
+
+
+def _tile(at: int, turn: tuple[int, ...]) -> Tile:
+    """F0 at a slot, behind it the others in this order."""
+    slots = [at] * len(LENGTHS)
+    for before, op in zip((0, *turn), turn, strict=False):
+        slots[op] = slots[before] + LENGTHS[before]
+    f0, f1, b1, b0 = (slot % SLOTS for slot in slots)
+    return f0, f1, b1, b0
+
+
+def _rests(near: Tile, far: Tile) -> int:
+    """Slots that F and B of a microbatch rest on their ways between a rank and the next, down and up."""
+    down, up = (0, 2), (1, 3)
+    steps = [(far[op] - near[op] - LENGTHS[op]) % SLOTS for op in down]
+    return sum(steps) + sum((near[op] - far[op] - LENGTHS[op]) % SLOTS for op in up)
+
+
+def _laid(tiles: Sequence[Tile]) -> Offsets:
+    """The soonest offsets of one microbatch that have these slots."""
+    down, up = list(range(len(tiles))), list(range(len(tiles) - 1, -1, -1))
+    legs: list[list[int]] = []
+    ready = 0
+    for op, way in enumerate((down, up, down, up)):
+        leg = [0] * len(tiles)
+        for rank in way:
+            leg[rank] = ready + (tiles[rank][op] - ready) % SLOTS
+            ready = leg[rank] + LENGTHS[op]
+        legs.append(leg)
+    f0, f1, b1, b0 = legs
+    return f0, f1, b1, b0, b1, b0
+
+
+def _offsets(p: int, block: Block | Tiles, *, weights: bool = True) -> Offsets:
     """`steps` of B down are those of F down where they are 0."""
+    if isinstance(block, Tiles):
+        return _laid(block.slots)
     ka, kb, climb, back_down, back_up = block.steps
     way, back, up = [0], [0], list(range(p - 1, -1, -1))
     for i in range(p - 1):
