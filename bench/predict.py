@@ -157,8 +157,9 @@ def steps_of(out: Path) -> list[float]:
 
 def memory(out: Path) -> Iterator[tuple[str, float]]:
     """How far each category is off on the worst rank of a run, as `zbc report` has it."""
-    ranks = [(one.predicted or {}, one.measured) for one in build(trace.read(out), again=False).memory]
-    yield "all", worst([(sum(told.values()), sum(found.values())) for told, found in ranks])
+    compared = build(trace.read(out), again=False).memory
+    ranks = [(one.predicted or {}, one.measured) for one in compared]
+    yield "all", worst([(one.predicted_peak or 0, one.peak) for one in compared])
     for name in CATEGORIES:
         yield name, worst([(told[name], found[name]) for told, found in ranks])
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
+from zbc.compiler.recorded.report import build
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace
@@ -58,6 +59,21 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
         assert [one.memory and one.memory.step for one in found.ranks] == [weighed] * 2
         assert all(len(one.clocks) == 2 for one in found.ranks)
     assert trace.read(out).phase == ""
+
+
+def test_all_that_ranks_hold_at_one_moment_is_predicted_with_shared_optimizers(tmp_path):
+    """The sums' buffers and the activations are largest at different ops: a sum of both peaks would be too much."""
+    model = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 256, "seq_len": 64}
+    parallel, optimizer = {"pp": 2, "dp": 2}, {"zero1": True}
+    schedule = {"kind": "zb-h1", "microbatches": 4}
+    options = {"model": model, "parallel": parallel, "optimizer": optimizer, "schedule": schedule}
+    plan, out = write_plan(tmp_path, data={"kind": "synthetic"}, **options), tmp_path / "run"
+    run_here(plan, 4, out, steps=4, trace=frozenset({2}))
+    compared = build(trace.read(out), again=False).memory
+    assert len(compared) == 4
+    for one in compared:
+        assert one.predicted_peak == pytest.approx(one.peak, rel=0.02)
+        assert one.predicted is not None and one.predicted_peak < 0.99 * sum(one.predicted.values())
 
 
 @pytest.mark.repeats

@@ -254,7 +254,7 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     unit, scale = _unit(max(one.peak for one in made.memory))
     known = made.memory[0].predicted is not None
     notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
-    yield labelled("memory", f"peaks of live tensors by category, each at its own peak, {unit}", *notes)
+    yield labelled("memory", f"peaks of live tensors: of all at one moment, of a category at its own, {unit}", *notes)
     everything = [held for one in made.memory for held in (one.measured, one.predicted or {})]
     names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
 
@@ -264,7 +264,7 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     rows = list[Sequence[str]]()
     for one in made.memory:
         if one.predicted is not None:
-            rows.append((str(one.rank), "predicted", *cells(sum(one.predicted.values()), one.predicted)))
+            rows.append((str(one.rank), "predicted", *cells(one.predicted_peak or 0, one.predicted)))
         rows.append(("" if known else str(one.rank), "measured", *cells(one.peak, one.measured)))
     yield indented(table(("rank", "", "all", *(_SHORT.get(name, name) for name in names)), rows, left=2))
 

@@ -53,12 +53,13 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCompared:
-    """Peak bytes of a rank by category, predicted (None: not known) and measured, and of all together."""
+    """Peak bytes of a rank by category, predicted (None: not known) and measured, and of all together at one moment."""
 
     rank: int
     predicted: dict[str, float] | None
     measured: dict[str, int]
     peak: int
+    predicted_peak: int | None = None
 
 
 class Crowd(NamedTuple):
@@ -218,5 +219,6 @@ def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))
-        found.append(MemoryCompared(rank, predicted, most, peak))
+        whole = None if row is None else int(row["peak_bytes"])
+        found.append(MemoryCompared(rank, predicted, most, peak, whole))
     return tuple(found)
