@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ import pytest
 from tests.compiler.grid import make, timed, units
 from tests.lowered import lower
 from tests.tiers import few
+from zbc.compiler.check import check_all
+from zbc.compiler.compile import load_job
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim.simulate import simulate
+from zbc.errors import ZbcError
 
 FOLDER = Path(__file__).parent.parent / "reference"
 
@@ -59,3 +67,46 @@ def test_unit_cost_orders(variant):
         assert units(program) == pytest.approx([float(x) for x in row["peak_act_per_rank"].split()]), row
         sends = sum(op.kind.is_send for _, _, op in lower(program))
         assert sends == int(row["p2p_msgs_sent_total"]), row
+
+
+def test_generalized_interleaved_orders_are_the_public_ones():
+    for row in rows("gis_orders.csv"):
+        p, m, v, group = (int(row[key]) for key in ("p", "m", "v", "group"))
+        program = SCHEDULES["gis"].make(Request(p, m, v, group=group))
+        f, b, w, comm = (float(row[key]) for key in ("f", "b", "w", "comm"))
+        left = float(f == b == w)
+        costs = Costs.uniform(program.placement, f, b, w, comm, left)
+        assert simulate(program, costs).makespan == pytest.approx(float(row["makespan"]), rel=1e-4), row
+        assert max(rank.units for rank in peaks(program, costs)) == pytest.approx(float(row["peak"]), rel=1e-4), row
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_generalized_interleaved_orders_run_for_any_group_and_microbatches(p):
+    card = SCHEDULES["gis"]
+    for group, v, m in product(card.groups(p), (1, 2, 3), (*range(1, p + 2), 2 * p + 1, 3 * p - 1)):
+        program = card.make(Request(p, m, v, group=group))
+        check_all(lower(program))
+        assert max(units(program)) <= (p + (v - 1) * group) / v + 1e-9
+
+
+@pytest.mark.parametrize("group", (3, 9))
+def test_groups_that_are_too_small_or_too_large_are_refused(group, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(f"""
+zbc = 1
+[model]
+layers = 16
+hidden = 64
+heads = 4
+vocab = 512
+seq_len = 64
+[parallel]
+pp = 8
+[schedule]
+kind = "gis"
+microbatches = 20
+group = {group}
+""")
+    with pytest.raises(ZbcError, match="gis on 8 ranks takes 4 to 8") as caught:
+        load_job(job)
+    assert caught.value.code == "E120"

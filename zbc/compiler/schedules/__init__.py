@@ -7,7 +7,7 @@ import difflib
 from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
-from zbc.compiler.schedules.looped import breadth_first, interleaved_1f1b
+from zbc.compiler.schedules.looped import breadth_first, gis, interleaved_1f1b
 from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -86,6 +86,24 @@ _ALL = (
         memory="m",
         aliases=("ScheduleLoopedBFS", "looped-bfs"),
         needs="closed forms hold from m >= p on; any m runs",
+    ),
+    ScheduleCard(
+        name="gis",
+        make=gis,
+        placement=Placement.looped,
+        placement_name="looped",
+        chunks=(1, None),
+        default_chunks=2,
+        splits_backward=True,
+        summary="interleaved 1F1B with W after each B: shorter warm-up, and less memory with a smaller group",
+        source="PipeOffload, arXiv 2503.01328",
+        makespan="3m + 2(p-1)/v",
+        span="3m + 2(p-1)/v",
+        memory="p",
+        aliases=("generalized-interleaved",),
+        needs="closed forms hold when p divides m; any m runs; a group from p/2 up: (p + (v-1) group)/v",
+        options=("group",),
+        groups=lambda p: range(-(-p // 2), p + 1),
     ),
     ScheduleCard(
         name="zb-h1",

@@ -17,6 +17,13 @@ the ranks and d(0) - d(p-1) <= 2g. For BW k of the last rank needs, through rank
 rank, which has to stand among its first w(p-1) + k. So d(r) = min(2(p-1-r), 2g-1): at 2g itself ranks would wait more.
 
     g < p: warm-up (v-1)g + min(2(p-1-r), 2g-1)      activations held g (v+1)/v, from 2(p-1) >= 2g-1 on
+
+The generalized interleaved schedule (`gis`, arXiv 2503.01328) splits the backward, W right after its B, and so needs
+half the distance in the warm-up:
+
+    gis                g       (v-1)g + p-r                        (p + (v-1)g)/v, g from p/2 to p
+
+Its rounds are of g, and of what is left at the end; a short round has the order of a full one.
 """
 
 from __future__ import annotations
@@ -48,6 +55,22 @@ def interleaved_1f1b(request: Request) -> Program:
         ops += backwards[len(forwards) - warmup :]
         ranks.append(tuple(ops))
     return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",))
+
+
+def gis(request: Request) -> Program:
+    """Interleaved 1F1B with W after each B: shorter warm-ups, and less memory with rounds of fewer than p."""
+    p, m, v = request.p, request.m, request.v
+    group = request.group or p
+    sizes = [group] * -(-m // group)
+    ranks = []
+    for r in range(p):
+        forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.B, r, p, v, sizes)
+        warmup = min((v - 1) * group + p - r, len(forwards))
+        ops = forwards[:warmup]
+        for step, backward in enumerate(backwards):
+            ops += [backward, backward._replace(kind=Kind.W), *forwards[warmup + step : warmup + step + 1]]
+        ranks.append(tuple(op for op in ops if op.mb < m))
+    return Program(Placement.looped(p, v), m, tuple(ranks), history=("gis",))
 
 
 def round_sizes(group: int, m: int) -> list[int]:

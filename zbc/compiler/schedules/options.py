@@ -50,8 +50,13 @@ def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCa
 
 
 def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator[ZbcError]:
-    """A unit has to give every pipe as many microbatches."""
+    """A unit has to give every pipe as many microbatches, and some schedules work with some groups only."""
     where = draft.document.where(("schedule", "group"))
+    known = schedule.groups(p) if schedule.groups else None
+    if known is not None and group not in known:
+        text = f"schedule: schedule.group = {group}; {schedule.name} on {p} ranks takes {known[0]} to {known[-1]}"
+        yield ZbcError("E120", text, where=where, hint=f"{known[-1]} is fastest, {known[0]} holds least")
+        return
     pipes = len(schedule.placement(p, schedule.default_chunks).pipes)
     if group % pipes:
         text = f"schedule: schedule.group = {group} cannot be dealt evenly to the {pipes} pipes of {schedule.name}"

@@ -68,6 +68,7 @@ class ScheduleCard:
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
     options: tuple[str, ...] = ()  # of group, early and overlap, those that mean something to it
+    groups: Callable[[int], range] | None = None  # that p ranks may have; None: any
     chunks_in: int = 1  # stages per rank are a multiple of this
     ranks_in: int = 1  # so are ranks
     searched: bool = False  # made for the costs and the memory limit of the job

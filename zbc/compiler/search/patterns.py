@@ -7,9 +7,9 @@ the rests at the three turns; the way up takes one slot per rank. Short blocks h
 ZB-V are members. Source: arXiv 2405.15362, section 3; the enumeration is ours.
 
 With backwards in one piece, of two slots, the same step from rank to rank on each leg never keeps the offsets of all
-ranks apart. There ops that meet run one after the other; or the steps follow a walk through the 36 ways to lay two F and
-two backwards into six slots, each rank's way reached from its neighbour's with the least rests (`Tiles`). A cycle of six
-ranks rests least: 8 slots per rank over the four legs, the 2/3 of 1F1B's memory of the 1F1B-V of arXiv 2405.15362.
+ranks apart. There ops that meet run one after the other; or the steps follow a walk through the 36 ways to lay two F
+and two backwards into six slots, each rank's way reached from its neighbour's with few rests (`Tiles`). A cycle of six
+ranks rests least: 8 slots per rank over the four legs, 2/3 of 1F1B's memory, as 1F1B-V of arXiv 2405.15362.
 
 Blocks make the best orders where memory is tight, since a list scheduler loses a little in every period there.
 """
