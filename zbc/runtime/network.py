@@ -236,10 +236,8 @@ class Network:
         return backend.send if sending else backend.recv, number, self._tag(message), lost
 
     def _sends_to(self, peer: int) -> Sends:
-        """What keeps the messages to a rank. On gloo they have a thread of their own: it waits for the oldest one, and
-        what another rank has taken meanwhile is not to stay for that."""
-        if self._nccl:
-            peer = self.rank
+        """What keeps the messages to a rank, which are delivered in order: what one has taken is not to stay until
+        another, that is slower, has taken its own."""
         if peer not in self._sends:
             self._sends[peer] = EventSends() if self._nccl else ThreadSends()
         return self._sends[peer]
