@@ -166,7 +166,7 @@ def test_a_send_that_failed_is_a_failure_though_it_is_done():
     sends.add(work, TENSOR, lost("first"))
     sends.add(Event(), TENSOR, lost("second"))  # nobody knows yet
     work.done = True
-    with pytest.raises(ZbcError, match="E702.*first gone"):
+    with pytest.raises(ZbcError, match=r"E702.*first gone"):
         sends.add(Event(), TENSOR, lost("third"))
 
 
@@ -211,5 +211,5 @@ def test_what_a_gloo_send_says_of_its_failure_is_understood():
         work.wait()
     sends = EventSends()
     sends.add(work, TENSOR, lost("one"))
-    with pytest.raises(ZbcError, match="E702.*one"):
+    with pytest.raises(ZbcError, match=r"E702.*one"):
         sends.add(Event(), TENSOR, lost("two"))
