@@ -50,9 +50,10 @@ def norm(worker: Worker, op: Op) -> None:
     if pending is None:
         return
     losses = {worker.number(mb): loss for mb, loss in pending.losses.items()}
-    busy, peak, device = pending.busy, pending.peak, worker.device
+    squares, peak, device = worker.squares(), pending.peak, worker.device
+    busy = pending.busy()  # a GPU's ops of the last step have long ended
     vector = worker.layout.vector(
-        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
     )
     if _before(worker) is not None:
         vector += worker.wait(NORM)
@@ -74,7 +75,7 @@ def verdict(worker: Worker, op: Op) -> None:
         sums = worker.wait(VERDICT)
     if before is not None:
         worker.transport.send(VERDICT, sums, before)
-    pending.verdict, pending.sums = worker.layout.read(sums), None
+    pending.verdict, pending.sums = worker.learn(sums), None
 
 
 def redo(worker: Worker, op: Op) -> None:

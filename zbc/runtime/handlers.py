@@ -206,16 +206,16 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
-    layout, device = worker.layout, worker.device
-    busy, peak = worker.clock.read(), peak_bytes(device)
-    first = worker.phase_run.first
+    first, device = worker.phase_run.first, worker.device
     losses = {first + mb: loss for mb, loss in worker.losses.items()}
-    vector = layout.vector(
-        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+    squares, peak = worker.squares(), peak_bytes(device)
+    busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
+    vector = worker.layout.vector(
+        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
     )
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
-    worker.verdict = layout.read(vector)
+    worker.verdict = worker.learn(vector)
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:

@@ -84,10 +84,11 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             worker.losses.clear()
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)
-    total = 0.0
+    worker.clock.read()  # this is no time of a step
+    progress.waiting, total = True, 0.0
     for value in losses[:count].tolist():  # in order, so that the sum does not depend on the cut
         total += value
-    worker.step = step
+    progress.waiting, worker.step = False, step
     samples = count * manifest.microbatch_size
     result = EvaluationResult(step, total / count, samples, time.monotonic() - began)
     evaluation.results.append(result)
@@ -145,7 +146,9 @@ def _forward(worker: Worker, op: Op) -> None:
     if last:
         target = to_device(_batches(worker).targets(worker.step, number), worker.device)
         finish = functools.partial(stage_loss, worker.loss, target)
+    began = worker.clock.start()  # on a GPU the host stays near it here, too
     y = stage.evaluate(x, finish, "evaluation", worker.step, number)
+    worker.clock.stop(began)
     if last:
         worker.losses[op.mb] = y
     else:
