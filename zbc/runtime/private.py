@@ -37,6 +37,17 @@ def scale_all(tensors: list[Tensor], scale: float) -> None:
     torch._foreach_mul_(tensors, scale)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target; on a GPU in a few launches for all."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in float64; on a GPU in a few launches for all."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+
+
 # ---- what torch has no public way for ------------------------------------------------------------------------
 
 _holders = getattr(torch._C, "_storage_Use_Count", None)

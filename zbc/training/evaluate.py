@@ -18,11 +18,12 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss, to_device
+from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.state import BatchSource, Evaluation, Worker, take
+from zbc.runtime.tensors import to_device
 from zbc.training.data.data import Batches, Samples
 
 
