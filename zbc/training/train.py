@@ -41,6 +41,7 @@ from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
 from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
+from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time
 from zbc.training.worker import Settings, build_worker
 
@@ -147,6 +148,9 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     worker = build_worker(plan, network, context.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
+    if context.device.type == "cuda":
+        watchdog.phase("using every kernel and group once", waiting=True)
+        warm(worker)
     context.stop.training = True
     who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
     with resume.begun(board, options, manifest, folder, who) as start:
