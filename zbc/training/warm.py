@@ -170,7 +170,8 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
             optimizer.start_gather(worker.transport)
             worker.gathering.append(optimizer)
             worker.finish_gathers()
-    numbers = {worker.number(0): loss for loss in losses.values()}
+    ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
+    numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
     vector = worker.layout.vector(
         worker.squares(), numbers, rank=worker.rank, stop=False, busy=0.0, peak=0, device=worker.device
     )
