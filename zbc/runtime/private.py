@@ -62,9 +62,10 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def flight_record() -> bytes:
-    """NCCL's last operations; empty where torch has no NCCL."""
-    dump: Callable[[], bytes] = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", bytes)
-    return dump()
+    """NCCL's last operations, by the name that torch has for them; empty where it has none."""
+    there: Any = torch._C._distributed_c10d
+    dump: Any = getattr(there, "_dump_nccl_trace", None) or getattr(there, "_dump_fr_trace", bytes)
+    return bytes(dump())
 
 
 # ---- torch.compile: a second or two to import, so only where something is compiled ----------------------------
