@@ -14,6 +14,7 @@ from zbc.runtime.hub import Hub
 from zbc.runtime.transport import Signal
 from zbc.training.warm import warm
 
+HELD = {"data": {**VECTORS["data"], "validation": 0.3}}
 CLIP = {"clip_grad_norm": 0.1}
 CASES = {
     "B and W apart": {"schedule": "zb-h1", "model": LLAMA},
@@ -26,6 +27,7 @@ CASES = {
     "dropout": {"schedule": "zb-h1", "model": user("residual", dropout=0.3), **VECTORS},
     "buffers": {"schedule": "1f1b", "model": user("mixed", layers=4), **VECTORS},
     "frozen": {"schedule": "zb-h1", "model": user("frozen", which=(0, 3)), **VECTORS},
+    "evaluated": {"schedule": "1f1b", "model": user("mixed", layers=4), **HELD, "train": {"eval_every": 1}},
     "one rank": {"schedule": "1f1b", "p": 1, "sync": "post-validate", "copies": 2},
 }
 
@@ -33,7 +35,7 @@ CASES = {
 def plan_for(case):
     how = dict(CASES[case])
     model, sync = how.pop("model", GPT), how.pop("sync", "before-step")
-    made = {name: how.pop(name) for name in ("activations", "data") if name in how}
+    made = {name: how.pop(name) for name in ("activations", "data", "train") if name in how}
     optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
     if how.get("tied"):
         model = {**model, "tie_embeddings": True}
@@ -62,6 +64,8 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     assert [r.loss for r in found[0].results] == [r.loss for r in plain[0].results]
     assert [r.grad_norm for r in found[0].results] == [r.grad_norm for r in plain[0].results]
     for one, other in zip(found, plain, strict=True):
+        if one.evaluation is not None:
+            assert [r.loss for r in one.evaluation.results] == [r.loss for r in other.evaluation.results] != []
         for stage, same in zip(one.stages.values(), other.stages.values(), strict=True):
             for layer, its in zip(stage.layers, same.layers, strict=True):
                 wanted = its.module.state_dict()

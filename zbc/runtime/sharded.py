@@ -104,8 +104,9 @@ class Sharded:
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
                 parameter.data = self._view(piece)
-        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
-        self._weights: tuple[Pending, Tensor] | None = None
+        # What a collective reads and writes is held until it is over. The flag: all of its gradients were here.
+        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None
+        self._weights: tuple[Pending, Tensor, Tensor] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -205,13 +206,13 @@ class Sharded:
         mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
         copy_all(_places(mine, self._own), [p.detach().reshape(-1) for p in self._own.values()])
         parts = torch.empty(len(self._ranks), self._length, dtype=first.dtype, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts, mine
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
         if self._weights is None:
             return
-        pending, parts = self._weights
+        pending, parts, _ = self._weights
         pending.wait()
         targets, sources = list[Tensor](), list[Tensor]()
         for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):

@@ -74,7 +74,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     per_batch = evaluation.microbatches * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
-    with _evaluating(worker):
+    with evaluating(worker):
         for batch in range(batches):
             worker.step = batch
             for handler, op, text in evaluation.script:
@@ -111,7 +111,7 @@ def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
 
 
 @contextmanager
-def _evaluating(worker: Worker) -> Iterator[None]:
+def evaluating(worker: Worker) -> Iterator[None]:
     """All modules in evaluation mode; afterwards each in its own again, buffers that forwards change, in that mode too,
     are what they were, and no cast of a weight is left behind."""
     modules: list[nn.Module] = [

@@ -31,6 +31,7 @@ from zbc.runtime.state import Worker
 from zbc.runtime.tensors import to_device
 from zbc.runtime.transport import Letter
 from zbc.training.data.prefetch import AHEAD
+from zbc.training.evaluate import evaluating
 from zbc.training.worker import LOWERED, Settings
 
 _FEW = 64  # elements of a parameter that stands for all of its type
@@ -57,6 +58,11 @@ def _warm(worker: Worker, settings: Settings) -> None:
         _sum(worker, losses)
         for stage in worker.stages.values():
             _update(worker, stage, settings)
+    if worker.evaluation is not None:
+        with evaluating(worker):
+            for stage in worker.stages.values():
+                if not _counts(stage):
+                    stage.evaluate(_input(worker, stage), _finish(worker, stage), "warm")
     _signal(worker)
     _transfer(worker)
     worker.transport.finish_step(drain=True)
@@ -83,14 +89,19 @@ def _left_alone(worker: Worker) -> Iterator[None]:
 
 def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) -> None:
     """F and the backwards of a stage, twice: the second time gradients are added to."""
-    if any(layer.traits.carries or layer.traits.mixes for layer in stage.layers):
-        return  # its forwards are counted
+    if _counts(stage):
+        return
     ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
     kinds = dict.fromkeys(op.kind for op in ops if op.kind in (Kind.B, Kind.BW))
     for kind in (*kinds, *kinds):
         found = _through(worker, stage, split=kind is Kind.B)
         if found is not None:
             losses[0] = found
+
+
+def _counts(stage: Stage) -> bool:
+    """Whether a forward leaves something behind that is in no buffer, so that one more would show."""
+    return any(layer.traits.carries or layer.traits.mixes for layer in stage.layers)
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
