@@ -13,6 +13,7 @@ from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.state import Worker
+from zbc.training.warm import warm
 from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
@@ -27,9 +28,13 @@ def open_worker(rank: int, plan: StoredPlan) -> Worker:
     return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), open_network(plan), CPU)
 
 
-def train(rank: int, plan: StoredPlan, steps: int) -> tuple[list[float], list[float], bytes, bytes]:
+def train(
+    rank: int, plan: StoredPlan, steps: int, warmed: bool = False
+) -> tuple[list[float], list[float], bytes, bytes]:
     """Losses, norms, and the gradients (plans without STEP leave them) and weights of this rank, packed."""
     worker = open_worker(rank, plan)
+    if warmed:
+        warm(worker)
     found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]
     results = [result for result in found if result is not None]
     worker.transport.close()

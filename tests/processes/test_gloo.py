@@ -84,6 +84,16 @@ def out_of_order(rank, plan):
     return None
 
 
+def test_groups_that_were_used_before_the_first_step_change_no_bit(pool):
+    program = make_program("zb-h1", 2, 4, sync="post-validate", copies=2, sharded=True)
+    plan = make_plan(program, optimizer={"sync": "post-validate", "zero1": True, "clip_grad_norm": 0.1})
+    plain, warmed = pool.run(train, plan, 3), pool.run(train, plan, 3, True)
+    for (losses, norms, _, weights), (*found, _, same) in zip(plain, warmed, strict=True):
+        assert found == [losses, norms] and len(losses) == 3
+        mine, its = unpack([weights]), unpack([same])
+        assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+
+
 def test_messages_are_matched_by_what_they_are_and_not_by_their_order(pool):
     found = pool.run(out_of_order, make_plan(make_program("1f1b", 4, 4)))
     assert found[1] == [[1.0] * 3, [2.0] * 3, [0.0] * 3]

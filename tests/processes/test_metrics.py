@@ -329,14 +329,15 @@ def test_nccl_keeps_its_last_operations_unless_told_otherwise(tmp_path, monkeypa
         monkeypatch.delenv(name, raising=False)
     cpu, gpu = (read_manifest(write_plan(tmp_path, d, hardware={"device": d})) for d in ("cpu", "cuda"))
     launch._flight_recorder(cpu)
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     launch._flight_recorder(gpu)
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ  # of which torch warns
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     launch._flight_recorder(gpu)
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
 
 
 def test_what_the_flight_recorder_holds_is_written_where_torch_would(tmp_path, monkeypatch):
@@ -347,9 +348,12 @@ def test_what_the_flight_recorder_holds_is_written_where_torch_would(tmp_path, m
     assert launch._recorder_file(3) == f"{tmp_path}/nccl_3"
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/fr_")
     path = Path(launch._recorder_file(3))
-    torchrun.write_flight_record(path)  # a torch without NCCL has nothing
-    assert path == tmp_path / "fr_3" and not path.exists()
-    monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", lambda: b"ops", raising=False)
+    c10d = "torch._C._distributed_c10d"
+    monkeypatch.delattr(f"{c10d}._dump_fr_trace", raising=False)
     torchrun.write_flight_record(path)
-    assert path.read_bytes() == b"ops"
+    assert path == tmp_path / "fr_3" and not path.exists()
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):  # the second is asked where torch has both
+        monkeypatch.setattr(f"{c10d}.{name}", lambda name=name: name.encode(), raising=False)
+        torchrun.write_flight_record(path)
+        assert path.read_bytes() == name.encode()
     torchrun.write_flight_record(tmp_path / "not" / "there")

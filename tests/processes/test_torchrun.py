@@ -20,10 +20,11 @@ import torch.distributed as dist
 from tests.processes.leftovers import alive
 from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
 from zbc.errors import ZbcError
+from zbc.plan.directory import read_manifest
 from zbc.trace import recording as trace
-from zbc.training import train
+from zbc.training import devices, train
 from zbc.training.launch import launch, torchrun
-from zbc.training.launch.board import Board, connector
+from zbc.training.launch.board import Board, connector, plain_name
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -258,6 +259,36 @@ def test_a_plan_for_cuda_without_devices_is_refused_with_a_way_out(tmp_path, as_
     error = refused(write_plan(tmp_path, hardware={"device": "cuda"}))
     assert error.code == "E603" and "4 ranks need a device each, this machine has 2" in error.message
     assert "--local" in error.hint
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
+def test_a_rank_takes_the_device_it_is_shown_or_that_of_its_number(monkeypatch, visible, index):
+    taken = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    assert devices.place(3) == torch.device("cuda", index) and taken == [index]
+
+
+def test_one_visible_device_per_rank_is_enough(tmp_path, as_rank, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    as_rank(3, 4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)
+    plan = write_plan(tmp_path, hardware={"device": "cuda"})
+    place = torchrun.Launched(3, 4, 3, 4, True, "localhost", 1, False, "zbc/", None)
+    torchrun.check_devices(read_manifest(plan), place)
+
+
+def test_ranks_that_share_a_device_are_refused_by_name():
+    said = [f"GPU-{n} on {host}" for host in "ab" for n in range(2)]
+    devices.check_apart(said, plain_name)
+    with pytest.raises(ZbcError) as caught:
+        devices.check_apart([*said, "GPU-1 on a"], plain_name)
+    assert caught.value.code == "E603" and "rank 1, rank 4 have one device, GPU-1 on a" in caught.value.message
+
+
+def test_the_fullest_device_is_told_with_what_is_not_torch_s():
+    said = [f"{10 * 2**30} {9 * 2**30}", f"{20 * 2**30} {18 * 2**30}"]
+    line = devices.fullest(said, plain_name)
+    assert line.startswith("rank 1 has 20") and "torch 18" in line and line.endswith("programs 2 GiB")
 
 
 def test_a_launcher_that_does_not_say_where_to_meet_is_refused(tmp_path, as_rank, monkeypatch):

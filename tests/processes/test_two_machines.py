@@ -156,6 +156,18 @@ def test_the_interface_is_the_one_on_the_way(monkeypatch):
     assert towards("node1") == known[1], "the only one"
 
 
+def test_nccl_is_told_the_interface_too_unless_the_user_has(monkeypatch):
+    monkeypatch.setattr("zbc.training.launch.reach.towards", lambda host: Interface("eth0", "10.0.0.1"))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    bind_towards("node1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    bind_towards("node1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib"
+
+
 def test_what_the_user_chose_stays(monkeypatch):
     monkeypatch.setattr("zbc.training.launch.reach.interfaces", lambda: [Interface("lo", "127.0.0.1")])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")

@@ -24,6 +24,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
+from zbc.runtime.transport import Signal
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -297,3 +298,26 @@ def norm(schedule: str, p: int, copies: int, sync: str) -> float:
 )
 def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
     assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
+
+
+def test_signals_are_posted_for_right_before_they_are_waited_for():
+    calls = {0: [], 1: []}
+
+    def listen(worker):
+        transport, noted = worker.transport, calls[worker.rank]
+        post, wait = transport.post, transport.wait
+
+        def posted(message, buffer, peer):
+            noted.append(("post", message))
+            post(message, buffer, peer)
+
+        def waited(message):
+            noted.append(("wait", message))
+            return wait(message)
+
+        transport.post, transport.wait = posted, waited
+
+    run_threads(plan_for("zb-h1", 2, "post-validate", "adamw"), 3, setup=listen)
+    for noted in calls.values():
+        at = [i for i, (what, message) in enumerate(noted) if what == "post" and isinstance(message, Signal)]
+        assert len(at) == 3 and all(noted[i + 1] == ("wait", noted[i][1]) for i in at)

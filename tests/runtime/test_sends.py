@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.runtime.sends import ThreadSends
+from zbc.runtime.network import Network
+from zbc.runtime.sends import EventSends, ThreadSends
 
 TENSOR = torch.zeros(1)
 LIMIT = 20  # seconds; only a hang takes as long
@@ -123,3 +127,89 @@ def test_a_failure_that_the_thread_found_is_told_by_the_next_drain():
         sends.add(work, TENSOR, lost("one"))
         with pytest.raises(ZbcError, match="one gone"):
             sends.drain()
+
+
+# ---- on a GPU, where sends are done when an event says so ------------------------------------------------------
+
+
+class Event:
+    """A send as NCCL has it: it is done when the device is, whether it failed or not, and `wait` never raises."""
+
+    def __init__(self, error=None):
+        self.done, self.error, self.waits = False, error, 0
+
+    def is_completed(self):
+        return self.done
+
+    def exception(self):
+        return self.error if self.done else None
+
+    def wait(self):
+        self.waits += 1
+
+
+def test_a_tensor_is_held_until_the_device_has_sent_it():
+    sends, (first, second) = EventSends(), (Event(), Event())
+    tensors = [torch.zeros(1), torch.zeros(1)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    for work in (first, second):
+        sends.add(work, tensors.pop(0), lost("one"))
+    sends.add(Event(), TENSOR, lost("one"))
+    assert all(ref() is not None for ref in gone)
+    first.done = True
+    sends.add(Event(), TENSOR, lost("one"))
+    assert gone[0]() is None and gone[1]() is not None
+
+
+def test_a_send_that_failed_is_a_failure_though_it_is_done():
+    sends, work = EventSends(), Event(RuntimeError("gone"))
+    sends.add(work, TENSOR, lost("first"))
+    sends.add(Event(), TENSOR, lost("second"))  # nobody knows yet
+    work.done = True
+    with pytest.raises(ZbcError, match=r"E702.*first gone"):
+        sends.add(Event(), TENSOR, lost("third"))
+
+
+def test_draining_makes_the_stream_wait_and_tells_of_failures_that_are_known():
+    sends, works = EventSends(), [Event(), Event(RuntimeError("gone"))]
+    for work, name in zip(works, ("first", "second"), strict=True):
+        sends.add(work, TENSOR, lost(name))
+    works[1].done = True
+    with pytest.raises(ZbcError, match="second gone"):
+        sends.drain()
+    assert [work.waits for work in works] == [1, 1]
+
+
+def test_a_slow_neighbour_does_not_hold_what_a_fast_one_has_taken():
+    network = object.__new__(Network)  # the rest needs a GPU
+    network._nccl, network._sends = True, {}
+    slow, fast = Event(), Event()
+    tensor = torch.zeros(1)
+    gone = weakref.ref(tensor)
+    network._sends_to(0).add(slow, TENSOR, lost("slow"))
+    network._sends_to(2).add(fast, tensor, lost("fast"))
+    del tensor
+    fast.done = True
+    network._sends_to(2).add(Event(), TENSOR, lost("fast"))
+    assert gone() is None and not slow.done
+
+
+def test_what_a_gloo_send_says_of_its_failure_is_understood():
+    """The only real work objects that fail on this machine."""
+    store, groups = dist.HashStore(), {}
+
+    def make(rank):
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work = groups[0].recv([torch.zeros(1)], 1, 0)
+    with pytest.raises(RuntimeError):
+        work.wait()
+    sends = EventSends()
+    sends.add(work, TENSOR, lost("one"))
+    with pytest.raises(ZbcError, match=r"E702.*one"):
+        sends.add(Event(), TENSOR, lost("two"))

@@ -204,6 +204,17 @@ def test_another_order_and_another_step_give_the_same_numbers():
         assert torch.equal(getattr(ready, kind)(step, mb), getattr(plain, kind)(step, mb))
 
 
+def test_the_thread_that_makes_tensors_for_a_gpu_is_told_which(monkeypatch):
+    told, pinned = [], []
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: told.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    ready = Prefetched(Batches(Recorded(), seed=1, microbatches=4, size=2), [WANTS], torch.device("cuda", 3))
+    for kind, mb in WANTS:
+        getattr(ready, kind)(0, mb)
+    ready.close()
+    assert told == [("zbc-data", torch.device("cuda", 3))] and len(pinned) >= len(WANTS)
+
+
 def test_an_error_is_raised_where_its_tensor_is_asked_for():
     _, plain, _ = prefetched(WANTS)
     bad = plain.indices(0, 2)[0]

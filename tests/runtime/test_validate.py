@@ -71,13 +71,19 @@ def test_clipping_follows_torch():
     torch.testing.assert_close(parameter.grad, grads[0] * verdict.clip(1.0))
 
 
-def test_sums_of_squares_are_exact_where_float32_is_not():
+@pytest.mark.parametrize("way", ["_one_by_one", "_together"])
+def test_sums_of_squares_are_exact_where_float32_is_not(monkeypatch, way):
+    monkeypatch.setattr(validate, "_one_by_one", getattr(validate, way))  # that of a GPU, too
     grad = torch.full((5, 2**21), 0.1)
     value = float(torch.tensor(0.1)) ** 2
-    assert len(squares_of(grad)) == -(-grad.numel() // CHUNK)
-    assert squares_of(grad).sum().item() == pytest.approx(grad.numel() * value, rel=1e-10)
-    assert squares_of(torch.zeros(0, 3)).tolist() == [0.0]
-    assert squares_of(torch.tensor([1e30])).item() == pytest.approx(1e60)
+    grads = {"a": grad, "none": torch.zeros(0, 3), "far": torch.tensor([1e30]), "two": torch.tensor([3 + 4j, 1j])}
+    found = squares_of({**grads, "low": torch.tensor([0.5, 0.5], dtype=torch.bfloat16)})
+    assert len(found["a"]) == -(-grad.numel() // CHUNK) and {one.dtype for one in found.values()} == {torch.float64}
+    assert found["a"].sum().item() == pytest.approx(grad.numel() * value, rel=1e-10)
+    assert found["none"].tolist() == [0.0]
+    assert found["far"].item() == pytest.approx(1e60)
+    assert found["two"].tolist() == pytest.approx([26.0]) and found["low"].tolist() == pytest.approx([0.5])
+    assert squares_of({}) == {}
 
 
 @pytest.mark.usefixtures("filled")

@@ -15,6 +15,7 @@ step before.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -50,12 +51,14 @@ def norm(worker: Worker, op: Op) -> None:
     if pending is None:
         return
     losses = {worker.number(mb): loss for mb, loss in pending.losses.items()}
-    busy, peak, device = pending.busy, pending.peak, worker.device
+    squares, peak, device = worker.squares(), pending.peak, worker.device
+    busy = pending.busy()  # a GPU's ops of the last step have long ended
     vector = worker.layout.vector(
-        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
     )
-    if _before(worker) is not None:
-        vector += worker.wait(NORM)
+    before = _before(worker)
+    if before is not None:
+        vector += _signal(worker, NORM, before)
     after = _after(worker)
     if after is None:
         worker.all_reduce(vector, judges(worker.plan.manifest))
@@ -70,11 +73,14 @@ def verdict(worker: Worker, op: Op) -> None:
     if pending is None:
         return
     sums, before = pending.sums, _before(worker)
+    after = _after(worker)
+    if sums is None and after is not None:
+        sums = _signal(worker, VERDICT, after)
     if sums is None:
-        sums = worker.wait(VERDICT)
+        raise ZbcError("E703", f"run: {op} comes before NORM", hint="plan again")
     if before is not None:
         worker.transport.send(VERDICT, sums, before)
-    pending.verdict, pending.sums = worker.layout.read(sums), None
+    pending.verdict, pending.sums = worker.learn(sums), None
 
 
 def redo(worker: Worker, op: Op) -> None:
@@ -127,18 +133,21 @@ def commit(worker: Worker, op: Op) -> None:
         worker.optimizers[op.stage].drop()
 
 
+def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:
+    """Numbers of `peer`, posted for right before they are waited for: on a GPU what is posted takes part of it until
+    it comes, and kernels that run for the first time may wait for that."""
+    buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
+    worker.transport.post(signal, buffer, peer)
+    return worker.wait(signal)
+
+
 # ---- steps ---------------------------------------------------------------------------------------------------
 
 
 def open_step(worker: Worker, ahead: Ahead) -> None:
-    """Post the buffers of NORM and VERDICT, and remember what the forwards of the step may change."""
-    if ahead.pending is None:
-        return
-    for signal, peer in ((NORM, _before(worker)), (VERDICT, _after(worker))):
-        if peer is not None:
-            buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
-            worker.transport.post(signal, buffer, peer)
-    ahead.found = present(ahead.buffers)  # forwards change copies of these
+    """Remember what the forwards of the step may change."""
+    if ahead.pending is not None:
+        ahead.found = present(ahead.buffers)  # forwards change copies of these
 
 
 def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:

@@ -4,7 +4,8 @@
     VALIDATE   finish: the sums are there, and gradients are views of the vector
 
 The order in the vector is that of the parameters. After them stands one entry each that says whether a rank had a
-gradient at all: where none had, there is none after the sum either, and an optimizer leaves that parameter alone.
+gradient at all: where none had, there is none after the sum either, and an optimizer leaves that parameter alone. A
+rank that had all of them need not look, which a GPU would have to be waited for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.private import copy_all
+from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 
 
@@ -37,19 +40,20 @@ class Bucket:
         trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: str(gradient_type(p)))
         self._groups = [list(group) for _, group in groupby(trained, gradient_type)]
         self._ranks = ranks
-        self._flats: list[tuple[Pending, Tensor]] = []
+        self._flats: list[tuple[Pending, Tensor, bool]] = []  # and whether there were all gradients here
 
     def start(self, transport: Transport) -> None:
         if self._flats:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         for parameters in self._groups:
+            every = all(p.grad is not None for p in parameters)
             flat = _flatten(parameters)
-            self._flats.append((transport.start_sum(flat, self._ranks), flat))
+            self._flats.append((transport.start_sum(flat, self._ranks), flat, every))
 
     def finish(self) -> None:
-        for parameters, (pending, flat) in zip(self._groups, self._flats, strict=True):
+        for parameters, (pending, flat, every) in zip(self._groups, self._flats, strict=True):
             pending.wait()
-            _spread(flat, parameters)
+            _spread(flat, parameters, every)
         self._flats.clear()
 
 
@@ -58,24 +62,34 @@ def gradient_type(parameter: nn.Parameter) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
+def flags(present: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1.0 for each that is there, 0.0 for the others; made once where a device would wait for them."""
+    return constant(tuple(map(float, present)), dtype, device)
+
+
 def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Move the gradients into one vector, zeros where there is none, and whether there is one after them."""
     first = parameters[0]
     sizes = [p.numel() for p in parameters]
     flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_type(first), device=first.device)
     *parts, present = torch.split_with_sizes(flat, [*sizes, len(sizes)])
-    present.copy_(torch.tensor([float(p.grad is not None) for p in parameters], dtype=flat.dtype))
+    present.copy_(flags([p.grad is not None for p in parameters], flat.dtype, flat.device))
+    targets, sources = list[Tensor](), list[Tensor]()
     for part, parameter in zip(parts, parameters, strict=True):
         if parameter.grad is None:
             part.zero_()
         else:
-            part.view(parameter.shape).copy_(parameter.grad)
-            parameter.grad = None
+            targets.append(part.view(parameter.shape))
+            sources.append(parameter.grad)
+    copy_all(targets, sources)
+    for parameter in parameters:
+        parameter.grad = None
     return flat
 
 
-def _spread(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the parts of a summed vector the gradients."""
+def _spread(flat: Tensor, parameters: Sequence[nn.Parameter], every: bool) -> None:
+    """Make the parts of a summed vector the gradients; `every`: no rank can have had none of one."""
     *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
-    for part, parameter, there in zip(parts, parameters, present.tolist(), strict=True):
+    found = [1.0] * len(parts) if every else present.tolist()
+    for part, parameter, there in zip(parts, parameters, found, strict=True):
         parameter.grad = part.view(parameter.shape) if there != 0 else None

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import exhausted
@@ -36,7 +38,9 @@ def run_step(
 ) -> StepResult | None:
     """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
 
-    `loop` runs the ops; one that looks at them, too, stands in tracing.py.
+    `loop` runs the ops; one that looks at them, too, stands in tracing.py. Backward runs on this thread on every
+    device: torch's own thread for a GPU knows neither the slot that is current here nor its locks, and ranks as
+    threads would share it.
 
     Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one.
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
@@ -53,7 +57,8 @@ def run_step(
     if ahead is not None:
         open_step(worker, ahead)
     try:
-        loop(worker)
+        with torch.autograd.set_multithreading_enabled(False):
+            loop(worker)
     except IN_A_RANK as error:
         manifest = worker.plan.manifest
         if exhausted.ran_out(error):

@@ -18,7 +18,7 @@ from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
 from zbc.runtime.state import Worker, name_of, take
 from zbc.runtime.tape import Tape
-from zbc.runtime.tensors import Loss, TensorSpec
+from zbc.runtime.tensors import Loss, TensorSpec, to_device
 from zbc.runtime.validate import peak_bytes
 
 __all__ = ["HANDLERS", "Worker"]
@@ -51,7 +51,7 @@ def forward(worker: Worker, op: Op) -> None:
     y, tape = stage.forward(x, step, number, finish, slot)
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
-        worker.losses[key.mb] = y.item() if y.is_cpu else y.detach().clone()
+        worker.losses[key.mb] = y.item() if worker.on_host else y.detach().clone()
         kept[key] = x, tape, run.share(y), slot
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
@@ -76,11 +76,6 @@ def _target(worker: Worker, number: int) -> Tensor:
 
 def _no_data() -> ZbcError:
     return ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on `device`; the copy does not block."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
@@ -206,16 +201,16 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
-    layout, device = worker.layout, worker.device
-    busy, peak = worker.clock.read(), peak_bytes(device)
-    first = worker.phase_run.first
+    first, device = worker.phase_run.first, worker.device
     losses = {first + mb: loss for mb, loss in worker.losses.items()}
-    vector = layout.vector(
-        worker.squares(), losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+    squares, peak = worker.squares(), peak_bytes(device)
+    busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
+    vector = worker.layout.vector(
+        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
     )
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
-    worker.verdict = layout.read(vector)
+    worker.verdict = worker.learn(vector)
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:

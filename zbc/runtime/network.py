@@ -9,7 +9,8 @@ On CUDA the calls only enqueue: `wait` makes the current stream wait for the mes
 VALIDATE reads its result.
 
 Sums of gradients have groups of their own, one for each set of ranks that hold copies of a stage, and start without
-waiting. All ranks start them in one order, and NCCL runs those of one device one after the other in that order.
+waiting. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each
+other and with transfers, and a rank that started two of them in another order than the others could wait forever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +62,30 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The ordered pairs in rounds, in each of which a rank meets at most one other one.
+
+    Ranks that go through their own pairs round by round never wait for each other in a cycle, and for a chain of any
+    length in four rounds only: those from even to odd ranks first, then the others.
+    """
+    found: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []
+    for pair in sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)):
+        at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(pair)), len(busy))
+        if at == len(busy):
+            found.append([])
+            busy.append(set())
+        found[at].append(pair)
+        busy[at].update(pair)
+    return found
+
+
+def of_replica(manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas."""
+    rank = manifest.topology.rank
+    return [(rank(replica, a), rank(replica, b)) for a, b in pairs]
+
+
 def signalled(manifest: Manifest) -> list[tuple[int, int]]:
     """The ordered pairs of ranks of a pipeline between which the numbers of a step without a barrier go."""
     if Kind.NORM.value not in manifest.capabilities:
@@ -92,17 +117,17 @@ class Network:
         self._edges = {edge: number for number, edge in enumerate(placement.edges)}
         self._pairs: dict[tuple[int, int], Any] = {}
         self._signals: dict[tuple[int, int], Any] = {}
-        topology = manifest.topology
-        for replica in range(topology.dp):
+        swift = _swift if self._nccl else None
+        for replica in range(manifest.topology.dp):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
-                for a, b in pairs:
-                    pair = topology.rank(replica, a), topology.rank(replica, b)
-                    group = dist.new_group(list(pair), timeout=timeout)  # by all ranks, in one order
-                    if self.rank in pair:
-                        groups[pair] = group
+                for some in rounds(of_replica(manifest, replica, pairs)):
+                    for pair in some:
+                        group = _group(pair, timeout, swift)
+                        if self.rank in pair:
+                            groups[pair] = group
         self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.topology.world)): dist.group.WORLD}
         for ranks in gatherings(manifest):
-            group = dist.new_group(list(ranks), timeout=timeout)
+            group = _group(ranks, timeout)
             if self.rank in ranks:
                 self._circles[ranks] = group
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
@@ -236,10 +261,8 @@ class Network:
         return backend.send if sending else backend.recv, number, self._tag(message), lost
 
     def _sends_to(self, peer: int) -> Sends:
-        """What keeps the messages to a rank. On gloo they have a thread of their own: it waits for the oldest one, and
-        what another rank has taken meanwhile is not to stay for that."""
-        if self._nccl:
-            peer = self.rank
+        """What keeps the messages to a rank, which are delivered in order: what one has taken is not to stay until
+        another, that is slower, has taken its own."""
         if peer not in self._sends:
             self._sends[peer] = EventSends() if self._nccl else ThreadSends()
         return self._sends[peer]
@@ -267,13 +290,13 @@ class Network:
         return ZbcError("E702", f"run: rank {self.rank} lost rank {peer} at {op}", details=[_first_line(error)])
 
     def _connect(self, device: torch.device) -> None:
-        """Use every group once, in an order that all ranks share.
+        """Use every group once, in an order that all ranks share: that in which they were made, see `rounds`.
 
         NCCL builds a communicator at its first use and both ends block meanwhile: done on the way, that is a wait the
-        plan knows nothing of.
+        plan knows nothing of. What a large transfer needs besides is for training/warm.py.
         """
         number = torch.zeros(1, device=device)
-        groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in sorted(table)]
+        groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in table]
         for (source, target), group in groups:
             peer = target if source == self.rank else source
             start = dist.isend if source == self.rank else dist.irecv
@@ -284,6 +307,32 @@ class Network:
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
         for ranks in sorted(self._circles):
             self.all_reduce(number, ranks)
+
+
+# Blocks of a GPU that one transfer may take, unless NCCL_MAX_CTAS says otherwise: a posted receive holds its own until
+# the message comes. Not measured.
+_BLOCKS = 4
+
+
+def _swift() -> Any:
+    """Options of NCCL for a group of transfers: they go before what computes, and leave most of the GPU to it."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if "NCCL_MAX_CTAS" not in os.environ:
+        options.config.min_ctas, options.config.max_ctas = 1, _BLOCKS
+    return options
+
+
+def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[], Any] | None = None) -> Any:
+    """A process group of `ranks`, made by all ranks in one order.
+
+    Not by those in it alone: such groups have names that depend on how many others a rank is in (torch 2.13), so that
+    two ranks would wait for each other under different names.
+    """
+    options = None
+    if make_options is not None:  # torch writes the group's name into them: each has its own
+        options = make_options()
+        options._timeout = timeout
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
 
 
 _SUM = dist.AllreduceOptions()  # a sum that nobody waits for, as dist.all_reduce asks for one

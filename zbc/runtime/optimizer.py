@@ -77,7 +77,7 @@ class InPlace:
         self._casts = tuple(casts)
 
     def squares(self) -> dict[str, Tensor]:
-        return {name: squares_of(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return squares_of({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     def step(self, scale: float | None) -> None:
         _scale(self.parameters.values(), scale)
@@ -124,7 +124,7 @@ class Masters:
         lower_precision(parameters.values(), lowered)
 
     def squares(self) -> dict[str, Tensor]:
-        return {name: squares_of(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return squares_of({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     def step(self, scale: float | None) -> None:
         self.commit(scale)

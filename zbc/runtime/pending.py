@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from zbc.ir import Message
+from zbc.runtime.clock import Busy
 from zbc.runtime.progress import StepResult
 from zbc.runtime.remembered import Kept, Place
 from zbc.runtime.validate import Verdict
@@ -19,7 +20,7 @@ class TentativeStep:
 
     step: int
     losses: dict[int, Tensor | float]
-    busy: float
+    busy: Busy
     peak: int
     seconds: float
     sums: Tensor | None = None  # of all ranks, on the last one

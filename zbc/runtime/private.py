@@ -37,6 +37,17 @@ def scale_all(tensors: list[Tensor], scale: float) -> None:
     torch._foreach_mul_(tensors, scale)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target; on a GPU in a few launches for all."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in float64; on a GPU in a few launches for all."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+
+
 # ---- what torch has no public way for ------------------------------------------------------------------------
 
 _holders = getattr(torch._C, "_storage_Use_Count", None)
@@ -51,9 +62,10 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def flight_record() -> bytes:
-    """NCCL's last operations; empty where torch has no NCCL."""
-    dump: Callable[[], bytes] = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", bytes)
-    return dump()
+    """NCCL's last operations, by the name that torch has for them; empty where it has none."""
+    there: Any = torch._C._distributed_c10d
+    dump: Any = getattr(there, "_dump_nccl_trace", None) or getattr(there, "_dump_fr_trace", bytes)
+    return bytes(dump())
 
 
 # ---- torch.compile: a second or two to import, so only where something is compiled ----------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -11,6 +12,8 @@ class Progress:
 
     `index` counts from 0 like the lines of a plan file; `since` is `time.monotonic()` when the op began; `waiting`
     says that the rank is blocked in a receive or a collective.
+
+    On a device that works later than it is told to, this is where the host is, and `behind(now)` where the device is.
     """
 
     step: int = 0
@@ -19,6 +22,11 @@ class Progress:
     op: str = ""
     waiting: bool = False
     since: float = 0.0
+    behind: Callable[[float], Progress] | None = None
+
+    def seen(self, now: float) -> Progress:
+        """Where the rank is at `now` (`time.monotonic`), its device included."""
+        return self if self.behind is None else self.behind(now)
 
 
 @dataclass(frozen=True, slots=True)

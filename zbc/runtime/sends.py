@@ -34,26 +34,42 @@ class Sends(Protocol):
 
 
 class EventSends:
-    """For NCCL, whose work objects know without waiting whether they are done."""
+    """For NCCL, whose work objects know without waiting whether they are done: those to one rank, which arrive in
+    order.
+
+    NCCL never raises: a send that failed is done, too, and says so when it is asked. `drain` does not block the host
+    either; it has the stream that computes wait, so that what reuses the memory comes after the send.
+    """
 
     def __init__(self) -> None:
         self._under_way: deque[_Send] = deque()
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
-        self._under_way.append((work, tensor, lost))
+        under_way = self._under_way
+        while under_way and under_way[0][0].is_completed():
+            _check(under_way.popleft())
+        under_way.append((work, tensor, lost))
 
     def drain(self) -> None:
         while self._under_way:
-            work, _, lost = self._under_way.popleft()
+            send = self._under_way.popleft()
             try:
-                work.wait()
+                send[0].wait()
             except RuntimeError as error:
-                raise lost(error) from error
+                raise send[2](error) from error
+            if send[0].is_completed():
+                _check(send)
 
     def close(self) -> None:
         self._under_way.clear()
+
+
+def _check(send: _Send) -> None:
+    """Raise what `lost` makes of a failure, if a send that is done has failed."""
+    work, _, lost = send
+    error = work.exception()
+    if error is not None:
+        raise lost(error if isinstance(error, BaseException) else RuntimeError(str(error)))
 
 
 class ThreadSends:

@@ -16,6 +16,7 @@ Element by element that is the arithmetic of the ordinary optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.bucket import gradient_type
+from zbc.runtime.bucket import flags, gradient_type
 from zbc.runtime.optimizer import Held, Masters, build_optimizer
 from zbc.runtime.precision import lower_precision
+from zbc.runtime.private import copy_all
 from zbc.runtime.split import SplitLinear
+from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
 
@@ -101,8 +104,9 @@ class Sharded:
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
                 parameter.data = self._view(piece)
-        self._sum: tuple[Pending, Tensor, Tensor] | None = None
-        self._weights: tuple[Pending, Tensor] | None = None
+        # What a collective reads and writes is held until it is over. The flag: all of its gradients were here.
+        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None
+        self._weights: tuple[Pending, Tensor, Tensor] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -110,14 +114,18 @@ class Sharded:
 
     def squares(self) -> dict[str, Tensor]:
         """Zeros stand for the chunks that other ranks answer for."""
-        found = {name: squares_of(p.grad) for name, p in self._whole.items() if p.grad is not None}
-        for piece, parameter in self._own.items():
-            if parameter.grad is not None:
-                count = chunks(self._trained[piece.name].numel())
-                entry = found.setdefault(piece.name, torch.zeros(count, dtype=torch.float64, device=parameter.device))
-                own = squares_of(parameter.grad)
-                entry[piece.start // dealing.CHUNK : piece.start // dealing.CHUNK + len(own)] = own
-        return found
+        found = squares_of({name: p.grad for name, p in self._whole.items() if p.grad is not None})
+        own = squares_of({piece: p.grad for piece, p in self._own.items() if p.grad is not None})
+        if not own:
+            return found
+        counts = {piece.name: chunks(self._trained[piece.name].numel()) for piece in own}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        firsts = [(starts[piece.name] + piece.start // dealing.CHUNK, len(sums)) for piece, sums in own.items()]
+        where = tuple(place for first, count in firsts for place in range(first, first + count))
+        sums = torch.cat(list(own.values()))
+        every = torch.zeros(sum(counts.values()), dtype=torch.float64, device=sums.device)
+        every.index_copy_(0, constant(where, torch.int64, sums.device), sums)
+        return found | dict(zip(counts, torch.split(every, list(counts.values())), strict=True))
 
     def step(self, scale: float | None) -> None:
         self._inner.step(scale)
@@ -161,29 +169,31 @@ class Sharded:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         first = next(iter(self._trained.values()))
         parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
+        there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        targets, sources = list[Tensor](), list[Tensor]()
         for row, share in zip(parts, self._shares, strict=True):
-            at = 0
-            for index, piece in enumerate(share):
-                grad = self._trained[piece.name].grad
-                if grad is not None:
-                    row[at : at + piece.size] = _part(grad, piece)
-                    row[self._length + index] = 1.0
-                at += piece.size
+            for piece, place in zip(share, _places(row, share), strict=True):
+                if piece.name in there:
+                    targets.append(place)
+                    sources.append(_part(there[piece.name], piece))
+        copy_all(targets, sources)
+        most = self._width - self._length
+        present = [index < len(share) and share[index].name in there for share in self._shares for index in range(most)]
+        parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
         for parameter in self._trained.values():
             parameter.grad = None
         mine = torch.empty_like(parts[0])
-        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine
+        every = all(piece.name in there for piece in self._own)
+        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
 
     def finish(self) -> None:
         if self._sum is None:
             return
-        pending, _, mine = self._sum
+        pending, _, mine, every = self._sum
         pending.wait()
-        present = mine[self._length :].tolist()
-        at = 0
-        for (piece, parameter), there in zip(self._own.items(), present, strict=False):
-            parameter.grad = mine[at : at + piece.size].view(parameter.shape) if there != 0 else None
-            at += piece.size
+        present = [1.0] * len(self._own) if every else mine[self._length :].tolist()
+        for place, parameter, there in zip(_places(mine, self._own), self._own.values(), present, strict=False):
+            parameter.grad = place.view(parameter.shape) if there != 0 else None
         self._sum = None
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -194,32 +204,35 @@ class Sharded:
             return
         first = next(iter(self._trained.values()))
         mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
-        at = 0
-        for piece, parameter in self._own.items():
-            mine[at : at + piece.size] = parameter.detach().reshape(-1)
-            at += piece.size
+        copy_all(_places(mine, self._own), [p.detach().reshape(-1) for p in self._own.values()])
         parts = torch.empty(len(self._ranks), self._length, dtype=first.dtype, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts, mine
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
         if self._weights is None:
             return
-        pending, parts = self._weights
+        pending, parts, _ = self._weights
         pending.wait()
+        targets, sources = list[Tensor](), list[Tensor]()
         for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):
-            at = 0
-            for piece in share:
-                if index != self._mine:
-                    view = self._view(piece)
-                    view.copy_(row[at : at + piece.size].view(view.shape))
-                at += piece.size
+            if index != self._mine:
+                views = [self._view(piece) for piece in share]
+                targets += views
+                sources += [place.view(view.shape) for place, view in zip(_places(row, share), views, strict=True)]
+        copy_all(targets, sources)
         self._weights = None
         for cast in self._casts:
             cast.forget()
 
     def _view(self, piece: Piece) -> Tensor:
         return _part(self._trained[piece.name].detach(), piece, keep_shape=True)
+
+
+def _places(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
+    """Where the elements of each piece are in a row."""
+    sizes = [piece.size for piece in pieces]
+    return list(torch.split_with_sizes(row[: sum(sizes)], sizes)) if sizes else []
 
 
 def _part(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:

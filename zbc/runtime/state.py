@@ -173,7 +173,7 @@ class Worker:
         self.rank = self.transport.rank  # of the run
         self.topology = manifest.topology
         self.replica = self.topology.of(self.rank).dp
-        self.clock = clock_for(self.device)
+        self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
         for run in self.phase_runs:
@@ -219,6 +219,13 @@ class Worker:
         self.progress.waiting = True
         self.transport.all_reduce(tensor, ranks)
         self.progress.waiting = False
+
+    def learn(self, vector: Tensor) -> Verdict:
+        """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
+        self.progress.waiting = True
+        verdict = self.layout.read(vector)
+        self.progress.waiting = False
+        return verdict
 
     def finish_sums(self) -> None:
         """Block until every sum of gradients that was started is there."""

@@ -12,6 +12,17 @@ from torch import Tensor
 Loss = Callable[[Tensor, Tensor], Tensor]  # of an output and its target: one number
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor from the CPU on `device`; the copy does not block."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=256)
+def constant(values: tuple[int, ...] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on `device`, made once: to carry them there blocks. Not to be written to."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor for one microbatch."""
 

@@ -20,15 +20,20 @@ import math
 import resource
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from zbc.plan.dealing import CHUNK
+from zbc.runtime.private import norms_of
 from zbc.runtime.progress import StepResult
+from zbc.runtime.tensors import constant, to_device
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +171,11 @@ def _written(
 def _copied(
     size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
 ) -> Tensor:
-    """The same without waiting for the device."""
-    vector = torch.zeros(size, dtype=torch.float64, device=device)
+    """The same without waiting for the device: places are a constant there, own numbers come from pinned memory."""
     tensors = [torch.as_tensor(one, device=device).view(-1).double() for one in found]
-    tensors.append(torch.tensor(own, dtype=torch.float64).to(device))
-    return vector.index_copy_(0, torch.tensor(where, device=device), torch.cat(tensors))
+    tensors.append(to_device(torch.frombuffer(array("d", own), dtype=torch.float64), device))
+    vector = torch.zeros(size, dtype=torch.float64, device=device)
+    return vector.index_copy_(0, constant(tuple(where), torch.int64, device), torch.cat(tensors))
 
 
 def _not_finite(values: Sequence[float]) -> tuple[int, ...]:
@@ -182,21 +187,39 @@ def chunks(size: int) -> int:
     return max(1, -(-size // CHUNK))
 
 
-def squares_of(grad: Tensor) -> Tensor:
-    """Sum of squares of each chunk, as a float64 vector on the device of `grad`.
+def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """Sum of squares of each chunk of each gradient, as a float64 vector on its device.
 
-    Depends on the gradient alone (and on the number of threads inside torch's kernels), not on the other parameters.
+    Each sum depends on its chunk alone (and on the number of threads inside torch's kernels).
     """
-    if grad.is_complex():
-        return squares_of(grad.real) + squares_of(grad.imag)
+    imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
+    parts = {name: _chunks_of(grad.real if name in imaginary else grad) for name, grad in grads.items()}
+    found = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
+    for name, squares in squares_of(imaginary).items() if imaginary else ():
+        found[name] = found[name] + squares
+    return found
+
+
+def _chunks_of(grad: Tensor) -> Sequence[Tensor]:
     flat = grad.detach().reshape(-1)
-    if len(flat) <= CHUNK:
-        return _square(flat.double()).view(1)
-    return torch.stack([_square(part.double()) for part in torch.split(flat, CHUNK)])
+    return torch.split(flat, CHUNK) if len(flat) > CHUNK else (flat,)
+
+
+def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
+    return {name: torch.stack([_square(part.double()) for part in some]) for name, some in parts.items()}
 
 
 def _square(wide: Tensor) -> Tensor:
     return torch.dot(wide, wide)
+
+
+def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
+    """The same for a GPU, where a launch takes longer than most of the sums."""
+    if not parts:
+        return {}
+    norms = norms_of([part for some in parts.values() for part in some])
+    squares = torch.split(norms * norms, [len(some) for some in parts.values()])
+    return dict(zip(parts, squares, strict=True))
 
 
 # Sizes are the process's either way; what else is asked for takes twice as long for all of its threads.

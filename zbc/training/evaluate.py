@@ -18,11 +18,12 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss, to_device
+from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.state import BatchSource, Evaluation, Worker, take
+from zbc.runtime.tensors import to_device
 from zbc.training.data.data import Batches, Samples
 
 
@@ -73,7 +74,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     per_batch = evaluation.microbatches * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
-    with _evaluating(worker):
+    with evaluating(worker):
         for batch in range(batches):
             worker.step = batch
             for handler, op, text in evaluation.script:
@@ -84,10 +85,11 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             worker.losses.clear()
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)
-    total = 0.0
+    worker.clock.read()  # this is no time of a step
+    progress.waiting, total = True, 0.0
     for value in losses[:count].tolist():  # in order, so that the sum does not depend on the cut
         total += value
-    worker.step = step
+    progress.waiting, worker.step = False, step
     samples = count * manifest.microbatch_size
     result = EvaluationResult(step, total / count, samples, time.monotonic() - began)
     evaluation.results.append(result)
@@ -109,7 +111,7 @@ def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
 
 
 @contextmanager
-def _evaluating(worker: Worker) -> Iterator[None]:
+def evaluating(worker: Worker) -> Iterator[None]:
     """All modules in evaluation mode; afterwards each in its own again, buffers that forwards change, in that mode too,
     are what they were, and no cast of a weight is left behind."""
     modules: list[nn.Module] = [
@@ -145,7 +147,9 @@ def _forward(worker: Worker, op: Op) -> None:
     if last:
         target = to_device(_batches(worker).targets(worker.step, number), worker.device)
         finish = functools.partial(stage_loss, worker.loss, target)
+    began = worker.clock.start()  # on a GPU the host stays near it here, too
     y = stage.evaluate(x, finish, "evaluation", worker.step, number)
+    worker.clock.stop(began)
     if last:
         worker.losses[op.mb] = y
     else:

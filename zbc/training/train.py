@@ -27,7 +27,7 @@ from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
-from zbc.training import frames
+from zbc.training import devices, frames
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
@@ -41,6 +41,7 @@ from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
 from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
+from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time
 from zbc.training.worker import Settings, build_worker
 
@@ -135,6 +136,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
     backend = "nccl" if context.device.type == "cuda" else "gloo"
+    if backend == "nccl":
+        devices.check_apart(board.meet("device", limit, devices.named(context.device)), manifest.topology.name)
     if context.doorstep is not None:
         check_reach(board, context.doorstep, limit, manifest.topology.name)
     store = prefixed("groups", context.connect())
@@ -147,6 +150,9 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     worker = build_worker(plan, network, context.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
+    if context.device.type == "cuda":
+        watchdog.phase("using every kernel and group once", waiting=True)
+        warm(worker)
     context.stop.training = True
     who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
     with resume.begun(board, options, manifest, folder, who) as start:
@@ -168,6 +174,10 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         watchdog.phase("writing its weights")
         _save(worker, board, context, options.save_hf, limit)
     watchdog.phase("ending")
+    if context.device.type == "cuda":
+        memory = board.meet("memory", limit, devices.in_use(context.device))
+        if context.rank == 0:
+            context.emit(devices.fullest(memory, manifest.topology.name))
     board.meet("ended", limit)
     watchdog.nearly_done()
     worker.close()

@@ -4,6 +4,9 @@ A rank that waits cannot tell whether the one it waits for is slow, stuck or gon
 op its rank is in and for how long. When for `limit` seconds no rank has begun another op, the first to notice reports
 where every rank is. A rank whose watchdog is silent too (stopped, swapped out, its machine gone) is named as such.
 
+A GPU works later than its host tells it to: there the op is the one that the device is in, which events on its stream
+say, and a rank waits if what that op needs has not come.
+
 On a busy machine a sign of life may be heard seconds after it was given. So a rank counts as one that stands still once
 it has said so itself, and as silent once looks at the store, not the clock alone, have shown nothing new for a while.
 """
@@ -206,7 +209,7 @@ class Watchdog:
             return None
 
     def _beat(self, count: int, now: float) -> Beat:
-        p = self._progress
+        p = self._progress.seen(now)
         return Beat(count, p.step, p.index, p.total, p.op, p.waiting, now - max(p.since, self._awake_since))
 
     def _lost(self, now: float) -> bool:
@@ -224,7 +227,7 @@ class Watchdog:
         """No rank has begun anything for `limit` seconds, or one is lost, as far as is known here."""
         if self._lost(now):
             return True
-        if now - max(self._progress.since, self._awake_since) < self._patience:
+        if now - max(self._progress.seen(now).since, self._awake_since) < self._patience:
             return False
         slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
         others = (rank for rank in self._listener.heard if rank != self.rank)
@@ -246,7 +249,7 @@ class Watchdog:
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             return False
-        p, waited = self._progress, max(self.limit, _DEAF_S) if self._lost(now) else self._patience
+        p, waited = self._progress.seen(now), max(self.limit, _DEAF_S) if self._lost(now) else self._patience
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
         rows = _blamed(rows, culprits) if self.ranks > 1 else rows
         if claimed is None:

@@ -213,7 +213,7 @@ def _batches(
     )
     if settings.data.kind not in KINDS:
         return batches
-    return Prefetched(batches, [_wants(plan, rank) for plan in plans], pin=device.type == "cuda")
+    return Prefetched(batches, [_wants(plan, rank) for plan in plans], device)
 
 
 def _wants(plan: RankPlan, rank: int) -> list[Want]:

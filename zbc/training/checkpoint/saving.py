@@ -15,18 +15,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import zbc
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint import folder as disk
+from zbc.training.checkpoint.arena import Arena
 from zbc.training.checkpoint.files import digest, put_together, write_parts
 from zbc.training.checkpoint.state import HeldPart, entries
 from zbc.training.checkpoint.together import together
@@ -51,7 +51,7 @@ class Checkpoints:
     tell: Callable[[str], None] = lambda line: None
     last: int = 0  # steps in the newest checkpoint, or in the one this run began with
 
-    _aside: dict[str, Tensor] = field(default_factory=dict)
+    _aside: Arena | None = None
     _running: Future[str] | None = None
     _beats: int = 0
 
@@ -113,15 +113,13 @@ class Checkpoints:
 
     def _stage(self, found: Sequence[HeldPart]) -> list[HeldPart]:
         """Copies on the CPU, in memory that is used again by the next save."""
+        if self._aside is None:
+            self._aside = Arena(pinned=self.worker.device.type == "cuda")
+        places = self._aside.places({entry.part.key: entry.part.tensor for entry in found})
         staged = []
         for entry in found:
-            part, tensor = entry.part, entry.part.tensor
-            aside = self._aside.get(part.key)
-            if aside is None or aside.shape != tensor.shape or aside.dtype != tensor.dtype:
-                aside = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._aside[part.key] = aside
-            aside.copy_(tensor, non_blocking=True)
-            staged.append(replace(entry, part=part._replace(tensor=aside)))
+            aside = places[entry.part.key].copy_(entry.part.tensor, non_blocking=True)
+            staged.append(replace(entry, part=entry.part._replace(tensor=aside)))
         if self.worker.device.type == "cuda":
             torch.cuda.current_stream(self.worker.device).synchronize()
         return staged

@@ -13,6 +13,7 @@ from torch import Tensor
 from zbc.plan.phases import Phases
 from zbc.training.data.data import Batches
 
+CPU = torch.device("cpu")
 AHEAD = 4  # tensors made ready before they are asked for
 
 Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
@@ -22,11 +23,11 @@ class Prefetched:
     """Batches, ahead of the plan: `wants` is what a step of every phase asks for, in its order.
 
     What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
-    for. Tensors for a GPU are pinned, so that their copy does not block.
+    for. Tensors for a GPU, `device`, are pinned, so that their copy does not block.
     """
 
-    def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], *, pin: bool = False) -> None:
-        self._batches, self._wants, self._pin = batches, [tuple(step) for step in wants], pin
+    def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], device: torch.device = CPU) -> None:
+        self._batches, self._wants, self._device = batches, [tuple(step) for step in wants], device
         self._ready: dict[tuple[str, int, int], _Coming] = {}
         self.open()
 
@@ -89,14 +90,14 @@ class Prefetched:
                 self._asked.put(wanted)
 
     def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=_make_all, args=(self._asked,), name="zbc-data", daemon=True)
+        thread = threading.Thread(target=_make_all, args=(self._asked, self._device), name="zbc-data", daemon=True)
         thread.start()
         weakref.finalize(self, self._asked.put, None)  # it ends also where nobody closes this
         return thread
 
     def _make(self, kind: str, step: int, mb: int) -> Tensor:
         tensor = self._batches.inputs(step, mb) if kind == "inputs" else self._batches.targets(step, mb)
-        return tensor.pin_memory() if self._pin and torch.cuda.is_available() else tensor
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
 class _Coming:
@@ -132,7 +133,9 @@ class _Coming:
             return self._value
 
 
-def _make_all(asked: SimpleQueue[_Coming | None]) -> None:
+def _make_all(asked: SimpleQueue[_Coming | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # which each thread has to be told
     while (coming := asked.get()) is not None:
         coming.make()
         del coming

@@ -131,8 +131,8 @@ def _flight_recorder(manifest: Manifest) -> None:
     """
     if manifest.planning["hardware"]["device"] != "cuda":
         return
-    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # what it was called before
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 

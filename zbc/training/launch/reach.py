@@ -70,6 +70,7 @@ def towards(host: str) -> Interface | None:
 
 def bind_towards(host: str) -> Interface | None:
     """Have gloo listen where other machines reach this one, unless GLOO_SOCKET_IFNAME says otherwise; where that is.
+    NCCL meets there, too, unless NCCL_SOCKET_IFNAME says otherwise.
 
     Has to come before the process group. `host` is that of the store: under a name of this machine alone (127.0.0.1)
     every rank is on it. None if nothing can be told, and gloo decides.
@@ -78,6 +79,7 @@ def bind_towards(host: str) -> Interface | None:
         bind_loopback()
     elif (found := towards(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")  # this one, not all whose names begin so
     chosen, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
     return next((one for one in interfaces() if one.name == chosen), None)
 

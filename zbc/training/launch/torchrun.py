@@ -22,6 +22,7 @@ from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
 from zbc.runtime.private import flight_record
 from zbc.text import visible
+from zbc.training import devices
 from zbc.training.launch.board import Board, Connect, connector, open_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
@@ -54,11 +55,14 @@ class Launched:
 
 
 def check_devices(manifest: Manifest, place: Launched) -> None:
-    """Raises E603 unless every rank of this machine has a device of its own; all of them find the same."""
+    """Raises E603 unless every rank of this machine can have a device of its own; all of them find the same.
+
+    Where one is to be seen it may be the rank's own: see `devices.check_apart`.
+    """
     if manifest.planning["hardware"]["device"] != "cuda":
         return
     count, wanted = torch.cuda.device_count(), place.local_ranks
-    if wanted > count:
+    if wanted > count and count != 1:
         have = f"this machine has {count}" if count else "torch finds none on this machine"
         text = f"run: the plan runs on cuda and {wanted} ranks need a device each, {have}"
         hint = 'train on the CPU with `zbc run PLAN --local N`, or plan again with hardware.device = "cpu"'
@@ -168,8 +172,7 @@ def part(place: Launched, connect: Connect, patience: float) -> None:
 def _device(manifest: Manifest, place: Launched) -> torch.device:
     if manifest.planning["hardware"]["device"] != "cuda":
         return torch.device("cpu")
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    return devices.place(place.local_rank)
 
 
 def write_flight_record(path: Path) -> None:

@@ -103,7 +103,7 @@ def _run(
     if y.requires_grad:
         with seeded(seed_of(stage.seed, "gradient", layer.name)):
             grad = torch.randn(y.shape, dtype=y.dtype).to(y.device)
-        with using(slot):
+        with using(slot), torch.autograd.set_multithreading_enabled(False):  # as in a step
             if slot is not None:
                 slot.split = True
             y.backward(grad)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, 
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.network import bind_loopback
-from zbc.training import frames
+from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import Pair, fit, host_copy
 from zbc.training.profiling.link import Samples as LinkSamples
@@ -231,7 +231,7 @@ def _exchange(job: Job, how: Sampling, sizes: tuple[int, ...], folder: str) -> L
 def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
     torch.set_num_threads(how.threads)
     cuda = how.device == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = devices.place(rank) if cuda else torch.device("cpu")
     bind_loopback()
     meeting = f"file://{folder}/meet"
     limit = timedelta(seconds=300)

@@ -1,0 +1,170 @@
+"""A step as a GPU wants it: the host reads what was computed once, in the verdict, and carries no numbers over.
+
+Ranks on a CPU run the code for a device, under modes that see every op and every method of a tensor.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.runtime import execute, optimizer, validate
+from zbc.runtime.bucket import Bucket
+from zbc.runtime.state import Worker
+from zbc.runtime.tensors import constant
+from zbc.runtime.validate import VectorLayout
+from zbc.training.warm import warm
+
+READS = {"_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "equal", "is_nonzero", "item"}
+READS |= {"unique_dim", "unique_consecutive", "_unique", "_unique2", "repeat_interleave"}
+CARRIES = {"lift_fresh", "lift"}  # what torch.tensor makes of Python's numbers
+STEPS = 4
+METHODS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__"}
+
+
+class Ops(TorchDispatchMode):
+    """Notes ops that read, or carry numbers over, whoever calls them."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(one is not None and one.dtype is torch.bool for one in args[1])
+        if masks or name in READS | CARRIES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    """Notes methods that read: on a CPU some do so without an op."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in METHODS:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(found):
+    with Ops(found), Methods(found):
+        yield
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """Take the ways of a device, where they differ from those of a CPU."""
+    constant.cache_clear()
+    monkeypatch.setattr(validate, "_written", validate._copied)
+    monkeypatch.setattr(validate, "_one_by_one", validate._together)
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(optimizer.torch.optim, "AdamW", lambda *args, **how: adamw(*args, **{**how, "fused": True}))
+
+
+def notes(plan, monkeypatch, steps=STEPS):
+    """By step and rank, what was read or carried over; where a step without a barrier ends counts for its rank."""
+    found = {}
+    read = VectorLayout.read
+
+    def verdict(layout, vector):
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return read(layout, vector)
+
+    def learn(worker, vector):
+        found[worker.rank][-1].append("verdict")
+        return verdict(worker.layout, vector)
+
+    monkeypatch.setattr(Worker, "learn", learn)
+
+    def step(worker):
+        worker.on_host = False
+        found[worker.rank] = [[]]
+
+        def run(worker, number, **how):
+            if number == 0:
+                warm(worker)  # constants are carried over now
+                found[worker.rank].clear()
+            found[worker.rank].append([])
+            with watched(found[worker.rank][-1]):
+                return execute.run_step(worker, number, **how)
+
+        return run
+
+    def finish(worker):
+        found[worker.rank].append([])
+        with watched(found[worker.rank][-1]):
+            return original(worker)
+
+    original = execute.finish
+    monkeypatch.setattr("zbc.training.train.finish", finish)
+    workers = run_threads(plan, steps, step=step)
+    return workers, found
+
+
+CASES = {
+    "a barrier": {"schedule": "zb-h1"},
+    "no barrier": {"schedule": "zb-h1", "sync": "post-validate"},
+    "clipping": {"schedule": "1f1b", "optimizer": {"clip_grad_norm": 1e-3}},
+    "clipping without a barrier": {"schedule": "zb-v", "sync": "post-validate", "optimizer": {"clip_grad_norm": 1e-3}},
+    "replicas": {"schedule": "1f1b", "copies": 2},
+    "replicas without a barrier": {"schedule": "zb-h1", "copies": 2, "sync": "post-validate"},
+    "ZeRO-1": {"schedule": "zb-h1", "copies": 2, "sharded": True},
+    "ZeRO-1 without a barrier": {"schedule": "zb-h1", "copies": 2, "sharded": True, "sync": "post-validate"},
+    "tied weights": {"schedule": "zb-h1", "tied": True},
+    "two pipes": {"schedule": "chimera"},
+    "recompute": {"schedule": "zb-v", "activations": "recompute", "model": LLAMA},
+}
+
+
+def plan_for(case):
+    options = dict(CASES[case])
+    schedule, model = options.pop("schedule"), options.pop("model", GPT)
+    plan = {"activations": options.pop("activations", "keep"), "optimizer": options.pop("optimizer", {})}
+    plan["optimizer"] |= {"sync": options.get("sync", "before-step"), "zero1": options.get("sharded", False)}
+    if options.get("tied"):
+        model = {**model, "tie_embeddings": True}
+    return make_plan(make_program(schedule, 2, 4, **options), model=model, **plan)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("case", few(CASES, ("clipping without a barrier", "replicas", "ZeRO-1", "tied weights")))
+def test_the_host_reads_the_verdict_and_nothing_else(case, monkeypatch):
+    plan = plan_for(case)
+    workers, found = notes(plan, monkeypatch)
+    assert all(result.grad_norm > 0 for worker in workers for result in worker.results)
+    ahead = CASES[case].get("sync") == "post-validate"
+    for rank, steps in found.items():
+        for number, what in enumerate(steps):
+            assert what == ["verdict"] * (number > 0 if ahead else number < STEPS), (rank, number)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("plant", ["reads", "carries", "lists"])
+def test_a_read_or_a_number_carried_over_is_seen(plant, monkeypatch):
+    finish = Bucket.finish
+
+    def planted(bucket):
+        finish(bucket)
+        if plant == "reads":
+            bool(bucket._groups[0][0].grad.sum() > 0)
+        elif plant == "lists":
+            bucket._groups[0][0].grad.tolist()
+        else:
+            torch.tensor([1.0])
+
+    monkeypatch.setattr(Bucket, "finish", planted)
+    _, found = notes(plan_for("replicas"), monkeypatch, steps=2)
+    assert all(set(steps[1]) - {"verdict"} for steps in found.values())

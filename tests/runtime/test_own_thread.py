@@ -1,0 +1,85 @@
+"""Backward as on a GPU, where torch walks the graph in a thread of its own unless it is told not to."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.tiers import few
+from zbc.ir import Kind
+from zbc.runtime import tape
+from zbc.runtime.slot import Slot
+
+REENTRANT = {"model": user("reentrant"), **VECTORS}
+
+
+def elsewhere(engine, threads, *, always=False):
+    """The engine, in a thread of its own wherever torch would take one for a GPU; `always`: whatever it was told."""
+
+    def run(*args, **options):
+        if not (always or torch._C._is_multithreading_enabled()):
+            threads.add(threading.get_ident())
+            return engine(*args, **options)
+        failures = []
+
+        def walk():
+            threads.add(threading.get_ident())
+            try:
+                engine(*args, **options)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=walk)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return run
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    threads = set()
+    monkeypatch.setattr(tape, "engine", elsewhere(tape.engine, threads))
+    return threads
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """How many pieces of work each W found."""
+    found, run = [], Slot.run
+
+    def count(slot):
+        found.append(len(slot))
+        run(slot)
+
+    monkeypatch.setattr(Slot, "run", count)
+    return found
+
+
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v"], ("zb-h1",)))
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_rank_walks_its_graphs_itself(as_on_a_gpu, schedule, activations, model):
+    plan = make_plan(make_program(schedule, 2, 4), keep=without_step, activations=activations, model=model)
+    check_gradients(plan)
+    assert len(as_on_a_gpu) == 2
+
+
+def test_a_layer_whose_backward_walks_a_graph_of_its_own_leaves_its_work_to_w(as_on_a_gpu, deferred):
+    plan = make_plan(make_program("zb-h1", 2, 4), keep=without_step, **REENTRANT)
+    check_gradients(plan)
+    ws = sum(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
+    assert ws > 0 and deferred == [4] * ws  # two layers of two linear layers each
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_work_is_deferred_from_any_thread_by_layers_that_took_their_slot_along(monkeypatch, deferred, model):
+    monkeypatch.setattr(tape, "engine", elsewhere(tape.engine, set(), always=True))
+    check_gradients(make_plan(make_program("zb-h1", 2, 4), keep=without_step, model=model))
+    assert deferred and min(deferred) > 0

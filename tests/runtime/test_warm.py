@@ -1,0 +1,120 @@
+"""Kernels and groups are used before the first step, and nothing of a training changes by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
+from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.runtime.transport import Signal
+from zbc.training.warm import warm
+
+HELD = {"data": {**VECTORS["data"], "validation": 0.3}}
+CLIP = {"clip_grad_norm": 0.1}
+CASES = {
+    "B and W apart": {"schedule": "zb-h1", "model": LLAMA},
+    "recompute": {"schedule": "zb-v", "activations": "recompute"},
+    "no barrier": {"schedule": "zb-h1", "sync": "post-validate", "optimizer": CLIP},
+    "replicas": {"schedule": "1f1b", "copies": 2, "tied": True},
+    "ZeRO-1": {"schedule": "zb-h1", "copies": 2, "sharded": True, "sync": "post-validate"},
+    "two pipes": {"schedule": "chimera", "optimizer": {"kind": "sgd", "momentum": 0.9}},
+    "low precision": {"schedule": "1f1b", "model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}},
+    "dropout": {"schedule": "zb-h1", "model": user("residual", dropout=0.3), **VECTORS},
+    "buffers": {"schedule": "1f1b", "model": user("mixed", layers=4), **VECTORS},
+    "frozen": {"schedule": "zb-h1", "model": user("frozen", which=(0, 3)), **VECTORS},
+    "evaluated": {"schedule": "1f1b", "model": user("mixed", layers=4), **HELD, "train": {"eval_every": 1}},
+    "one rank": {"schedule": "1f1b", "p": 1, "sync": "post-validate", "copies": 2},
+}
+
+
+def plan_for(case):
+    how = dict(CASES[case])
+    model, sync = how.pop("model", GPT), how.pop("sync", "before-step")
+    made = {name: how.pop(name) for name in ("activations", "data", "train") if name in how}
+    optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
+    if how.get("tied"):
+        model = {**model, "tie_embeddings": True}
+    program = make_program(how.pop("schedule"), how.pop("p", 2), 4, sync=sync, **how)
+    return make_plan(program, model=model, optimizer=optimizer, **made)
+
+
+def warmed(worker):
+    """Steps of a worker that is warmed up before the first, in its own thread."""
+
+    def run(worker, number, **how):
+        if number == 0:
+            warm(worker)
+            assert not worker.leftovers()
+            assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
+        return run_step(worker, number, **how)
+
+    return run
+
+
+@pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "two pipes")))
+def test_a_training_that_was_warmed_up_has_the_same_bits(case):
+    plan = plan_for(case)
+    plain = run_threads(plan, 3)
+    found = run_threads(plan, 3, step=warmed)
+    assert [r.loss for r in found[0].results] == [r.loss for r in plain[0].results]
+    assert [r.grad_norm for r in found[0].results] == [r.grad_norm for r in plain[0].results]
+    for one, other in zip(found, plain, strict=True):
+        if one.evaluation is not None:
+            assert [r.loss for r in one.evaluation.results] == [r.loss for r in other.evaluation.results] != []
+        for stage, same in zip(one.stages.values(), other.stages.values(), strict=True):
+            for layer, its in zip(stage.layers, same.layers, strict=True):
+                wanted = its.module.state_dict()
+                for name, value in layer.module.state_dict().items():
+                    assert torch.equal(value, wanted[name]), name
+
+
+@pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
+def test_every_way_of_every_group_is_used_at_its_real_size(case):
+    """What a step asks of the transport was asked before, of tensors as large."""
+    plan = plan_for(case)
+    calls = {}
+
+    def listen(worker):
+        noted = calls[worker.rank] = []
+        transport = worker.transport
+        for name in ("send", "post", "start_sum", "start_scatter", "start_gather"):
+            inner = getattr(transport, name)
+
+            def call(*args, name=name, inner=inner):
+                tensors = tuple((tuple(t.shape), t.dtype) for t in args if isinstance(t, torch.Tensor))
+                noted.append((name, tensors, args[-1], isinstance(args[0], Signal)))
+                return inner(*args)
+
+            setattr(transport, name, call)
+
+    before = {}
+
+    def step(worker):
+        def run(worker, number, **how):
+            if number == 0:
+                warm(worker)
+                before[worker.rank] = set(calls[worker.rank])
+                calls[worker.rank].clear()
+            return run_step(worker, number, **how)
+
+        return run
+
+    run_threads(plan, 3, setup=listen, step=step)
+    for rank, noted in calls.items():
+        assert noted and {call for call in noted if call[0].startswith("start") or call[3]} <= before[rank]
+        ways, used = ({(name, *way) for name, _, *way in some} for some in (noted, before[rank]))
+        assert ways <= used
+
+
+def test_what_goes_wrong_says_that_kernels_ran_for_the_first_time():
+    plan = make_plan(make_program("1f1b", 1, 2), model=user("residual"), **VECTORS)
+    worker = make_worker(plan, hub=Hub(1))
+    worker.stages[0].layers[1].module.up.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(RuntimeError) as caught:
+        warm(worker)
+    assert "while rank 0 ran its kernels for the first time" in caught.value.__notes__

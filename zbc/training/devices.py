@@ -1,0 +1,48 @@
+"""The GPUs of a run: which rank has which, and how full they are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zbc.errors import ZbcError
+from zbc.text import size
+
+
+def place(local_rank: int) -> torch.device:
+    """The GPU of a rank, its own from here on: launchers either show each rank its own one, or all of them to all."""
+    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def named(device: torch.device) -> str:
+    """A GPU as no other one is called."""
+    return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
+
+
+def check_apart(said: Sequence[str], name: Callable[[int], str]) -> None:
+    """Raise E603 if two ranks have one GPU, which NCCL would refuse in words of its own; `said` is `named` by rank."""
+    for first, gpu in enumerate(said):
+        sharing = [name(rank) for rank in range(first, len(said)) if said[rank] == gpu]
+        if len(sharing) > 1:
+            text = f"run: {', '.join(sharing)} have one device, {gpu}"
+            hint = "set LOCAL_RANK, as torchrun does, or show each rank a device of its own with CUDA_VISIBLE_DEVICES"
+            raise ZbcError("E603", text, hint=hint)
+
+
+def in_use(device: torch.device) -> str:
+    """Bytes in use on a GPU, and those that torch's allocator took of them; for `fullest`."""
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{total - free} {torch.cuda.memory_reserved(device)}"
+
+
+def fullest(said: Sequence[str], name: Callable[[int], str]) -> str:
+    """A line on the fullest of the GPUs."""
+    used = [tuple(map(int, one.split())) for one in said]
+    rank = max(range(len(used)), key=used.__getitem__)
+    whole, torchs = used[rank]
+    rest = "the context, NCCL, libraries and other programs"
+    return f"{name(rank)} has {size(whole)} of its device in use: torch {size(torchs)}; {rest} {size(whole - torchs)}"

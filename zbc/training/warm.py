@@ -1,0 +1,241 @@
+"""Before the first step on a GPU: use every kernel, and every group at its real size, while nothing is posted.
+
+The first use of a kernel loads it, that of a group connects it, and memory comes from the driver: each may wait until
+the device has nothing to do. Behind a posted receive that is until the message comes, which may need what waits.
+Afterwards weights, gradients, optimizers and buffers are as they were, bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zbc.ir import Kind, Message, Op
+from zbc.job.userobject import IN_A_RANK
+from zbc.plan.directory import judges
+from zbc.runtime import exhausted
+from zbc.runtime.ahead import NORM, VERDICT
+from zbc.runtime.handlers import stage_loss
+from zbc.runtime.network import directions, of_replica, rounds
+from zbc.runtime.optimizer import Masters, build_optimizer
+from zbc.runtime.remembered import present, put_back, renew
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.sharded import Sharded
+from zbc.runtime.slot import Slot, using
+from zbc.runtime.stage import Stage
+from zbc.runtime.state import Worker
+from zbc.runtime.tensors import to_device
+from zbc.runtime.transport import Letter
+from zbc.training.data.prefetch import AHEAD
+from zbc.training.evaluate import evaluating
+from zbc.training.worker import LOWERED, Settings
+
+_FEW = 64  # elements of a parameter that stands for all of its type
+
+
+def warm(worker: Worker) -> None:
+    """All ranks call this together, once, before their first step."""
+    manifest = worker.plan.manifest
+    try:
+        _warm(worker, Settings.of(manifest))
+    except IN_A_RANK as error:
+        if exhausted.ran_out(error):
+            error.add_note(exhausted.predicted(manifest, worker.rank))
+        error.add_note(f"while {manifest.topology.name(worker.rank)} ran its kernels for the first time")
+        raise
+
+
+def _warm(worker: Worker, settings: Settings) -> None:
+    losses: dict[int, Tensor | float] = {}
+    with _left_alone(worker):
+        for stage in worker.stages.values():
+            with seeded(seed_of(settings.train.seed, "warm", stage.index)):
+                _compute(worker, stage, losses)
+        _sum(worker, losses)
+        for stage in worker.stages.values():
+            _update(worker, stage, settings)
+    if worker.evaluation is not None:
+        with evaluating(worker):
+            for stage in worker.stages.values():
+                if not _counts(stage):
+                    stage.evaluate(_input(worker, stage), _finish(worker, stage), "warm")
+    _signal(worker)
+    _transfer(worker)
+    worker.transport.finish_step(drain=True)
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)
+
+
+@contextmanager
+def _left_alone(worker: Worker) -> Iterator[None]:
+    """Afterwards nothing has a gradient, and places of buffers have what they had."""
+    places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
+    before = present(places)
+    renew(places)  # what writes to them in place writes to copies
+    try:
+        yield
+    finally:
+        put_back(places, before)
+        for optimizer in worker.optimizers.values():
+            optimizer.drop()
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------
+
+
+def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) -> None:
+    """F and the backwards of a stage, twice: the second time gradients are added to."""
+    if _counts(stage):
+        return
+    ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
+    kinds = dict.fromkeys(op.kind for op in ops if op.kind in (Kind.B, Kind.BW))
+    for kind in (*kinds, *kinds):
+        found = _through(worker, stage, split=kind is Kind.B)
+        if found is not None:
+            losses[0] = found
+
+
+def _counts(stage: Stage) -> bool:
+    """Whether a forward leaves something behind that is in no buffer, so that one more would show."""
+    return any(layer.traits.carries or layer.traits.mixes for layer in stage.layers)
+
+
+def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
+    """A microbatch through a stage and back; its loss, if it ends in one."""
+    x, finish = _input(worker, stage), _finish(worker, stage)
+    if stage.flows:
+        x.requires_grad_()
+    slot = Slot() if split or stage.casts_weights else None
+    last = not worker.placement.sinks(stage.index)
+    y, tape = stage.forward(x, 0, 0, finish, slot)
+    grad = worker.phase_run.share(y) if last else torch.zeros_like(y)
+    with using(slot), torch.autograd.set_multithreading_enabled(False):
+        if slot is not None:
+            slot.split = split
+        tape.backward(grad)
+    if slot is not None and split:
+        slot.run()
+    if not last:
+        return None
+    return y.item() if worker.on_host else y.detach().clone()
+
+
+def _input(worker: Worker, stage: Stage) -> Tensor:
+    if not worker.placement.sources(stage.index) and worker.batches is not None:
+        return _carried(worker, worker.batches.inputs)
+    if stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex:
+        return stage.arrived(stage.empty_input().normal_())
+    return stage.arrived(stage.empty_input().zero_())
+
+
+def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:
+    if worker.placement.sinks(stage.index) or worker.batches is None:
+        return stage.fit
+    return functools.partial(stage_loss, worker.loss, _carried(worker, worker.batches.targets))
+
+
+def _carried(worker: Worker, read: Callable[[int, int], Tensor]) -> Tensor:
+    """The first microbatch, on the device; and as much pinned memory as is ever on its way there."""
+    tensor = read(worker.step, worker.number(0))
+    if worker.device.type == "cuda":
+        pinned = [tensor.clone().pin_memory() for _ in range(AHEAD + 2)]
+        del pinned
+    return to_device(tensor, worker.device).clone()
+
+
+def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
+    """An optimizer of a few numbers of each type of the stage's weights, through all that it may be asked for."""
+    lowered, ahead = LOWERED[settings.model.parameters], settings.optimizer.sync == "post-validate"
+    parameters = {str(p.dtype): p for p in stage.parameters.values() if p.requires_grad}
+    few = {name: p.detach().reshape(-1)[:_FEW].clone() for name, p in parameters.items()}
+    if lowered is not None:
+        few = {name: p.float() if p.is_floating_point() else p for name, p in few.items()}
+    made = build_optimizer(
+        settings.optimizer, {name: nn.Parameter(p) for name, p in few.items()}, lowered=lowered, ahead=ahead
+    )
+    for scale in (None, 0.5):
+        for parameter in made.parameters.values():
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        made.squares()
+        if ahead and isinstance(made, Masters):
+            made.tentative()
+        made.step(scale)
+        made.drop()
+
+
+# ---- groups: every rank uses those it is in, in an order that all share -----------------------------------------
+
+
+def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
+    """Sums of gradients, weights of shared optimizers, and the vector of a step, which all ranks sum."""
+    for op in sorted(worker.sums, key=lambda op: (op.kind is Kind.TIE, op.stage)):
+        worker.sums[op].start(worker.transport)
+        worker.summing.append(worker.sums[op])
+        worker.finish_sums()
+    for _, optimizer in sorted(worker.optimizers.items()):
+        if isinstance(optimizer, Sharded):
+            optimizer.start_gather(worker.transport)
+            worker.gathering.append(optimizer)
+            worker.finish_gathers()
+    ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
+    numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
+    vector = worker.layout.vector(
+        worker.squares(), numbers, rank=worker.rank, stop=False, busy=0.0, peak=0, device=worker.device
+    )
+    worker.all_reduce(vector, worker.everyone)
+    worker.learn(vector)
+
+
+def _signal(worker: Worker) -> None:
+    """The numbers of a step without a barrier, down the pipeline and back up."""
+    if worker.ahead is None:
+        return
+    numbers = torch.zeros(worker.layout.size, dtype=torch.float64, device=worker.device)
+    part, last = worker.plan.rank, worker.topology.pp - 1
+    for letter, source, target in ((NORM, part - 1, part + 1), (VERDICT, part + 1, part - 1)):
+        if 0 <= source <= last:
+            _take(worker, letter, torch.empty_like(numbers), worker.topology.rank(worker.replica, source))
+        if letter is VERDICT and part == last:
+            worker.all_reduce(numbers.clone(), judges(worker.plan.manifest))
+        if 0 <= target <= last:
+            worker.transport.send(letter, numbers, worker.topology.rank(worker.replica, target))
+
+
+def _transfer(worker: Worker) -> None:
+    """One message of every direction, at its size."""
+    out, back = _messages(worker, sends=True), _messages(worker, sends=False)
+    pairs = of_replica(worker.plan.manifest, worker.replica, directions(worker.placement))
+    for source, target in (pair for some in rounds(pairs) for pair in some):
+        if source == worker.rank and target in out:
+            message, tensor = out[target]
+            worker.transport.send(message, tensor, target)
+        elif target == worker.rank and source in back:
+            message, tensor = back[source]
+            _take(worker, message, tensor, source)
+
+
+def _messages(worker: Worker, *, sends: bool) -> dict[int, tuple[Message, Tensor]]:
+    """By the rank at the other end: the first of the plan's messages, which both ends agree on, and what it carries."""
+    found: dict[int, tuple[Message, Op]] = {}
+    for op in worker.plan.ops:
+        if not op.kind.is_transfer or op.kind.is_recv is sends:
+            continue
+        _, _, message, peer, *_ = worker.routes[op]
+        if message is not None and (peer not in found or message < found[peer][0]):
+            found[peer] = message, op
+    return {peer: (message, _tensor(worker, op)) for peer, (message, op) in found.items()}
+
+
+def _tensor(worker: Worker, op: Op) -> Tensor:
+    stage = worker.stages[op.stage]
+    as_output = op.kind in (Kind.SEND_F, Kind.RECV_B)
+    return (stage.empty_grad() if as_output else stage.empty_input()).zero_()
+
+
+def _take(worker: Worker, letter: Letter, buffer: Tensor, peer: int) -> None:
+    worker.transport.post(letter, buffer, peer)
+    worker.wait(letter)
