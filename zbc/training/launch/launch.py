@@ -23,6 +23,7 @@ from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import RunOptions
+from zbc.training.launch.queues import set_queues
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import LiveLine
 
@@ -83,6 +84,8 @@ def run(
     )
     live = LiveLine(sys.stderr)
     shown = live.around(emit) if terminal else emit
+    if manifest.planning["hardware"]["device"] == "cuda":
+        set_queues(folder, manifest)
     _flight_recorder(manifest)
     try:
         if place is not None:
