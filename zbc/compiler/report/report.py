@@ -197,6 +197,7 @@ def build(
     chosen: Chosen,
 ) -> Report:
     """The report of a program that passed check/; the caller sets `barrier_ms`, `ahead_ms` and `limits`."""
+    survives = survival(timeline.graph)
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,
@@ -214,7 +215,9 @@ def build(
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,
-        **survival(timeline.graph).as_json(),
+        survives_blocking_sends=survives.blocking_sends,
+        survives_device_waits=survives.device_waits,
+        survives_one_queue=survives.one_queue,
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
