@@ -25,7 +25,9 @@ from tests.recorded_runs import World, record  # noqa: E402
 from tests.viz import browser  # noqa: E402
 from zbc.api import Plan  # noqa: E402
 from zbc.commands.drawing import card_text  # noqa: E402
+from zbc.compiler.check import survival  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
+from zbc.compiler.graph import build  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
@@ -42,6 +44,7 @@ PAPER = ROOT / "plans" / "paper-1.5b.toml"
 STEPS = ("1f1b", "zb-h1", "zb-h2", "zb-v")  # of the tutorial
 WIDTH = 860
 CARD = (4, 8)  # ranks and microbatches of the pictures of schedules
+SURVIVAL = re.compile(r"<!-- survival -->\n(.*?)\n<!-- end -->", re.DOTALL)
 _FONT = re.compile(r"\s*@font-face \{\{.*?\}\}", re.DOTALL)
 
 
@@ -52,6 +55,7 @@ def main() -> None:
     recorded()
     screenshots()
     schedules()
+    gpu()
 
 
 def planned(path: Path, schedule: str) -> Plan:
@@ -176,6 +180,24 @@ def example(card: ScheduleCard) -> Drawn:
     """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
     shown = Lowering().lower(Context.of(card.make(Request(*CARD, card.default_chunks))))
     return Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
+
+
+def survival_table() -> str:
+    """Which schedules survive what a GPU may do to a rank, on the ranks and microbatches of the pictures."""
+    heads = ("schedule", "a rank waits for its whole GPU", "all streams share one queue")
+    rows = [" | ".join(("", *heads, "")).strip(), "| --- | --- | --- |"]
+    for card in SCHEDULES.values():
+        found = survival(build(example(card).program))
+        said = ["yes" if holds else "no" for holds in (found.device_waits, found.one_queue)]
+        rows.append(f"| {card.name} | {' | '.join(said)} |")
+    return "\n".join(rows)
+
+
+def gpu() -> None:
+    """The table of docs/gpu.md."""
+    path = ROOT / "docs" / "gpu.md"
+    before, after = SURVIVAL.split(path.read_text(encoding="utf-8"))[::2]
+    write(path, f"{before}<!-- survival -->\n{survival_table()}\n<!-- end -->{after}")
 
 
 def page(card: ScheduleCard, one: Drawn) -> str:

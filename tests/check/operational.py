@@ -87,13 +87,13 @@ class Rank:
 class Machine:
     """Rank r of the d-th copy of the pipeline is `d * self.p + r`."""
 
-    def __init__(self, program: Program, blocking: bool, redo: bool) -> None:
+    def __init__(self, program: Program, blocking: bool, redo: bool, device: str = "") -> None:
         self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
         self.microbatches, self.slices = program.microbatches, program.slices
         self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.dp, program.tied, program.sharded
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
-        self.blocking, self.redo = blocking, redo
+        self.blocking, self.redo, self.device = blocking, redo, device
         self.ahead = any(op.kind.value in AHEAD for ops in program.ranks for op in ops)
         self.explicit = any(op.kind.value not in COMPUTE | MARK for ops in program.ranks for op in ops)
 
@@ -124,6 +124,8 @@ class Machine:
         if op is None:
             return False
         kind = op.kind.value
+        if self.device and self.held_up(r, op):
+            return False
         if kind == "VALIDATE":
             return self.validate(r, op)
         if kind == "OVERLAP":
@@ -147,6 +149,22 @@ class Machine:
             return False
         rank.pc += 1
         return True
+
+    def held_up(self, r: int, op: Op) -> bool:
+        """Whether a rank driven by a host waits here: for its whole device, or for the queue of its only stream."""
+        rank, kind = self.ranks[r], op.kind.value
+        if self.device == "waits":
+            if kind.startswith(("SEND", "RECV")) or kind in MARK or kind in ("REDUCE", "TIE", "GATHER", "VALIDATE"):
+                return False
+            return bool(rank.queue) or any(
+                (source == r and channel.sent) or (target == r and channel.posted)
+                for (source, target), channel in self.channels.items()
+            )
+        if kind.startswith(("SEND", "RECV")):
+            _, other = self.peer(r, op)
+            channel = self.channels.get((r, other) if kind.startswith("SEND") else (other, r), Channel())
+            return bool(channel.sent if kind.startswith("SEND") else channel.posted)
+        return kind in ("REDUCE", "TIE", "GATHER") and bool(rank.queue)
 
     def both(self, r: int) -> bool:
         """A group starts when both its ops could."""
@@ -439,9 +457,10 @@ class Machine:
         return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)
 
 
-def run(program: Program, *, blocking: bool = False, seed: int = 0, redo: bool = False) -> Outcome:
+def run(program: Program, *, blocking: bool = False, seed: int = 0, redo: bool = False, device: str = "") -> Outcome:
     """Run one step of a program; `seed` decides which rank goes next whenever several can.
 
+    `device`: "waits" for all that is under way before each op that computes; "queue": all streams share one queue.
     `redo`: the step before turns out not to stand, so what comes before REDO runs twice.
     """
-    return Machine(program, blocking, redo).run(random.Random(seed))
+    return Machine(program, blocking, redo, device).run(random.Random(seed))

@@ -16,7 +16,15 @@ from tests.check.certificate import check_circle, check_places, circles, fewest_
 from tests.check.programs import BREAKS, Broken, broken, correct
 from tests.listing import listing, show
 from tests.tiers import few
-from zbc.compiler.check import check_all, check_complete, check_deadlock, check_pairing, survives_blocking_sends
+from zbc.compiler.check import (
+    check_all,
+    check_complete,
+    check_deadlock,
+    check_pairing,
+    survival,
+    survives_blocking_sends,
+)
+from zbc.compiler.graph import build
 from zbc.errors import ZbcError
 from zbc.ir import Program
 
@@ -83,6 +91,18 @@ def test_a_program_survives_blocking_sends_exactly_if_it_runs_with_them(seeds):
         sound = not any(verdict(check, result.program) for check in (check_complete, check_pairing))
         outcome = ran(seed, True)
         assert (sound and survives_blocking_sends(result.program)) is outcome.ok, describe(seed, result, outcome)
+
+
+@batches
+def test_what_a_device_does_to_a_program_is_what_is_said(seeds):
+    for seed in seeds:
+        _, result = case(seed)
+        if rejected(seed) is None:
+            said = survival(build(result.program))
+            outcomes = [operational.run(result.program, seed=seed, device=device) for device in ("waits", "queue")]
+            assert [said.device_waits, said.one_queue] == [outcome.ok for outcome in outcomes], describe(
+                seed, result, said, outcomes
+            )
 
 
 @batches

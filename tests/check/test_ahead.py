@@ -18,8 +18,9 @@ from tests.check.programs import BREAKS, Broken, broken, compute_order, placemen
 from tests.listing import listing, show
 from tests.lowered import lower
 from tests.tiers import few
-from zbc.compiler.check import check_all, check_deadlock, survives_blocking_sends
+from zbc.compiler.check import check_all, check_deadlock, survival, survives_blocking_sends
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import build
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement, Program
 
@@ -117,6 +118,16 @@ def test_the_programs_are_of_every_kind():
     assert min(codes[code] for code in ("E201", "E202", "E203", "E204", "E205", "E206")) >= 10, codes
     assert codes["passes"] >= 200 and len(redone) >= 5, (codes, redone)
     assert min(breaks[how] for how in BREAKS) >= 30, breaks
+
+
+def test_what_a_device_does_to_a_step_without_a_barrier_is_what_is_said():
+    found = Counter()
+    for seed in range(0, SCHEDULES, 10):
+        said = survival(build(schedule(seed)))
+        outcomes = [operational.run(schedule(seed), seed=seed, device=device).ok for device in ("waits", "queue")]
+        assert [said.device_waits, said.one_queue] == outcomes, show(schedule(seed))
+        found[said[1:]] += 1
+    assert min(found[True, True], found[False, True], found[False, False]) >= 20, found
 
 
 def test_a_program_survives_blocking_sends_exactly_if_it_runs_with_them():

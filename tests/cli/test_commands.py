@@ -106,8 +106,9 @@ def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, j
     assert "5 more: -v" in short
     assert "more: -v" not in full
     what_if = full[full.index("what if") : full.index("\ncosts")].count("\n") + 1
+    queues = 2  # what a GPU may do to it
     memory = 3 + 20  # its own table, and no word of -v
-    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4 + what_if + memory - 1
+    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4 + what_if + memory + queues - 1
 
 
 def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
@@ -256,7 +257,14 @@ def test_check_says_what_it_proved(target, zbc, job):
     zbc("plan", job(kind="zb-h1"), "-q")
     ran = zbc("check", target)
     assert (ran.code, ran.err) == (0, "")
-    for word in ("complete", "paired", "FIFO", "deadlock-free", "survives blocking sends: yes"):
+    for word in (
+        "complete",
+        "paired",
+        "FIFO",
+        "deadlock-free",
+        "survives blocking sends: yes",
+        "survives one hardware queue: yes",
+    ):
         assert word in ran.out
     assert zbc("check", target, "-q").out == ""
     assert len(zbc("check", target, "-v").out) > len(ran.out)

@@ -146,6 +146,13 @@ def test_the_tables_of_two_pipes_are_what_zbc_prints_and_say_what_the_page_says(
         assert row in text.partition(f"<!-- two pipes, {first} -->")[2].partition("<!-- end -->")[0]
 
 
+def test_the_table_of_what_a_gpu_does_to_schedules_is_what_make_docs_writes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make
+
+    assert make.SURVIVAL.search((ROOT / "docs" / "gpu.md").read_text())[1] == make.survival_table()
+
+
 def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
     """docs/extending.md says this order works; zbc proves it."""
     from tests.jobs import toml_text

@@ -12,6 +12,7 @@ from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
+from zbc.runtime.staged import Staged
 from zbc.runtime.state import Worker
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker
@@ -23,16 +24,17 @@ def open_network(plan: StoredPlan) -> Network:
     return Network(plan.manifest, CPU, timedelta(seconds=30))
 
 
-def open_worker(rank: int, plan: StoredPlan) -> Worker:
-    part = plan.manifest.topology.of(rank).pp
-    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), open_network(plan), CPU)
+def open_worker(rank: int, plan: StoredPlan, *, staged: bool = False) -> Worker:
+    part, network = plan.manifest.topology.of(rank).pp, open_network(plan)
+    transport = Staged(network, CPU) if staged else network
+    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), transport, CPU)
 
 
 def train(
-    rank: int, plan: StoredPlan, steps: int, warmed: bool = False
+    rank: int, plan: StoredPlan, steps: int, warmed: bool = False, staged: bool = False
 ) -> tuple[list[float], list[float], bytes, bytes]:
     """Losses, norms, and the gradients (plans without STEP leave them) and weights of this rank, packed."""
-    worker = open_worker(rank, plan)
+    worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
     found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]

@@ -32,6 +32,20 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step",
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
+    few([("zb-v", {"zero1": True, "sync": "post-validate"}), ("zb-h1", {"tied": True}), ("1f1b", {"low": True})], 1),
+)
+def test_staged_transfers_change_no_bit(pool, schedule, how):
+    """As where ranks share a GPU; on a CPU what is staged is copied. Messages, sums, scatters and gathers."""
+    plan = plan_of(schedule, **how)
+    plain, staged = pool.run(train, plan, 3), pool.run(train, plan, 3, False, True)
+    for one, other in zip(plain, staged, strict=True):
+        assert one[:2] == other[:2]
+        here, there = unpack([one[3]]), unpack([other[3]])
+        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"),
     few(
         [
             ("zb-v", {"zero1": True, "sync": "post-validate"}),

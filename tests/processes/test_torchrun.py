@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.trace import recording as trace
 from zbc.training import devices, train
-from zbc.training.launch import launch, torchrun
+from zbc.training.launch import launch, peers, torchrun
 from zbc.training.launch.board import Board, connector, plain_name
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -254,11 +255,11 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
 
 
 def test_a_plan_for_cuda_without_devices_is_refused_with_a_way_out(tmp_path, as_rank, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     as_rank(0, 4, LOCAL_WORLD_SIZE=4)
     error = refused(write_plan(tmp_path, hardware={"device": "cuda"}))
-    assert error.code == "E603" and "4 ranks need a device each, this machine has 2" in error.message
-    assert "--local" in error.hint
+    assert error.code == "E603" and "torch finds no CUDA device" in error.message
+    assert "--local 4 --device cpu" in error.hint
 
 
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (8, 3)])
@@ -283,6 +284,27 @@ def test_ranks_that_share_a_device_are_refused_by_name():
     with pytest.raises(ZbcError) as caught:
         devices.check_apart([*said, "GPU-1 on a"], plain_name)
     assert caught.value.code == "E603" and "rank 1, rank 4 have one device, GPU-1 on a" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "expected"),
+    [(4, "0123", False), (1, "0123", False), (1, "0000", True), (2, "0101", True), (4, "0000", "E603")],
+)
+def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, count, gpus, expected):
+    class Said:
+        ranks = 4
+
+        def meet(self, what, limit, mine):
+            return [f"a {count}"] * 4 if what == "host" else [f"GPU-{gpu} on a" for gpu in gpus]
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr(devices, "named", lambda device: "GPU")
+    manifest = read_manifest(write_plan(tmp_path))
+    try:
+        found = peers._shared(manifest, torch.device("cuda", 0), Said(), timedelta(seconds=1))
+    except ZbcError as error:
+        found = error.code
+    assert found == expected
 
 
 def test_the_fullest_device_is_told_with_what_is_not_torch_s():

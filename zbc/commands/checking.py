@@ -13,13 +13,14 @@ import typer
 
 from zbc.commands.console import labelled, show, show_json, tell, write_text
 from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, Verbose
-from zbc.commands.summary import PROVEN
+from zbc.commands.summary import PROVEN, outlives
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from zbc.compiler.check import Survival
     from zbc.compiler.sim.simulate import Transfers
     from zbc.ir import Op, Program
     from zbc.plan.directory import Manifest
@@ -30,7 +31,7 @@ class Checked:
     """A program that passed every check, and its report."""
 
     program: Program
-    survives_blocking_sends: bool
+    survives: Survival
     as_json: dict[str, Any]
     transfers: Transfers | None  # None for slices of microbatches, whose costs nobody knows
     files: int = 0  # verified; 0 for a job and a CSV
@@ -67,7 +68,7 @@ def check(
         if wanted and error.code.startswith("E2"):
             show_order(target, output)
         raise
-    if strict and not checked.survives_blocking_sends:
+    if strict and not checked.survives.blocking_sends:
         raise not_strict(checked.program)
     if json:
         show_json(checked.as_json)
@@ -96,15 +97,14 @@ def proven(target: Path) -> Checked:
         return check_plan(target)
     compiled = compile_job(load_job(target))
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
-    return Checked(
-        compiled.program, report.survives_blocking_sends, {**report.as_json(), **transfers._asdict()}, transfers
-    )
+    return Checked(compiled.program, report.survives, {**report.as_json(), **transfers._asdict()}, transfers)
 
 
 def check_csv(target: Path) -> Checked:
     """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
-    from zbc.compiler.check import survives_blocking_sends
+    from zbc.compiler.check import survival
+    from zbc.compiler.graph import build
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.viz.words import step_costs
     from zbc.viz.words import verdict as words
@@ -112,8 +112,8 @@ def check_csv(target: Path) -> Checked:
     plan = Plan.read_csv(target)
     plan.check()
     program = plan.complete
-    survives = survives_blocking_sends(program)
     placement, timeline = program.placement, plan.timeline
+    survives = survival(build(program))
     transfers = either_transfer(timeline.graph, plan.costs)
     report = {
         **_head(target.name, placement.ranks, placement.stages, program.microbatches),
@@ -149,7 +149,7 @@ def show_order(target: Path, output: Path | None) -> None:
 def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
     from zbc.compiler import recall
-    from zbc.compiler.check import check_all, survives_blocking_sends
+    from zbc.compiler.check import check_all, survival
     from zbc.compiler.check.forward import check_forward
     from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
@@ -183,13 +183,15 @@ def check_plan(target: Path) -> Checked:
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
     recall.stages_of(manifest, estimate.layers(recall.job_of(manifest)))
-    survives = survives_blocking_sends(program)
+    graph = build(program)
+    survives = survival(graph)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     files = 1 + manifest.ranks + sum(one.files for one in below)
-    survives = survives and all(one.survives_blocking_sends for one in below)
+    for one in below:
+        survives &= one.survives
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    transfers = None if manifest.slices > 1 else either_transfer(build(program), recall.costs_of(manifest))
+    transfers = None if manifest.slices > 1 else either_transfer(graph, recall.costs_of(manifest))
     more = {"limits": asdict(limits_of(recall.job_of(manifest), manifest.schedule))}
     more |= {} if transfers is None else transfers._asdict()
     return Checked(program, survives, {**head, **manifest.predicted, **more, **_proven(survives)}, transfers, files)
@@ -215,8 +217,8 @@ def _head(schedule: str, ranks: int, stages: int, microbatches: int) -> dict[str
     return {"format": FORMAT, "version": VERSION, **counts}
 
 
-def _proven(survives: bool) -> dict[str, Any]:
-    return {"deadlock_free": True, "survives_blocking_sends": survives, "compile_seconds": None}
+def _proven(survives: Survival) -> dict[str, Any]:
+    return {"deadlock_free": True, **survives.as_json(), "compile_seconds": None}
 
 
 def not_strict(program: Program) -> ZbcError:
@@ -239,7 +241,7 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
     yield ""
     short = [line.partition(":")[0] for line in PROVEN]
     yield labelled("proven", *(PROVEN if verbose else [", ".join(short)]))
-    yield labelled("blocking", f"survives blocking sends: {'yes' if checked.survives_blocking_sends else 'no'}")
+    yield labelled("blocking", *outlives(checked.survives, verbose=True))
     if checked.transfers is not None:
         yield labelled("transfers", checked.transfers.text)
     if checked.files:

@@ -186,7 +186,7 @@ def _abilities(torch: ModuleType | None) -> list[str]:
     lines = ["plan, check, compare and draw any job"]
     if torch is None:
         return [*lines, "not run plans: install torch first"]
-    lines.append("run plans on this machine's CPU: zbc run PLAN --local N")
+    lines.append("run plans on this machine's CPU: zbc run PLAN --local N --device cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices > 1:
         lines.append(f"run plans of up to {devices} ranks on its GPUs: torchrun --nproc-per-node N -m zbc run PLAN")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 _MOST = 1_000_000  # numbers of a list
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def complete_schedule(incomplete: str) -> list[tuple[str, str]]:

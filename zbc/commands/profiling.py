@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
-from zbc.commands.options import AsJson, Quiet, Settings
+from zbc.commands.options import AsJson, Device, Quiet, Settings
 from zbc.commands.summary import not_to_be_trusted
 from zbc.text import aligned, percent, short, size
 
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 
 
 _ANY = 1e5  # GB/s; no link is as fast
-
-
-class Device(StrEnum):
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def profile(

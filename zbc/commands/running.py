@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zbc.commands.checking import folder_of
-from zbc.commands.options import listed
+from zbc.commands.options import Device, listed
 from zbc.errors import ZbcError
 
 
@@ -18,8 +18,14 @@ def run(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan directory.")],
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train for N steps.")] = None,
     local: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Run N ranks on this machine's CPU, without torchrun.")
+        int | None, typer.Option(min=1, metavar="N", help="Run N ranks on this machine, without torchrun.")
     ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="With --local: compute here; default: hardware.device of the plan.")
+    ] = None,
+    threads: Annotated[
+        bool, typer.Option("--threads", help="With --local: ranks are threads of one process, on one device.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory.")] = None,
     save_hf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
@@ -64,4 +70,6 @@ def run(
         trace=traced,
         resume=resume,
         max_restarts=max_restarts,
+        device=None if device is None else device.value,
+        threads=threads,
     )

@@ -13,6 +13,7 @@ from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report.report import Report
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -36,7 +37,8 @@ def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
         yield labelled("reduce", *_sums(compiled))
     yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
-    yield labelled("proven", "complete, paired, FIFO per direction, deadlock-free", _blocking(report))
+    proven = "complete, paired, FIFO per direction, deadlock-free"
+    yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
     yield labelled("ranks", *_ranks_note(compiled))
     yield indented(_ranks(report, verbose=verbose))
     if verbose and report.bytes_known:
@@ -166,8 +168,11 @@ _COSTS = {
 }
 
 
-def _blocking(report: Report) -> str:
-    return f"survives blocking sends: {'yes' if report.survives_blocking_sends else 'no'}"
+def outlives(found: Survival, *, verbose: bool) -> Iterator[str]:
+    """What else a program runs under; docs/gpu.md explains it."""
+    names = ("blocking sends", *(("waits for a whole GPU within a step", "one hardware queue") if verbose else ()))
+    for name, holds in zip(names, found, strict=False):
+        yield f"survives {name}: {'yes' if holds else 'no'}"
 
 
 def _ranks_note(compiled: Compiled) -> list[str]:

@@ -27,6 +27,7 @@ class Offer(NamedTuple):
     what: Literal["sum", "scatter", "gather"]
     source: Tensor
     target: Tensor
+    ready: torch.cuda.Event | None = None  # when both may be used, where ranks have streams
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Round:
     ranks: tuple[int, ...]
     offers: dict[int, Offer] = field(default_factory=dict)
     over: bool = False
+    ended: torch.cuda.Event | None = None  # when it is over on the device, where ranks have streams
 
 
 class Hub:

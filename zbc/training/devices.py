@@ -12,8 +12,9 @@ from zbc.text import size
 
 
 def place(local_rank: int) -> torch.device:
-    """The GPU of a rank, its own from here on: launchers either show each rank its own one, or all of them to all."""
-    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    """The GPU of a rank: launchers either show each rank its own one, or all of them to all. Where there are fewer than
+    ranks, they share."""
+    index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -24,7 +25,7 @@ def named(device: torch.device) -> str:
 
 
 def check_apart(said: Sequence[str], name: Callable[[int], str]) -> None:
-    """Raise E603 if two ranks have one GPU, which NCCL would refuse in words of its own; `said` is `named` by rank."""
+    """Raise E603 if two ranks have one GPU; `said` is `named` by rank."""
     for first, gpu in enumerate(said):
         sharing = [name(rank) for rank in range(first, len(said)) if said[rank] == gpu]
         if len(sharing) > 1:

@@ -24,19 +24,20 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import exhausted
 from zbc.runtime.execute import Step, StepResult, finish, run_step
-from zbc.runtime.network import Network
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
+from zbc.runtime.transport import Transport
 from zbc.training import devices, frames
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
 from zbc.training.evaluate import due, evaluate
-from zbc.training.launch.board import Board, Connect, prefixed
+from zbc.training.launch.board import Board, Connect
 from zbc.training.launch.identity import identity
 from zbc.training.launch.options import RunOptions
-from zbc.training.launch.reach import Doorstep, check_reach, unconnected
+from zbc.training.launch.peers import SHARED, connected
+from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
 from zbc.training.nonfinite import Skips
@@ -90,6 +91,7 @@ class RankContext:
     stop: StopFlag = field(default_factory=StopFlag)
     doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
     live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
+    transport: Transport | None = None  # to the other ranks; None: the network, which this rank is yet to join
 
     def board(self) -> Board:
         return Board(self.connect(), self.rank, self.ranks)
@@ -135,19 +137,15 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     plan = read_rank(folder, manifest.topology.of(context.rank).pp, manifest)
     ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
     watchdog.phase("connecting to its peers", waiting=True)
-    backend = "nccl" if context.device.type == "cuda" else "gloo"
-    if backend == "nccl":
-        devices.check_apart(board.meet("device", limit, devices.named(context.device)), manifest.topology.name)
     if context.doorstep is not None:
         check_reach(board, context.doorstep, limit, manifest.topology.name)
-    store = prefixed("groups", context.connect())
-    try:
-        dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.ranks, timeout=limit)
-    except RuntimeError as error:
-        raise unconnected(manifest.topology.name(context.rank), error) from error
-    network = Network(manifest, context.device, limit)
+    transport = context.transport
+    if transport is None:
+        transport, shared = connected(manifest, context.device, board, context.connect, limit)
+        if shared and context.rank == 0:
+            context.emit(SHARED)
     watchdog.phase("building its stages")
-    worker = build_worker(plan, network, context.device, ramp, tell=watchdog.phase)
+    worker = build_worker(plan, transport, context.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
     if context.device.type == "cuda":
@@ -181,7 +179,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     board.meet("ended", limit)
     watchdog.nearly_done()
     worker.close()
-    dist.destroy_process_group()
+    if context.transport is None:
+        dist.destroy_process_group()
     return stopped
 
 

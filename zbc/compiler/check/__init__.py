@@ -12,12 +12,22 @@ from __future__ import annotations
 
 from zbc.compiler.check.complete import check_complete, complete_problems
 from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survives_blocking_sends
+from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import check_pairing, pairing_problems
 from zbc.compiler.graph import Graph, build
 from zbc.ir import Program
 
-__all__ = ["check_all", "check_complete", "check_deadlock", "check_graph", "check_pairing", "survives_blocking_sends"]
+__all__ = [
+    "Survival",
+    "check_all",
+    "check_complete",
+    "check_deadlock",
+    "check_graph",
+    "check_pairing",
+    "survival",
+    "survives_blocking_sends",
+]
 
 
 def check_all(program: Program) -> None:

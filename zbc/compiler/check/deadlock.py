@@ -35,9 +35,9 @@ def check_deadlock(program: Program, *, blocking_sends: bool = False) -> None:
     raise_found(deadlock_problems(build(program), blocking_sends=blocking_sends))
 
 
-def survives_blocking_sends(program: Program, graph: Graph | None = None) -> bool:
+def survives_blocking_sends(program: Program) -> bool:
     """Whether a program also ends when every SEND holds up its rank until its message has moved."""
-    graph = graph or build(program)
+    graph = build(program)
     return happens(graph, run(graph, blocking_sends=True)[1])
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -174,14 +174,16 @@ class Graph:
 # ---- what ever happens --------------------------------------------------------------------------------------------
 
 
-def run(g: Graph, *, blocking_sends: bool = False) -> tuple[list[int], bytearray]:
+def run(
+    g: Graph, *, blocking_sends: bool = False, behind: Mapping[int, Sequence[int]] | None = None
+) -> tuple[list[int], bytearray]:
     """Let every rank go as far as it can: the nodes that take time, in an order in which they can happen, and 1 for
-    each node that happens.
+    each node that happens. `behind` names, for some ops, further nodes that they wait for.
 
     Kahn's algorithm with the chain of ops of a rank walked instead of stored. The outcome is the same for every order
     of progress: nothing that happens takes away what something else waits for.
     """
-    n, ptr, pred, party, more, behind, row_of = len(g.ops), g.ptr, g.pred, g.party, g.more, g.behind, g.row_of
+    n, ptr, pred, party, more, later, row_of = len(g.ops), g.ptr, g.pred, g.party, g.more, g.behind, g.row_of
     left, done = g.parties[:], bytearray(n + len(g.parties))
     blocks, stuck = _blocking(g, sends=blocking_sends), stuck_ops(g)
     timed = bytearray(row.lane is Lane.COMPUTE or row.lane is Lane.MARK for row in g.rows) + b"\0"
@@ -201,6 +203,11 @@ def run(g: Graph, *, blocking_sends: bool = False) -> tuple[list[int], bytearray
                 break
             if stuck and i in stuck:
                 break
+            if behind and i in behind:
+                held = next((node for node in behind[i] if not done[node]), None)
+                if held is not None:
+                    sleeping.setdefault(held, []).append(r)
+                    break
             if not done[i]:
                 done[i] = 1
                 if timed[row_of[i]]:
@@ -214,8 +221,8 @@ def run(g: Graph, *, blocking_sends: bool = False) -> tuple[list[int], bytearray
                         order.append(e)
                         if e in sleeping:
                             ready += sleeping.pop(e)
-                        if e in behind:
-                            coming += behind[e]
+                        if e in later:
+                            coming += later[e]
             if blocks and i in blocks and not done[party[i]]:
                 sleeping.setdefault(party[i], []).append(r)
                 break

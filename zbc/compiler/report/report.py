@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from zbc.compiler.check.deadlock import survives_blocking_sends
+from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
@@ -110,7 +110,9 @@ class Report:
     lower_bound_makespan_ms: float
     lower_bound_span_ms: float
     deadlock_free: bool
-    survives_blocking_sends: bool
+    survives_blocking_sends: bool  # these three: see check/device.py
+    survives_device_waits: bool
+    survives_one_queue: bool
     costs: str
     bytes_known: bool
     compile_seconds: float
@@ -136,6 +138,10 @@ class Report:
     def lower_bound_ms(self, objective: str) -> float:
         """What no order of the placement can beat, by the same."""
         return Bounds(self.lower_bound_makespan_ms, self.lower_bound_span_ms).of(objective)
+
+    @property
+    def survives(self) -> Survival:
+        return Survival(self.survives_blocking_sends, self.survives_device_waits, self.survives_one_queue)
 
     @property
     def peak_activation_units(self) -> float:
@@ -191,6 +197,7 @@ def build(
     chosen: Chosen,
 ) -> Report:
     """The report of a program that passed check/; the caller sets `barrier_ms`, `ahead_ms` and `limits`."""
+    survives = survival(timeline.graph)
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     return Report(
         schedule=name,
@@ -208,7 +215,9 @@ def build(
         lower_bound_makespan_ms=bounds.makespan,
         lower_bound_span_ms=bounds.span,
         deadlock_free=True,
-        survives_blocking_sends=survives_blocking_sends(program, timeline.graph),
+        survives_blocking_sends=survives.blocking_sends,
+        survives_device_waits=survives.device_waits,
+        survives_one_queue=survives.one_queue,
         costs=costs.source,
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,

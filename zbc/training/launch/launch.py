@@ -23,6 +23,7 @@ from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import RunOptions
+from zbc.training.launch.queues import set_queues
 from zbc.training.metrics import sinks
 from zbc.training.metrics.live import LiveLine
 
@@ -43,13 +44,16 @@ def run(
     resume: str | None = None,
     max_restarts: int = 0,
     trace: frozenset[int] = frozenset(),
+    device: str | None = None,
+    threads: bool = False,
     emit: Callable[[str], None] = to_stdout,
 ) -> None:
     """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
 
     `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
     `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`; `max_restarts`: how often
-    the ranks of a `local` run that fails are started again.
+    the ranks of a `local` run that fails are started again; `device`: "cpu" or "cuda", where a `local` run computes,
+    None for what the plan says; `threads`: its ranks are threads of this process, on one device.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -57,13 +61,21 @@ def run(
     transfers that never end.
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    _check_start(folder, local, max_restarts, started=started)
+    alone = [] if device is None else ["--device"]
+    alone += ["--threads"] if threads else []
+    _check_start(folder, local, max_restarts, alone, started=started)
     try:
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
         _check_plan(manifest, steps, save_hf, trace)
+        device = device or str(manifest.planning["hardware"]["device"])
         place = _place(manifest) if started else None
+        if device == "cuda" and place is None:
+            _check_cuda(manifest, threads=threads)
+        if threads and max_restarts:
+            hint = "leave out --threads: then each rank is a process"
+            raise ZbcError("E604", "run: ranks that are threads cannot be started again", hint=hint)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
             time.sleep(_MOMENT_S)
@@ -80,15 +92,22 @@ def run(
         live=terminal,
         trace=trace,
         max_restarts=max_restarts,
+        device=device,
     )
     live = LiveLine(sys.stderr)
     shown = live.around(emit) if terminal else emit
+    if device == "cuda":
+        set_queues(folder, manifest)
     _flight_recorder(manifest)
     try:
         if place is not None:
             from zbc.training.launch.torchrun import run_place
 
             run_place(folder, manifest, place, options, shown, live.show)
+        elif threads:
+            from zbc.training.launch.threads import run_threads
+
+            run_threads(folder, manifest, options, shown, live.show)
         else:
             start_fork_server()  # it loads torch while this process does
             from zbc.training.launch.local import run_local
@@ -98,11 +117,23 @@ def run(
         live.clear()
 
 
-def _check_start(folder: Path, local: int | None, max_restarts: int, *, started: bool) -> None:
-    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones."""
+def _check_cuda(manifest: Manifest, *, threads: bool) -> None:
+    """Raise E603 without a GPU, before any rank is started."""
+    from zbc.training.launch.torchrun import check_cuda
+
+    more = " --threads" if threads else ""
+    check_cuda(f"--local {manifest.topology.world} --device cpu{more}")
+
+
+def _check_start(folder: Path, local: int | None, max_restarts: int, alone: list[str], *, started: bool) -> None:
+    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones; `alone` are the
+    options given that only ranks which zbc starts have."""
     if started and local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
+    if alone and local is None:
+        text = f"run: {' and '.join(alone)} {'is' if len(alone) == 1 else 'are'} for runs with --local"
+        raise ZbcError("E604", text, hint="add --local N; torchrun's ranks compute where the plan says")
     if max_restarts and local is None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
         named = shlex.quote(str(folder))
@@ -173,7 +204,7 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         text = "run: nothing has started the ranks of this plan"
         details = [
             f"= with torchrun:             {torchrun}",
-            f"= on this machine's CPU:     zbc run {named} --local {wanted}",
+            f"= on this machine alone:     zbc run {named} --local {wanted}",
         ]
         raise ZbcError("E604", text, details=details)
     elif local != wanted:

@@ -1,4 +1,4 @@
-"""`zbc run --local N`: all ranks as processes of this machine, on the CPU, over gloo.
+"""`zbc run --local N`: all ranks as processes of this machine, on its CPU or its GPUs.
 
 This process hosts the store, starts the ranks from a fork server that has torch loaded (0.2 s for four ranks instead of
 8 s), shows what rank 0 says and watches. A rank that dies or fails ends the others at once: they are killed, stopped
@@ -40,7 +40,7 @@ from zbc.training.watchdog import in_time
 if TYPE_CHECKING:
     from zbc.runtime.private import Store
 
-_HOST, _PREFIX = "127.0.0.1", "zbc"
+HOST, PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"
 _ASK_S = 2.0  # for the store, which this process hosts, to answer
 _LAST_WORD_S = 20.0  # for a rank that is about to say why the run ends
@@ -138,8 +138,8 @@ def worth_a_restart(failure: Failure) -> bool:
 
 def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOptions, wake: int) -> None:
     """Start all ranks and see them to their end, with a store of their own."""
-    store, port = _host_store()
-    parent.board = Board(prefixed(_PREFIX, store), rank=-1, ranks=manifest.topology.world)
+    store, port = host_store()
+    parent.board = Board(prefixed(PREFIX, store), rank=-1, ranks=manifest.topology.world)
     parent.children = {}
     threads = max(1, cores() // manifest.topology.world)
     try:
@@ -153,12 +153,12 @@ def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOpti
         del store
 
 
-def _host_store() -> tuple[Store, int]:
+def host_store() -> tuple[Store, int]:
     """A store that listens on the loopback interface only."""
-    listener = socket.create_server((_HOST, 0))
+    listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        _HOST,
+        HOST,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -334,8 +334,8 @@ def _rank(order: Order, pipe: Connection) -> None:
     context = RankContext(
         rank=order.rank,
         ranks=order.ranks,
-        device=torch.device("cpu"),
-        connect=connector(_HOST, order.port, _PREFIX),
+        device=_device(order),
+        connect=connector(HOST, order.port, PREFIX),
         emit=lambda text: line.tell("line", text),
         report=line.fail,
         leave=end,
@@ -344,6 +344,15 @@ def _rank(order: Order, pipe: Connection) -> None:
     )
     line.tell("done", run_rank(order.folder, context, order.options))
     end(0)
+
+
+def _device(order: Order) -> torch.device:
+    """Ranks share what GPUs there are, one after the other, where they are more."""
+    if order.options.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", order.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _obey(pipe: Connection, stop: StopFlag) -> None:

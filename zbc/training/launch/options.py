@@ -18,4 +18,5 @@ class RunOptions:
     restarted: bool = False  # ranks of this launch were started before
     live: bool = False  # rank 0 says after every step how far the run is
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
+    device: str = "cpu"  # of --local: where the ranks compute, "cpu" or "cuda"
     max_restarts: int = 0  # of --local: how often the ranks are started again

@@ -55,18 +55,16 @@ class Launched:
 
 
 def check_devices(manifest: Manifest, place: Launched) -> None:
-    """Raises E603 unless every rank of this machine can have a device of its own; all of them find the same.
+    """Raises E603 unless this machine has a device for its ranks; they may share it."""
+    if manifest.planning["hardware"]["device"] == "cuda":
+        check_cuda(f"--local {manifest.topology.world} --device cpu")
 
-    Where one is to be seen it may be the rank's own: see `devices.check_apart`.
-    """
-    if manifest.planning["hardware"]["device"] != "cuda":
-        return
-    count, wanted = torch.cuda.device_count(), place.local_ranks
-    if wanted > count and count != 1:
-        have = f"this machine has {count}" if count else "torch finds none on this machine"
-        text = f"run: the plan runs on cuda and {wanted} ranks need a device each, {have}"
-        hint = 'train on the CPU with `zbc run PLAN --local N`, or plan again with hardware.device = "cpu"'
-        raise ZbcError("E603", text, hint=hint)
+
+def check_cuda(instead: str) -> None:
+    """Raises E603 where torch finds no CUDA device; `instead` are the options that train without one."""
+    if not torch.cuda.device_count():
+        text = "run: ranks are to compute on cuda, torch finds no CUDA device on this machine"
+        raise ZbcError("E603", text, hint=f"train on the CPU: zbc run PLAN {instead}")
 
 
 def run_place(

@@ -1,0 +1,40 @@
+"""How many hardware queues a run asks for, and the plans that one is not enough for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.processes.plans import compiled
+from zbc.errors import ZbcError
+from zbc.training.launch.queues import VARIABLE, set_queues
+
+EQUAL = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0}, "model": {"layers": 8}}
+
+
+def written(folder, kind):
+    found = compiled(folder, **EQUAL, schedule={"kind": kind, "microbatches": 8})
+    return found.report, found.write(folder / kind)
+
+
+def test_a_queue_for_every_stream_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    report, manifest = written(tmp_path, "looped-zb")
+    assert not report.survives_one_queue
+    for before, after in (("", None), ("8", "8")):
+        monkeypatch.setenv(VARIABLE, before)
+        if after is None:
+            monkeypatch.delenv(VARIABLE)
+        set_queues(tmp_path / "looped-zb", manifest)
+        assert os.environ[VARIABLE] == (after or "32")
+
+
+def test_one_queue_is_refused_for_the_plans_that_stop_under_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    report, manifest = written(tmp_path, "zb-h2")
+    assert report.survives_one_queue
+    set_queues(tmp_path / "zb-h2", manifest)
+    with pytest.raises(ZbcError, match="share one queue") as caught:
+        set_queues(tmp_path / "looped-zb", written(tmp_path, "looped-zb")[1])
+    assert caught.value.code == "E618"
+    assert f"unset {VARIABLE}" in caught.value.hint

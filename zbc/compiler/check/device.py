@@ -1,0 +1,79 @@
+"""What a program survives besides any timing: that its ranks wait for more than the proof lets them wait for.
+
+A GPU is driven by a host that enqueues the ops of its rank in order and goes on; each channel has a stream of its own.
+Then a program runs as the proof has it. Two things make a rank wait for more:
+
+- The host waits for the whole device in the midst of a step: memory is short and the allocator returns blocks to the
+  driver, a kernel is loaded at its first use, a user's layer calls torch.cuda.synchronize(). Then an op waits for every
+  transfer and every collective that its rank has started, also for a receive that was posted early.
+- All streams of a device share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Then what cannot start holds up all
+  that its rank has enqueued behind it; a transfer cannot start before those of its channel that were started earlier
+  are over, a collective not before the earlier collectives are.
+
+A plan need not survive either: a run must then not do the one and must not set the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbc.compiler.graph import Graph, happens, run
+from zbc.ops import Lane
+
+
+class Survival(NamedTuple):
+    """What a program also runs under."""
+
+    blocking_sends: bool  # a SEND holds up its rank until its message has moved
+    device_waits: bool  # any op waits for all that its rank has started
+    one_queue: bool  # what cannot start holds up what its rank enqueued behind it
+
+    def __and__(self, other: Survival) -> Survival:
+        return Survival(*(a and b for a, b in zip(self, other, strict=True)))
+
+    def as_json(self) -> dict[str, bool]:
+        return {f"survives_{name}": holds for name, holds in self._asdict().items()}
+
+
+def survival(g: Graph) -> Survival:
+    """What a program survives that passed every check."""
+    return Survival(
+        happens(g, run(g, blocking_sends=True)[1]),
+        happens(g, run(g, behind=device_waits(g))[1]),
+        happens(g, run(g, behind=one_queue(g))[1]),
+    )
+
+
+def device_waits(g: Graph) -> dict[int, list[int]]:
+    """Per op that takes its rank's time the events that its rank has started since the last one."""
+    found: dict[int, list[int]] = {}
+    for rank in range(len(g.first) - 1):
+        started: list[int] = []
+        for i in g.mine(rank):
+            lane = _lane(g, i)
+            if lane is Lane.COMPUTE and started:
+                found[i], started = started, []
+            if lane in (Lane.LINK, Lane.COLLECTIVE) and g.party[i] >= 0:
+                started.append(g.party[i])
+    return found
+
+
+def one_queue(g: Graph) -> dict[int, list[int]]:
+    """Per transfer or collective the event before it on its stream."""
+    found: dict[int, list[int]] = {}
+    for rank in range(len(g.first) - 1):
+        last: dict[object, int] = {}
+        for i in g.mine(rank):
+            lane, event = _lane(g, i), g.party[i]
+            if event < 0 or lane not in (Lane.LINK, Lane.COLLECTIVE):
+                continue
+            stream = g.layout.channel_of(event - len(g.ops)) if lane is Lane.LINK else lane
+            if stream in last:
+                found[i] = [last[stream]]
+            last[stream] = event
+    return found
+
+
+def _lane(g: Graph, op: int) -> Lane | None:
+    row = g.row(op)
+    return None if row is None else row.lane

@@ -1,0 +1,49 @@
+"""How a rank's process comes to its transport."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zbc.plan.directory import Manifest
+from zbc.runtime.network import Network
+from zbc.runtime.staged import Staged
+from zbc.runtime.transport import Transport
+from zbc.training import devices
+from zbc.training.launch.board import Board, Connect, prefixed
+from zbc.training.launch.reach import unconnected
+
+SHARED = "ranks share a GPU: what they send goes through the host's memory, which is slow"
+
+
+def connected(
+    manifest: Manifest, device: torch.device, board: Board, connect: Connect, limit: timedelta
+) -> tuple[Transport, bool]:
+    """A rank's end of the network, and whether ranks share GPUs. Raises E609 or E615 if there is no way to the others,
+    E603 if ranks share a GPU where each could have one.
+
+    NCCL refuses ranks that share a GPU; if any do, all of them go over gloo.
+    """
+    shared = device.type == "cuda" and _shared(manifest, device, board, limit)
+    backend = "nccl" if device.type == "cuda" and not shared else "gloo"
+    store = prefixed("groups", connect())
+    try:
+        dist.init_process_group(backend, store=store, rank=board.rank, world_size=board.ranks, timeout=limit)
+    except RuntimeError as error:
+        raise unconnected(manifest.topology.name(board.rank), error) from error
+    if not shared:
+        return Network(manifest, device, limit), False
+    return Staged(Network(manifest, torch.device("cpu"), limit), device), True
+
+
+def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timedelta) -> bool:
+    """Whether two ranks have the same GPU, whatever number it has for each of them."""
+    here, count = socket.gethostname(), torch.cuda.device_count()
+    hosts = board.meet("host", limit, f"{here} {count}")
+    gpus = board.meet("device", limit, devices.named(device))
+    if all(hosts.count(host) <= int(host.split()[-1]) for host in hosts):
+        devices.check_apart(gpus, manifest.topology.name)
+    return len(set(gpus)) < board.ranks

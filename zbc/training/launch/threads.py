@@ -1,0 +1,136 @@
+"""`zbc run --local N --threads`: all ranks as threads of this process, on one device.
+
+Everything else of a run is as with processes: metrics, checkpoints, traces, the watchdog. On a GPU each rank has a
+stream of its own. Ranks share torch's random generators, Python's lock and the process: one that dies takes all along.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from zbc.errors import EXIT_INTERRUPTED
+from zbc.host.closed_pipe import EXIT_PIPE
+from zbc.host.cores import cores
+from zbc.plan.directory import Manifest
+from zbc.runtime.hub import Hub
+from zbc.runtime.streams import StreamHub
+from zbc.training.launch.board import Board, connector
+from zbc.training.launch.local import HOST, PREFIX, host_store
+from zbc.training.launch.options import RunOptions
+from zbc.training.launch.signals import Signals
+from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
+from zbc.training.watchdog import in_time
+
+_LEAVE_S = 5.0  # for the ranks of a run that failed to notice
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the threads of a run share."""
+
+    folder: Path
+    options: RunOptions
+    device: torch.device
+    hub: Hub
+    port: int
+    emit: Callable[[str], None]
+    live: Callable[[str], None]
+    stops: list[StopFlag]
+    ends: queue.SimpleQueue[tuple[int, Failure | str | None]] = field(default_factory=queue.SimpleQueue)
+
+
+def run_threads(
+    folder: Path,
+    manifest: Manifest,
+    options: RunOptions,
+    emit: Callable[[str], None],
+    live: Callable[[str], None],
+) -> None:
+    """Train with a thread per rank of the plan. Raises what the first rank to fail raised, and KeyboardInterrupt when a
+    signal ended the run."""
+    world = manifest.topology.world
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    store, port = host_store()
+    hub = StreamHub(world) if device.type == "cuda" else Hub(world)
+    run = _Run(folder, options, device, hub, port, emit, live, [StopFlag() for _ in range(world)])
+    threads = [
+        threading.Thread(target=_rank, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)
+    ]
+    with Signals(lambda name: _ask(run, name), lambda name: end(EXIT_INTERRUPTED)):
+        for thread in threads:
+            thread.start()
+        stopped = None
+        for _ in threads:
+            rank, said = run.ends.get()
+            if said is not None and not isinstance(said, str):
+                hub.poison(rank, said.render().partition("\n")[0])
+                for thread in threads:
+                    thread.join(_LEAVE_S / world)
+                raise said
+            stopped = stopped or said
+        for thread in threads:
+            thread.join()
+    del store
+    if stopped is not None:
+        raise KeyboardInterrupt
+
+
+def _ask(run: _Run, name: str) -> None:
+    """Have all ranks stop. Before they train nothing is lost, and what a rank waits for may never come."""
+    for stop in run.stops:
+        stop.reason = name
+    if not all(stop.training for stop in run.stops):
+        end(EXIT_INTERRUPTED)
+
+
+def _rank(run: _Run, rank: int) -> None:
+    torch.set_num_threads(max(1, cores() // run.hub.ranks))  # of this thread's kernels, as a rank's process has it
+    connect = connector(HOST, run.port, PREFIX)
+
+    def report(failure: Failure) -> NoReturn:
+        run.ends.put((rank, failure))
+        in_time(lambda: Board(connect(), rank, run.hub.ranks).report(failure.exit_code), 5.0)
+        raise SystemExit
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit  # this thread; the rank that reports has the run end
+
+    def show(line: str) -> None:
+        try:
+            run.emit(line)
+        except SystemExit:  # nobody reads what this run says
+            end(EXIT_PIPE)
+
+    context = RankContext(
+        rank=rank,
+        ranks=run.hub.ranks,
+        device=run.device,
+        connect=connect,
+        emit=show,
+        report=report,
+        leave=leave,
+        stop=run.stops[rank],
+        live=run.live if run.options.live else None,
+        transport=run.hub.end(rank),
+    )
+    with suppress(SystemExit), own_stream(run.device):
+        run.ends.put((rank, run_rank(run.folder, context, run.options)))
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream for this thread, current while the block lasts; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
