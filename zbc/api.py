@@ -173,20 +173,20 @@ class Plan:
         """What a notebook shows: the picture, of the first ranks only where there are very many."""
         return self.svg(width=960, ranks=range(min(_NOTEBOOK, self.timeline.ranks)))
 
-    def export(self, target: str, *, csv_name: str = "order.csv", dialect: str = "compute_only") -> dict[str, str]:
+    def export(self, target: str, *, csv_name: str = "order.csv", dialect: str | None = None) -> dict[str, str]:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
-        `csv_name` is how torchtitan's settings name their CSV file; `dialect` is for torch-csv: "compute_comms" has the
-        transfers too, as torch reads them up to 2.14, "compute_comms-2.15" as it does since. Raises E413 for what the
-        tool cannot express.
+        `csv_name` is where torchtitan's settings look for their CSV file. `dialect` is one of `DIALECTS[target]`, by
+        default the first: of torch-csv, "compute_comms" has the transfers too, as torch reads them up to 2.14,
+        "compute_comms-2.15" as it does since; of torchtitan it is the version. Raises E413 for what the tool cannot
+        express.
         """
-        if dialect != "compute_only":
-            if target != "torch-csv" or dialect not in torch_lowered.DIALECTS:
-                text = f"export: {target} has no dialect {dialect!r}"
-                forms = " and ".join(["compute_only", *torch_lowered.DIALECTS])
-                raise ZbcError("E413", text, hint=f"{forms} are forms of torch-csv")
-            return {".csv": torch_lowered.dumps(self.complete, dialect)}
-        return EXPORTS[target](self, csv_name)
+        forms = DIALECTS.get(target, ())
+        if dialect is not None and dialect not in forms:
+            text = f"export: {target} has no dialect {dialect!r}"
+            hint = "; ".join(f"{name} has {', '.join(found)}" for name, found in DIALECTS.items())
+            raise ZbcError("E413", text, hint=hint)
+        return EXPORTS[target](self, dialect or next(iter(forms), ""), csv_name)
 
     def described(self, target: str) -> plans.Manifest:
         """The manifest, also of a plan that was not written; E413 where there is no model to speak of."""
@@ -274,36 +274,47 @@ class Run:
         return self.svg(width=960)
 
 
-def _megatron(plan: Plan, _: str) -> dict[str, str]:
+def _torch_csv(plan: Plan, dialect: str, _: str) -> dict[str, str]:
+    if dialect in torch_lowered.DIALECTS:
+        return {".csv": torch_lowered.dumps(plan.complete, dialect)}
+    return {".csv": torch_csv.dumps(plan.program)}
+
+
+def _torchtitan(plan: Plan, dialect: str, csv_name: str) -> dict[str, str]:
+    return torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name, dialect)
+
+
+def _megatron(plan: Plan, *_: str) -> dict[str, str]:
     return {".args": megatron.dumps(plan.program, plan.described("megatron"))}
 
 
-def _torchtitan(plan: Plan, csv_name: str) -> dict[str, str]:
-    settings, order = torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name)
-    return {".toml": settings, ".csv": order}
-
-
-def _dot(plan: Plan, _: str) -> dict[str, str]:
+def _dot(plan: Plan, *_: str) -> dict[str, str]:
     from zbc.interop import dot  # loads networkx, which most commands do without
 
     return {".dot": dot.dumps(graph(plan))}
 
 
-def _graphml(plan: Plan, _: str) -> dict[str, str]:
+def _graphml(plan: Plan, *_: str) -> dict[str, str]:
     from zbc.interop import graphml  # loads networkx
 
     return {".graphml": graphml.dumps(graph(plan))}
 
 
-# target -> what writes it: suffix -> text. The order is that of `zbc export --help`.
-EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
-    "torch-csv": lambda plan, _: {".csv": torch_csv.dumps(plan.program)},
+# target -> what writes it, from a dialect and a name for the CSV file: suffix -> text. The order is that of --help.
+EXPORTS: dict[str, Callable[[Plan, str, str], dict[str, str]]] = {
+    "torch-csv": _torch_csv,
     "torchtitan": _torchtitan,
     "megatron": _megatron,
-    "json": lambda plan, _: {".json": as_json.dumps(plan.program, plan.timeline)},
+    "json": lambda plan, *_: {".json": as_json.dumps(plan.program, plan.timeline)},
     "dot": _dot,
     "graphml": _graphml,
-    "perfetto": lambda plan, _: {".json": plan.perfetto()},
+    "perfetto": lambda plan, *_: {".json": plan.perfetto()},
+}
+
+# The targets with several forms; the first is the default.
+DIALECTS: dict[str, tuple[str, ...]] = {
+    "torch-csv": ("compute_only", *torch_lowered.DIALECTS),
+    "torchtitan": tuple(torchtitan.DIALECTS),
 }
 
 

@@ -151,8 +151,16 @@ def test_torchtitan_settings_name_the_csv_written_beside_them(zbc, job):
     ran = zbc("export", "zbc.toml", "--to", "torchtitan", "-o", "titan.toml")
     assert ran.code == 0, ran.err
     settings = tomli.loads(Path("titan.toml").read_text())
-    assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == "titan.csv"
+    assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == str(Path("titan.csv").absolute())
     assert zbc("check", "titan.csv").code == 0
+
+
+def test_torchtitan_0_3_is_told_in_python_which_must_be_named_so(zbc, job):
+    job(kind="zb-v")
+    ran = zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.toml")
+    assert ran.code == 2 and "choose titan.py" in " ".join(ran.err.split()) and not Path("titan.toml").exists()
+    assert zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.py").code == 0
+    assert "def planned" in Path("titan.py").read_text() and zbc("check", "titan.csv").code == 0
 
 
 def test_a_refused_export_writes_nothing(zbc, job):

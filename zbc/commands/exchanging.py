@@ -32,11 +32,13 @@ class Target(StrEnum):
 
 
 class Dialect(StrEnum):
-    """The forms of a torch CSV."""
+    """The forms of a torch CSV, and the versions of torchtitan: the values of zbc.api.DIALECTS."""
 
     COMPUTE_ONLY = "compute_only"
     COMPUTE_COMMS = "compute_comms"
     COMPUTE_COMMS_2_15 = "compute_comms-2.15"
+    TORCHTITAN_0_2 = "0.2"
+    TORCHTITAN_0_3 = "0.3"
 
 
 def export(
@@ -46,29 +48,35 @@ def export(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,
     dialect: Annotated[
-        Dialect,
+        Dialect | None,
         typer.Option(
-            "--dialect", help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since)."
+            "--dialect",
+            help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since). "
+            "For torchtitan: its version.",
+            show_default="compute_only; 0.2",
         ),
-    ] = Dialect.COMPUTE_ONLY,
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Export a plan to another tool's format.
 
-    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings.
+    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings, which
+    name it by its absolute path.
     """
     from zbc.api import open_plan
 
     if output is not None:
         refuse_unwritable(output)
-    csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
-    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
+    csv_name = "order.csv" if output is None else str(output.with_suffix(".csv"))
+    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value)
     main, *others = files
     if output is None:
         show(files[main].rstrip("\n"))
         if others:
             tell(f"not printed: {csv_name}, which this names; -o FILE writes both")
         return
+    if main == ".py" and output.suffix != main:
+        raise typer.BadParameter(f"this is Python, to be imported: choose {output.with_suffix(main)}", param_hint="-o")
     for suffix in files:
         path = output if suffix == main else output.with_suffix(suffix)
         if suffix != main and path == output:
