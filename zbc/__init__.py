@@ -1,7 +1,8 @@
 """zbc: compile pipeline-parallel training schedules into proven, runnable per-rank plans.
 
 `zbc.load`, `zbc.plan`, `zbc.graph`, `zbc.Plan`, `zbc.Run` and `zbc.ZbcError` mirror the commands, see `zbc.api`; they
-are imported when first used, so that `import zbc` costs nothing. None of them needs torch.
+are imported when first used, so that `import zbc` costs nothing. `zbc.torch_schedule` runs a plan in torch's own
+pipelining runtime; none of the others needs torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
     from zbc.api import load as load
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
+    from zbc.pipelining import torch_schedule as torch_schedule
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "Run", "ZbcError", "__version__", "graph", "load", "plan"]
+__all__ = ["Plan", "Run", "ZbcError", "__version__", "graph", "load", "plan", "torch_schedule"]
+
+_HOMES = {"ZbcError": "zbc.errors", "torch_schedule": "zbc.pipelining"}
 
 # Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.
 importlib.import_module("zbc.plan")
@@ -28,7 +32,7 @@ globals().pop("plan")
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'zbc' has no attribute {name!r}")
-    return getattr(importlib.import_module("zbc.errors" if name == "ZbcError" else "zbc.api"), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "zbc.api")), name)
 
 
 def __dir__() -> list[str]:
