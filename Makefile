@@ -16,16 +16,19 @@ help:
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
 	@echo "make bench   measure compiler, runtime and search beside their peers; writes bench/results/"
 
+# By a path, not by setuptools' finder, which comes after a folder named zbc: `import zbc` works beside the clone.
+LINKED := --config-settings editable_mode=compat
+
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "zbc needs Python 3.11 or newer; none was found on the PATH" >&2; exit 6; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LINKED) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LINKED) -e '.[dev]'
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -95,6 +96,76 @@ def test_steps_without_a_barrier_are_drawn_without_one():
     plan = zbc.plan(job(kind="zb-h2", costs={"f": 1.0, "b": 1.0, "w": 1.0}))
     assert plan.barrier
     assert plan.strip(3).length == pytest.approx(3 * plan.simulate().makespan)
+
+
+def test_what_is_printed_is_a_line(path, tmp_path):
+    job = zbc.load(path)
+    plan = zbc.plan(job)
+    plan.write(tmp_path / "plan")
+    assert repr(plan) == "<zbc.Plan zb-h1: 4 ranks, 4 stages, 8 microbatches>" == repr(zbc.Plan.read(tmp_path / "plan"))
+    for one in (job, plan.program, plan.simulate()):
+        assert len(repr(one)) < 200 and "4 ranks" in repr(one), repr(one)
+
+
+def test_help_says_how_a_plan_is_made(path):
+    text = pydoc.plain(pydoc.render_doc(zbc.plan))
+    assert "function plan" in text and 'zbc.plan("job.toml")' in text and "budget" in text
+    assert "zbc.compare(job, schedules" in pydoc.plain(pydoc.render_doc(zbc))
+    assert "function plan" in pydoc.plain(pydoc.render_doc("zbc.plan")), "and not the package of that name"
+
+
+def test_compare_ranks_schedules_and_says_why_one_has_no_plan(path):
+    rows = zbc.compare(path, ["gpipe", "zb-h1", "interleaved-1f1b"])
+    assert rows[0].step_ms == min(row.step_ms for row in rows if row.report)
+    one = zbc.plan(zbc.load(path, schedule="zb-h1"), budget=0)
+    (found,) = [row for row in rows if row.schedule == "zb-h1"]
+    assert found.report.makespan_ms == one.simulate().makespan
+    assert f"zb-h1: makespan {found.report.makespan_ms:.4g}"[:20] in str(found)
+    swept = zbc.compare(path, ["1f1b"], sweep=["schedule.microbatches=4,8"], settings=["model.layers=8"])
+    assert sorted(row.settings for row in swept) == [
+        (("schedule.microbatches", "4"),),
+        (("schedule.microbatches", "8"),),
+    ]
+    with pytest.raises(zbc.ZbcError, match=r"settings=\['model.layer=8'\]"):
+        zbc.compare(path, ["1f1b"], settings=["model.layer=8"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"settings": ["schedule.microbatchs=3"]}, "--> settings=['schedule.microbatchs=3']   did you mean"),
+        ({"schedule": "zbx"}, "--> schedule='zbx'   did you mean"),
+        ({"settings": ["a"]}, "cannot read settings=['a']\n   = write settings=['schedule.microbatches=16']"),
+        ({"settings": ["partition.layers_per_stage=[1, 2]"]}, "settings=['partition.layers_per_stage=[1, 2]']"),
+    ],
+)
+def test_errors_speak_of_arguments_and_the_console_of_options(path, arguments, said):
+    with pytest.raises(zbc.ZbcError) as caught:
+        zbc.plan(zbc.load(path, **arguments))
+    assert said in str(caught.value) and "--s" not in str(caught.value)
+    assert "--s" in caught.value.render()
+
+
+def test_commands_in_hints_stay_as_they_are_typed():
+    error = zbc.ZbcError("E1", "x", hint="`zbc plan JOB.toml --set a.b=1 --budget 5` or --budget 5, --profile f.json")
+    assert error.in_python().hint == "`zbc plan JOB.toml --set a.b=1 --budget 5` or budget=5, profile='f.json'"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda plan: plan.svg(ranks=[9]), "ranks=\\[9\\]: the plan has ranks 0 to 3"),
+        (lambda plan: plan.html(ranks=[]), "the plan has ranks 0 to 3"),
+        (lambda plan: plan.svg(zoom=(5, 1)), "zoom=\\(5, 1\\)"),
+        (lambda plan: plan.text(steps=0), "steps=0"),
+        (lambda _: zbc.plan("job.toml", budget=-1), "budget=-1"),
+    ],
+)
+def test_arguments_that_show_nothing_are_named(path, call, said):
+    with pytest.raises(ValueError, match=said):
+        call(zbc.plan(path))
+    with pytest.raises(zbc.ZbcError, match="no target 'nope'"):
+        zbc.plan(path).export("nope")
 
 
 def test_zbc_has_no_other_names():

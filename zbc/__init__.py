@@ -1,7 +1,14 @@
 """zbc: compile pipeline-parallel training schedules into proven, runnable per-rank plans.
 
-`zbc.load`, `zbc.plan`, `zbc.graph`, `zbc.Plan`, `zbc.Run` and `zbc.ZbcError` mirror the commands, see `zbc.api`; they
-are imported when first used, so that `import zbc` costs nothing. None of them needs torch.
+    zbc.load(path, settings, schedule)             a Job, a Plan, or a Run, whichever the path is
+    zbc.plan(job, budget=None)                     a Plan
+    zbc.compare(job, schedules, sweep=..)          a row for each schedule, the fastest first
+    zbc.graph(plan)                                what waits for what, as a networkx.DiGraph
+    zbc.torch_schedule(plan, stages, loss_fn)      torch's own pipelining runtime with the order of a plan
+    zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
+
+They mirror the commands and are imported when first used, so that `import zbc` costs nothing. None but
+`zbc.torch_schedule` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -12,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbc.api import Plan as Plan
     from zbc.api import Run as Run
+    from zbc.api import compare as compare
     from zbc.api import graph as graph
     from zbc.api import load as load
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
+    from zbc.pipelining import torch_schedule as torch_schedule
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "Run", "ZbcError", "__version__", "graph", "load", "plan"]
+__all__ = ["Plan", "Run", "ZbcError", "__version__", "compare", "graph", "load", "plan", "torch_schedule"]
+
+_HOMES = {"ZbcError": "zbc.errors", "torch_schedule": "zbc.pipelining"}
 
 # Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.
 importlib.import_module("zbc.plan")
@@ -28,7 +39,7 @@ globals().pop("plan")
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'zbc' has no attribute {name!r}")
-    return getattr(importlib.import_module("zbc.errors" if name == "ZbcError" else "zbc.api"), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "zbc.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The Python side of the commands: `zbc.load`, `zbc.plan`, `zbc.Plan`, `zbc.graph`.
+"""The Python side of the commands: `zbc.load`, `zbc.plan`, `zbc.compare`, `zbc.Plan`, `zbc.graph`.
 
     import zbc
 
@@ -7,6 +7,7 @@
     plan = zbc.load("order.csv")                # a torch pipelining CSV, at F = B = W = 1 per rank
     run = zbc.load("runs/plan-1")               # a run directory; run.report() holds it against its plan
 
+    zbc.compare("job.toml", ["1f1b", "zb-v"])   # `zbc compare`: a row per schedule, the fastest first
     plan.check()                                # `zbc check`: raises a ZbcError that names the ops
     plan.simulate().makespan                    # ms; when each op runs
     zbc.graph(plan)                             # the same as a networkx.DiGraph, with what waits for what
@@ -32,8 +33,11 @@ from zbc.compiler.recorded.log import read as read_log
 from zbc.compiler.recorded.report import RunReport
 from zbc.compiler.recorded.report import build as build_report
 from zbc.compiler.report.difference import RankDifference, difference
+from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations
+from zbc.compiler.whatif.compare import compare as rows_of
 from zbc.compiler.whatif.noise import Noise, Spread, spread
 from zbc.errors import ZbcError
 from zbc.interop import as_json, megatron, torch_csv, torch_lowered, torchtitan
@@ -45,6 +49,7 @@ from zbc.trace.recording import Trace, has_trace
 from zbc.trace.recording import read as read_trace
 from zbc.viz import html, perfetto, recorded, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
+from zbc.viz.words import title
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -66,6 +71,9 @@ class Plan:
     compiled: Compiled | None = None
     sheet: torch_csv.Sheet | None = None
     ramp: tuple[Plan, ...] = ()  # what a training begins with
+
+    def __repr__(self) -> str:
+        return f"<zbc.Plan {title(self.program)}>"
 
     @classmethod
     def read(cls, folder: str | Path) -> Plan:
@@ -140,7 +148,9 @@ class Plan:
         return spread(self.program, self.costs, noise, barrier=self.barrier)
 
     def drawn(self, steps: int = 1, *, barrier: bool | None = None) -> Drawn:
-        """What pictures of this plan are made from."""
+        """What pictures of this plan are made from. Raises ValueError for `steps` below 1."""
+        if steps < 1:
+            raise ValueError(f"steps={steps}: a picture has one step at least")
         return Drawn(self.name, self.program, self.strip(steps, barrier=barrier), self.costs)
 
     def svg(
@@ -152,13 +162,25 @@ class Plan:
         steps: int = 1,
         title: str | None = None,
     ) -> str:
-        """The timeline as an SVG document, `width` px wide; `zoom` is a window in ms, `ranks` leaves out all others."""
-        sheet = svg.SvgView(width, None if ranks is None else tuple(ranks), zoom, title)
+        """The timeline as an SVG document, `width` px wide; `zoom` is a window in ms, `ranks` leaves out all others.
+
+        Raises ValueError for what is not there to be shown.
+        """
+        if zoom is not None and not 0 <= zoom[0] < zoom[1]:
+            raise ValueError(f"zoom={zoom}: write (from, to) in ms")
+        sheet = svg.SvgView(width, self._shown(ranks), zoom, title)
         return svg.draw([self.drawn(steps)], sheet)
 
     def html(self, *, ranks: Sequence[int] | None = None, steps: int = 1) -> str:
         """The timeline as one HTML file to zoom and search in; it loads nothing."""
-        return html.draw([self.drawn(steps)], ranks)
+        return html.draw([self.drawn(steps)], self._shown(ranks))
+
+    def _shown(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Ranks to draw. Raises ValueError for one that the plan does not have."""
+        missing = [rank for rank in ranks or () if not 0 <= rank < self.timeline.ranks]
+        if missing or (ranks is not None and not len(ranks)):
+            raise ValueError(f"ranks={ranks!r}: the plan has ranks 0 to {self.timeline.ranks - 1}")
+        return None if ranks is None else tuple(ranks)
 
     def perfetto(self, *, steps: int = 1) -> str:
         """The timeline as a Chrome trace for Perfetto, with messages as arrows and memory as counters."""
@@ -173,20 +195,22 @@ class Plan:
         """What a notebook shows: the picture, of the first ranks only where there are very many."""
         return self.svg(width=960, ranks=range(min(_NOTEBOOK, self.timeline.ranks)))
 
-    def export(self, target: str, *, csv_name: str = "order.csv", dialect: str = "compute_only") -> dict[str, str]:
+    def export(self, target: str, *, csv_name: str = "order.csv", dialect: str | None = None) -> dict[str, str]:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
-        `csv_name` is how torchtitan's settings name their CSV file; `dialect` is for torch-csv: "compute_comms" has the
-        transfers too, as torch reads them up to 2.14, "compute_comms-2.15" as it does since. Raises E413 for what the
-        tool cannot express.
+        `csv_name` is where torchtitan's settings look for their CSV file. `dialect` is one of `DIALECTS[target]`, by
+        default the first: of torch-csv, "compute_comms" has the transfers too, as torch reads them up to 2.14,
+        "compute_comms-2.15" as it does since; of torchtitan it is the version. Raises E413 for what the tool cannot
+        express.
         """
-        if dialect != "compute_only":
-            if target != "torch-csv" or dialect not in torch_lowered.DIALECTS:
-                text = f"export: {target} has no dialect {dialect!r}"
-                forms = " and ".join(["compute_only", *torch_lowered.DIALECTS])
-                raise ZbcError("E413", text, hint=f"{forms} are forms of torch-csv")
-            return {".csv": torch_lowered.dumps(self.complete, dialect)}
-        return EXPORTS[target](self, csv_name)
+        if target not in EXPORTS:
+            raise ZbcError("E413", f"export: no target {target!r}", hint=f"there are {', '.join(EXPORTS)}")
+        forms = DIALECTS.get(target, ())
+        if dialect is not None and dialect not in forms:
+            text = f"export: {target} has no dialect {dialect!r}"
+            hint = "; ".join(f"{name} has {', '.join(found)}" for name, found in DIALECTS.items())
+            raise ZbcError("E413", text, hint=hint)
+        return EXPORTS[target](self, dialect or next(iter(forms), ""), csv_name)
 
     def described(self, target: str) -> plans.Manifest:
         """The manifest, also of a plan that was not written; E413 where there is no model to speak of."""
@@ -218,6 +242,9 @@ class Run:
     folder: Path
     trace: Trace | None
 
+    def __repr__(self) -> str:
+        return f"<zbc.Run {self.folder}, {'with' if self.trace else 'without'} a trace>"
+
     @classmethod
     def read(cls, folder: str | Path) -> Run:
         """A run directory. Raises E430 (it is none), E431 (its trace is damaged), E4xx (the copy of its plan)."""
@@ -246,7 +273,10 @@ class Run:
         return list(read_log(self.folder).steps)
 
     def report(self) -> RunReport:
-        """`zbc report`: predicted against measured, and where the time went. Raises E430 if no step was recorded."""
+        """`zbc report`: predicted against measured, and where the time went; as text, its summary.
+
+        Raises E430 if no step was recorded.
+        """
         return build_report(self.recorded)
 
     def drawn(self, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
@@ -274,36 +304,47 @@ class Run:
         return self.svg(width=960)
 
 
-def _megatron(plan: Plan, _: str) -> dict[str, str]:
+def _torch_csv(plan: Plan, dialect: str, _: str) -> dict[str, str]:
+    if dialect in torch_lowered.DIALECTS:
+        return {".csv": torch_lowered.dumps(plan.complete, dialect)}
+    return {".csv": torch_csv.dumps(plan.program)}
+
+
+def _torchtitan(plan: Plan, dialect: str, csv_name: str) -> dict[str, str]:
+    return torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name, dialect)
+
+
+def _megatron(plan: Plan, *_: str) -> dict[str, str]:
     return {".args": megatron.dumps(plan.program, plan.described("megatron"))}
 
 
-def _torchtitan(plan: Plan, csv_name: str) -> dict[str, str]:
-    settings, order = torchtitan.dumps(plan.program, plan.described("torchtitan"), csv_name)
-    return {".toml": settings, ".csv": order}
-
-
-def _dot(plan: Plan, _: str) -> dict[str, str]:
+def _dot(plan: Plan, *_: str) -> dict[str, str]:
     from zbc.interop import dot  # loads networkx, which most commands do without
 
     return {".dot": dot.dumps(graph(plan))}
 
 
-def _graphml(plan: Plan, _: str) -> dict[str, str]:
+def _graphml(plan: Plan, *_: str) -> dict[str, str]:
     from zbc.interop import graphml  # loads networkx
 
     return {".graphml": graphml.dumps(graph(plan))}
 
 
-# target -> what writes it: suffix -> text. The order is that of `zbc export --help`.
-EXPORTS: dict[str, Callable[[Plan, str], dict[str, str]]] = {
-    "torch-csv": lambda plan, _: {".csv": torch_csv.dumps(plan.program)},
+# target -> what writes it, from a dialect and a name for the CSV file: suffix -> text. The order is that of --help.
+EXPORTS: dict[str, Callable[[Plan, str, str], dict[str, str]]] = {
+    "torch-csv": _torch_csv,
     "torchtitan": _torchtitan,
     "megatron": _megatron,
-    "json": lambda plan, _: {".json": as_json.dumps(plan.program, plan.timeline)},
+    "json": lambda plan, *_: {".json": as_json.dumps(plan.program, plan.timeline)},
     "dot": _dot,
     "graphml": _graphml,
-    "perfetto": lambda plan, _: {".json": plan.perfetto()},
+    "perfetto": lambda plan, *_: {".json": plan.perfetto()},
+}
+
+# The targets with several forms; the first is the default.
+DIALECTS: dict[str, tuple[str, ...]] = {
+    "torch-csv": ("compute_only", *torch_lowered.DIALECTS),
+    "torchtitan": tuple(torchtitan.DIALECTS),
 }
 
 
@@ -324,13 +365,41 @@ def load(path: str | Path, settings: Sequence[str] = (), schedule: str | None = 
 
 
 def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
-    """Plan a job, or the job file of that name; `budget` is how many seconds to search. Raises E1xx, E2xx, E3xx."""
+    """Plan a job, as `zbc plan` does, and prove it; nothing is written until `plan.write(folder)`.
+
+        plan = zbc.plan("job.toml")
+        plan = zbc.plan(zbc.load("job.toml", ["schedule.microbatches=16"], "zb-v"), budget=10)
+        print(plan.text())
+
+    `job`: a job file, a plan directory for its job, or what `zbc.load` made of one. `budget`: seconds to search, by
+    default what the schedule takes. Raises `zbc.ZbcError`: E1xx (the job), E2xx (its order), E3xx (it does not fit).
+    """
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget={budget}: seconds to search, 0 or more")
     if not isinstance(job, Job):
         job = load_job(Path(job))
     compiled = compile_job(job, budget=budget)
     starts = (start.compiled for start in compiled.ramp)
     ramp = tuple(Plan(start.schedule, start.program, compiled=start) for start in starts)
     return Plan(compiled.schedule, compiled.program, compiled=compiled, ramp=ramp)
+
+
+def compare(
+    job: str | Path,
+    schedules: Sequence[str] | None = None,
+    *,
+    sweep: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    budget: float = 0.0,
+) -> list[ComparedPlan]:
+    """Plan a job file under several schedules (by default all), as `zbc compare` does: a row each, the fastest first.
+
+        for row in zbc.compare("job.toml", ["1f1b", "zb-v"], sweep=["schedule.microbatches=8,16"]):
+            print(row)                          # or row.report.makespan_ms, row.report.peak_bytes, row.settings ..
+
+    What cannot be planned comes last, with `error` in place of `report`. Raises that error if it is the same for all.
+    """
+    return rows_of(Asked(Path(job), tuple(settings), budget=budget), combinations(schedules or list(SCHEDULES), sweep))
 
 
 def graph(plan: Plan) -> nx.DiGraph:

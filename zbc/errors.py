@@ -9,12 +9,14 @@ The first digit of a code is its family, and the family decides the exit code of
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 EXIT_BUG = 1
 RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
+_OPTION = re.compile(r"(?<![\w`-])--(?P<name>set|sweep|schedule|profile|budget) (?P<value>'[^']*'|[^\s,;)`]+)")
 _LINE = 90  # characters of a place and a hint that still share a line
 # family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
 _EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": RUN_FAILED}
@@ -57,6 +59,11 @@ class ZbcError(Exception):
         """The message as the console shows it, without colour."""
         return self._text(self.hint)
 
+    def in_python(self) -> ZbcError:
+        """The same in the words of Python: keyword arguments in place of options."""
+        words = [None if text is None else as_arguments(text) for text in (self.message, self.where, self.hint)]
+        return _rebuild(self.code, words[0] or "", words[1], words[2], tuple(map(as_arguments, self.details)))
+
     def _text(self, hint: str | None) -> str:
         lines = [f"error[{self.code}] {self.message}"]
         beside = bool(hint and self.where) and len(f"{self.where}{hint}") <= _LINE
@@ -77,7 +84,24 @@ class ZbcError(Exception):
         }
 
     def __str__(self) -> str:
-        return self.render()
+        """What a traceback shows; the command line prints `render()`."""
+        return self.in_python().render()
+
+
+def as_arguments(text: str) -> str:
+    """`--set schedule.chunks=2` as settings=['schedule.chunks=2'], and so on; commands to type stay as they are."""
+    if text.startswith("--set "):  # a place, which is one setting to its end
+        return f"settings=[{text.removeprefix('--set ')!r}]"
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`zbc ") else _OPTION.sub(_argument, part) for part in parts)
+
+
+def _argument(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    if name in ("set", "sweep"):
+        quoted = value if value[0] in "\"'" else repr(value)
+        return f"{'settings' if name == 'set' else 'sweep'}=[{quoted}]"
+    return f"{name}={value if name == 'budget' else repr(value)}"
 
 
 def _rebuild(code: str, message: str, where: str | None, hint: str | None, details: tuple[str, ...]) -> ZbcError:
@@ -104,6 +128,9 @@ class Problems(ZbcError):
     @property
     def errors(self) -> Sequence[ZbcError]:
         return self._errors
+
+    def in_python(self) -> ZbcError:
+        return Problems(error.in_python() for error in self._errors)
 
     def render(self) -> str:
         """As of each alone, but a hint that one has in common with the next is shown there."""

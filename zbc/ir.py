@@ -279,6 +279,11 @@ class Program:
     sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
 
+    def __repr__(self) -> str:
+        ops = sum(map(len, self.ranks))
+        sizes = f"{self.placement.ranks} ranks, {self.placement.stages} stages, {self.microbatches} microbatches"
+        return f"<Program {' '.join(self.history)}: {sizes}, {ops} ops>"
+
     def __iter__(self) -> Iterator[tuple[int, int, Op]]:
         """Every op as (rank, step, op)."""
         for rank, ops in enumerate(self.ranks):

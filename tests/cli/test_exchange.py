@@ -151,8 +151,16 @@ def test_torchtitan_settings_name_the_csv_written_beside_them(zbc, job):
     ran = zbc("export", "zbc.toml", "--to", "torchtitan", "-o", "titan.toml")
     assert ran.code == 0, ran.err
     settings = tomli.loads(Path("titan.toml").read_text())
-    assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == "titan.csv"
+    assert settings["parallelism"]["pipeline_parallel_schedule_csv"] == str(Path("titan.csv").absolute())
     assert zbc("check", "titan.csv").code == 0
+
+
+def test_torchtitan_0_3_is_told_in_python_which_must_be_named_so(zbc, job):
+    job(kind="zb-v")
+    ran = zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.toml")
+    assert ran.code == 2 and "choose titan.py" in " ".join(ran.err.split()) and not Path("titan.toml").exists()
+    assert zbc("export", "zbc.toml", "--to", "torchtitan", "--dialect", "0.3", "-o", "titan.py").code == 0
+    assert "def planned" in Path("titan.py").read_text() and zbc("check", "titan.csv").code == 0
 
 
 def test_a_refused_export_writes_nothing(zbc, job):
@@ -165,6 +173,36 @@ def test_a_refused_export_writes_nothing(zbc, job):
 def test_a_csv_is_drawn(zbc, csv):
     assert "0 |F0F1" in zbc("visualize", csv(GOOD), "--by", "slot").out
     assert "error[E201]" in zbc("visualize", csv(STUCK, "stuck.csv")).err
+
+
+def test_the_order_of_a_torch_class_is_imported(zbc, folder):
+    ran = zbc("import", "ScheduleZBVZeroBubble", "--ranks", "2", "--microbatches", "4", "-o", "mine.toml")
+    assert ran.code == 0 and "2 ranks, 4 stages, 4 microbatches" in ran.out, ran.err
+    assert Path("mine.csv").read_text().startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
+    assert zbc("check", "mine.toml").code == 0
+    again = zbc("import", "ScheduleGPipe", "--ranks", "2", "--microbatches", "4", "-o", "mine.toml")
+    assert "error[E111] import: mine.toml exists" in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ScheduleGPipe"], "ScheduleGPipe needs both"),
+        (["ScheduleMine", "--ranks", "2", "--microbatches", "4"], "is not one of Schedule1F1B, ScheduleGPipe, "),
+        (["ScheduleDualPipeV", "--ranks", "4", "--microbatches", "7"], "at least as many microbatches as stages"),
+        (["ScheduleGPipe", "--ranks", "2", "--microbatches", "4", "--job", "none.toml"], "none.toml"),
+    ],
+)
+def test_a_torch_class_that_gives_no_order_leaves_no_file(zbc, folder, arguments, said):
+    ran = zbc("import", *arguments, "-o", "mine.toml")
+    assert ran.code in (2, 3) and said in " ".join(ran.err.split()), ran.err
+    assert not Path("mine.toml").exists() and not Path("mine.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleDualPipeV"])
+def test_what_torch_classes_run_is_proven(zbc, folder, name):
+    assert zbc("import", name, "--ranks", "3", "--microbatches", "6", "-o", "mine.toml").code == 0
+    assert zbc("check", "mine.csv").code == 0
 
 
 def test_a_file_by_another_name_is_not_read_as_an_order(zbc, folder):

@@ -170,6 +170,8 @@ def test_the_slow_rank_is_named_and_no_other(tmp_path, kind, slow):
     assert not found.slow_links and not found.outliers
     mine = [one for one in found.ops if one.rank == slow]
     assert list(found.ops[: len(mine)]) == mine and all(one.ratio == pytest.approx(1.5) for one in mine)
+    assert f"rank {slow} takes 1.50 times what was predicted" in str(found).splitlines()
+    assert str(found).startswith(f"{kind} on 4 ")
 
 
 def test_a_prediction_that_is_off_for_all_ranks_makes_none_of_them_slow(tmp_path):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tomli
 
 import zbc
 from tests.jobs import job
-from zbc.api import EXPORTS
+from zbc.api import DIALECTS, EXPORTS
 from zbc.compiler.partition import megatron_layout
+from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv
 from zbc.ir import Op
@@ -67,14 +70,14 @@ def test_megatron_gets_layout_and_sizes(plans, kind, virtual):
     assert ("--microbatch-group-size-per-virtual-pipeline-stage" in found) == (virtual > 1)
 
 
-def test_torchtitan_gets_its_settings_and_the_order(plans):
+def test_torchtitan_gets_its_settings_and_the_order(plans, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     plan = plans["interleaved-1f1b"]
     files = plan.export("torchtitan", csv_name="my.csv")
     settings = tomli.loads(files[".toml"])
     parallelism = settings["parallelism"]
     assert parallelism["pipeline_parallel_degree"] == 2
-    assert parallelism["pipeline_parallel_schedule_csv"] == "my.csv"
-    assert parallelism["pipeline_parallel_schedule"] == "_PipelineScheduleRuntime"
+    assert parallelism["pipeline_parallel_schedule_csv"] == str(tmp_path / "my.csv")
     assert settings["training"]["local_batch_size"] == 4 * parallelism["pipeline_parallel_microbatch_size"]
     parts = parallelism["module_fqns_per_model_part"]
     assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "output"])
@@ -83,11 +86,81 @@ def test_torchtitan_gets_its_settings_and_the_order(plans):
     assert [list(ops) for ops in order.ranks] == [[op for op in ops if op.kind.computes] for ops in plan.program.ranks]
 
 
+def titan_places(name, ranks, stages):
+    """Stage -> rank as torchtitan computes it from the schedule's name (distributed/pipeline_parallel.py)."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    found = schedules.get_schedule_class(name)
+    per_rank = stages // ranks
+    if found in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV):
+        assert per_rank == 2, "v schedules assume 2 stages per rank"
+        return {
+            s: r for r, pair in enumerate(zip(range(ranks), reversed(range(ranks, stages)), strict=True)) for s in pair
+        }
+    assert per_rank == 1 or not issubclass(found, schedules.PipelineScheduleSingle)
+    return {r + i * ranks: r for r in range(ranks) for i in range(per_rank)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_torchtitan_builds_the_stages_where_the_order_has_them(kind, ranks):
+    """A stage elsewhere hangs its first step without a word."""
+    plan = zbc.plan(job(kind=kind, pp=ranks, layers=16, m=2 * ranks), budget=0.0)
+    placement = plan.program.placement
+    try:
+        text = plan.export("torchtitan")[".toml"]
+    except ZbcError as error:
+        assert error.code == "E413" and len(placement.pipes) > 1, error
+        return
+    name = tomli.loads(text)["parallelism"]["pipeline_parallel_schedule"]
+    assert titan_places(name, ranks, placement.stages) == dict(enumerate(placement.pipes[0]))
+    assert f"The loss is on rank {placement.pipes[0][-1]}" in text
+
+
+def test_torchtitan_0_3_gets_a_function_that_sets_the_same(plans, monkeypatch):
+    """Run with a stand-in for torchtitan's registry, whose model has 8 layers or, for another plan, too few."""
+    layers = [None] * 8
+
+    def llama3_debugmodel():
+        part = lambda **values: SimpleNamespace(**values)  # noqa: E731
+        wrapped = part(loss_fn="plain")
+        return part(training=part(), parallelism=part(), loss=wrapped, model_spec=part(model=part(layers=layers)))
+
+    registry = "torchtitan.models.llama3.config_registry"
+    for name in ("torchtitan", "torchtitan.models", "torchtitan.models.llama3", registry):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[registry].llama3_debugmodel = llama3_debugmodel
+    for kind, split in (("1f1b", False), ("zb-v", True)):
+        files = plans[kind].export("torchtitan", dialect="0.3")
+        assert list(files) == [".py", ".csv"]
+        space = {}
+        exec(files[".py"], space)
+        config = space["planned"]()
+        expected = tomli.loads(plans[kind].export("torchtitan")[".toml"])
+        assert config.training.disable_cuda_graphs
+        for key, value in expected["parallelism"].items():
+            if key == "module_fqns_per_model_part":
+                value[-1][-1] = "lm_head"
+            assert getattr(config.parallelism, key) == value
+        assert vars(config.training).items() >= expected["training"].items()
+        assert (config.loss == "plain") == split
+    layers.pop()
+    with pytest.raises(ValueError, match="for 8 layers, llama3_debugmodel has 7"):
+        space["planned"]()
+
+
+def test_torchtitan_has_no_words_for_other_placements():
+    plan = zbc.plan(job(kind="hanayo", pp=2, layers=8, m=4, schedule={"chunks": 4}))
+    with pytest.raises(ZbcError, match="torchtitan cannot express") as caught:
+        plan.export("torchtitan")
+    assert "or in one V" in caught.value.details[0]
+    with pytest.raises(ZbcError, match="no dialect 'compute_only'"):
+        plan.export("torchtitan", dialect="compute_only")
+
+
 @pytest.mark.parametrize(
     ("kind", "target", "reason"),
     [
         ("zb-v", "megatron", "deals stages round and round"),
-        ("zb-v", "torchtitan", "deals stages round and round"),
         ("zb-h1", "megatron", "runs 1F1B here"),
         ("gpipe", "megatron", "runs 1F1B here"),
     ],
@@ -117,9 +190,10 @@ def test_an_order_alone_is_no_model(tmp_path, target):
 
 
 def test_every_target_of_the_command_line_has_a_writer():
-    from zbc.commands.exchanging import Target
+    from zbc.commands.exchanging import Dialect, Target
 
     assert [target.value for target in Target] == list(EXPORTS)
+    assert [form.value for form in Dialect] == [form for forms in DIALECTS.values() for form in forms]
 
 
 def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(plans):

@@ -19,25 +19,24 @@ M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is
 
 @pytest.mark.parametrize("ranks", few([2, 4], (2,)))
 @pytest.mark.parametrize("schedule", few(SCHEDULES))
-def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, tmp_path, schedule, ranks):
+def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, schedule, ranks):
     if SCHEDULES[schedule].placement_name in ("V", "waves") and TORCH < (2, 13):
         pytest.skip("torch 2.11 hangs in its own transfers of such orders")
     program = make_program(schedule, ranks, M)
     try:
-        text = torch_csv.dumps(program)
+        torch_csv.dumps(program)
     except ZbcError as error:
         assert error.code == "E413"
         pytest.skip(error.details[0])
     pool = request.getfixturevalue("pool" if ranks == 4 else "pair")
-    agrees(pool, tmp_path, program, text)
+    agrees(pool, program)
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
-def test_torch_runs_groups_of_two_to_the_same_bits(pool, tmp_path):
+def test_torch_runs_groups_of_two_to_the_same_bits(pool):
     program = lower(SCHEDULES["dualpipe-v"].make(Request(4, M, 2, overlap=True)))
-    text = torch_csv.dumps(program)
-    assert "OVERLAP_F_B" in text
-    agrees(pool, tmp_path, program, text)
+    assert "OVERLAP_F_B" in torch_csv.dumps(program)
+    agrees(pool, program)
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
@@ -52,15 +51,14 @@ def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule)
         assert error.code == "E413"
         pytest.skip(error.details[0])
     assert overlap == ("OVERLAP_F_B" in text)
-    agrees(pool, tmp_path, program, text, "compute_comms")
+    (tmp_path / "order.csv").write_text(text)
+    agrees(pool, program, str(tmp_path / "order.csv"))
 
 
-def agrees(pool, folder, program, text, form="compute_only"):
-    """Both runtimes train one step with the order."""
-    path = folder / "order.csv"
-    path.write_text(text)
+def agrees(pool, program, path=None):
+    """Both runtimes train one step with the order: torch by `zbc.torch_schedule`, or with this lowered form."""
     plan = make_plan(program, keep=gloo_ranks.without_step)
-    theirs = pool.run(torch_peer.train, plan, str(path), form)
+    theirs = pool.run(torch_peer.train, plan, path)
     ours = pool.run(gloo_ranks.train, plan, 1)
     (losses,) = [losses for losses, _ in theirs if losses]
     assert sum(losses) / M == ours[0][0][0]
@@ -69,3 +67,33 @@ def agrees(pool, folder, program, text, form="compute_only"):
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert torch.equal(found[name], grad), name
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
+@pytest.mark.parametrize("schedule", ["zb-v", "looped-zb"])
+def test_torch_schedule_runs_two_stages_a_rank_on_four_ranks(pool, schedule):
+    agrees(pool, make_program(schedule, 4, M))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stages": {0: (0, 2), 1: (1, 3)}}, ["E416 rank 0 has stages 0 and 3, it was given 0 and 2", "rank 1 has"]),
+        ({"total": 8}, ["E416 the plan has 4 stages, theirs is 8 (num_stages)"] * 2),
+        ({"ddp": True}, ["stage 0 and 3 is in DistributedDataParallel", "stage 1 and 2 is in Distributed"]),
+    ],
+)
+def test_torch_schedule_refuses_stages_that_would_hang_or_learn_wrongly(pair, changes, said):
+    found = pair.run(torch_peer.refused, make_plan(make_program("zb-v", 2, 4)), changes)
+    assert all(words in text for words, text in zip(said, found, strict=True)), found
+
+
+def test_torch_schedule_takes_ddp_where_the_backward_is_in_one(pair):
+    assert pair.run(torch_peer.refused, make_plan(make_program("1f1b", 2, 4)), {"ddp": True}) == ["", ""]
+
+
+def test_torch_schedule_refuses_groups_of_another_size_and_two_pipes(pair):
+    (text, _) = pair.run(torch_peer.refused, make_plan(make_program("1f1b", 4, 4)), {"stages": {0: (0,), 1: (1,)}})
+    assert "the plan is for 4 ranks, the stages are in a group of 2" in text
+    found = pair.run(torch_peer.refused, make_plan(make_program("chimera", 2, 4)), {"stages": {0: (0,), 1: (1,)}})
+    assert all(text.startswith("E413 it has one pipe, the plan has 2") for text in found), found

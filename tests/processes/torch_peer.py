@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+import zbc
 from tests.processes.gloo_ranks import pack
 from zbc.plan.directory import StoredPlan
 from zbc.training.data.data import Batches, build_samples
@@ -14,8 +15,11 @@ from zbc.training.models import model
 from zbc.training.worker import Settings
 
 
-def train(rank: int, plan: StoredPlan, path: str, form: str = "compute_only") -> tuple[list[float], bytes]:
-    """One step: the losses of all microbatches (on the rank that has them) and the gradients, packed."""
+def train(rank: int, plan: StoredPlan, path: str | None) -> tuple[list[float], bytes]:
+    """One step: the losses of all microbatches (on the rank that has them) and the gradients, packed.
+
+    In the order of the plan by `zbc.torch_schedule`, or of a file in the dialect compute_comms.
+    """
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
     by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}
@@ -24,12 +28,16 @@ def train(rank: int, plan: StoredPlan, path: str, form: str = "compute_only") ->
         PipelineStage(nn.Sequential(*(module for _, module in part)), s, placement.stages, torch.device("cpu"))
         for s, part in layers.items()
     ]
-    schedule = _PipelineScheduleRuntime(stages, m, loss_fn=model.loss(settings.model.loss))
-    ranks = dict(enumerate(placement.pipes[0]))
-    schedule.stage_index_to_group_rank = ranks
-    for stage in stages:
-        stage.stage_index_to_group_rank = ranks
-    schedule._load_csv(path, format=form)
+    loss = model.loss(settings.model.loss)
+    if path is None:
+        schedule = zbc.torch_schedule(zbc.Plan("order", plan.program), stages, loss)
+    else:
+        schedule = _PipelineScheduleRuntime(stages, m, loss_fn=loss)
+        ranks = dict(enumerate(placement.pipes[0]))
+        schedule.stage_index_to_group_rank = ranks
+        for stage in stages:
+            stage.stage_index_to_group_rank = ranks
+        schedule._load_csv(path, format="compute_comms")
     samples = build_samples(settings.data, settings.model, seed)
     batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
     inputs = (torch.cat([batches.inputs(0, mb) for mb in range(m)]),) if 0 in layers else ()
@@ -45,3 +53,19 @@ def train(rank: int, plan: StoredPlan, path: str, form: str = "compute_only") ->
         for local, parameter in module.named_parameters()
     }
     return [loss.item() for loss in losses], pack(grads)
+
+
+def refused(rank: int, plan: StoredPlan, changes: dict[str, object]) -> str:
+    """What `zbc.torch_schedule` says of stages that are not the plan's."""
+    placement = plan.manifest.to_placement()
+    mine = changes.get("stages", {}).get(rank, placement.stages_of(rank))  # type: ignore[attr-defined]
+    total = int(changes.get("total", placement.stages))  # type: ignore[call-overload]
+    parts = [nn.Linear(2, 2) for _ in mine]
+    if changes.get("ddp"):
+        parts = [nn.parallel.DistributedDataParallel(part) for part in parts]
+    stages = [PipelineStage(part, s, total, torch.device("cpu")) for part, s in zip(parts, mine, strict=True)]
+    try:
+        zbc.torch_schedule(zbc.Plan("order", plan.program), stages, nn.functional.mse_loss)
+    except zbc.ZbcError as error:
+        return f"{error.code} {'; '.join(error.details)}"
+    return ""

@@ -27,6 +27,9 @@ FAMILIES = [
     {"family": "llama"},
     {"family": "llama", "kv_heads": 2, "ffn_hidden": 96},
     {"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72},
+    {"family": "llama", "variant": "qwen2", "kv_heads": 2},
+    {"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True},
+    {"family": "llama", "variant": "gemma", "kv_heads": 1},
 ]
 
 

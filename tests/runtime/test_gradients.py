@@ -111,6 +111,13 @@ def test_llama_with_stretched_positions_wide_heads_and_one_key_for_all():
     check_training(make_plan(make_program("zb-v", 2, 4), model=model, optimizer={"lr": 1e-2}))
 
 
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma"])
+def test_the_variants_of_llama(variant):
+    model = {**LLAMA, "variant": variant, "attention_bias": variant == "qwen3"}
+    check_gradients(make_plan(make_program("zb-v", 2, 4), model=model, keep=without_step, size=1))
+    check_training(make_plan(make_program("zb-h1", 2, 4), model=model, optimizer={"lr": 1e-2}))
+
+
 @pytest.mark.parametrize(("schedule", "family"), few(dealt(["1f1b", "zb-h1", "zb-v"], [GPT, LLAMA]), ("zb-h1",)))
 def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule, family):
     model = {**family, "dtype": "bfloat16"}

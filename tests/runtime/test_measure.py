@@ -36,6 +36,12 @@ CASES = {
     "rotary": {"model": {"hidden": 48, "heads": 2, "seq_len": 40, "positions": "rotary"}, "pp": 2},
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
+LLAMA = CASES["llama"]["model"]
+CASES |= {
+    "qwen2": {"model": {**LLAMA, "variant": "qwen2", "kv_heads": 3}},
+    "qwen3": {"model": {**LLAMA, "variant": "qwen3", "dtype": "bfloat16", "head_size": 10, "attention_bias": True}},
+    "gemma": {"model": {**LLAMA, "variant": "gemma"}},
+}
 KINDS = ["gpipe", "1f1b", "zb-h1", "zb-v"]
 SOME = dealt([("fp32", kind) for kind in KINDS], ["keep", "recompute"])
 SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1f1b", "recompute")])
@@ -168,7 +174,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
         assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
 
 
-@pytest.mark.parametrize("case", few(CASES, ("fp32", "masters")))
+@pytest.mark.parametrize("case", few([case for case in CASES if case != "qwen3"], ("fp32", "masters")))
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
     """They are added to nothing, and come one after the other while activations go."""

@@ -14,7 +14,20 @@ from tests.tiers import few
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
@@ -64,7 +77,16 @@ MODELS = {
     "llama-linear": lambda: LlamaForCausalLM(
         LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
     ),
+    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=10)),
+    "qwen3-biased": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, attention_bias=True)
+    ),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=12)),
 }
+VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +139,7 @@ def logits_of(plan, steps=1):
 
 
 @pytest.mark.parametrize("p", few([1, 2, 4], (2,)))
-@pytest.mark.parametrize("name", few(MODELS, ("gpt2-gelu", "llama-grouped", "llama-tied", "llama-3.1")))
+@pytest.mark.parametrize("name", few(MODELS, ("gpt2-gelu", "llama-grouped", "llama-tied", "llama-3.1", *VARIANTS)))
 def test_logits_are_those_of_transformers(folders, name, p):
     folder, peer = folders(name)
     found, _ = logits_of(plan_of(folder, p, "zb-v" if p == 2 else "1f1b"))
@@ -170,7 +192,8 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "p"),
     few(
-        [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)], [("gpt2", 4), ("llama-grouped", 4), ("llama", 1)]
+        [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)],
+        [("gpt2", 4), ("llama-grouped", 4), ("llama", 1), ("gemma", 4)],
     ),
 )
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
@@ -198,6 +221,22 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
     again = plan_of(target, 2, tie_embeddings=False)
     ((inputs, logits), *_), _ = logits_of(again)
     torch.testing.assert_close(logits, peer(inputs).logits.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", few(MODELS, ("gpt2", *VARIANTS)))
+def test_weights_that_were_not_trained_come_out_bit_for_bit(folders, name):
+    source, peer = folders(name)
+    model = hfconfig.model_of(hfconfig.read_config(source), "config.json")
+    plan = plan_of(source, 1)
+    (worker,) = (make_worker(plan, rank=0),)
+    found = hfexport.tensors_of(model, {n: t for o in worker.counted() for n, t in o.parameters.items()})
+    expected = load_file(source / SINGLE)
+    assert found.keys() == {key for key in expected if key != "lm_head.weight" or not model.tie_embeddings}
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
+    config = hfconfig.config_of(model)
+    assert hfconfig.check_fits(model, config, "written").variant == model.variant
+    assert config["architectures"] == [type(peer).__name__]
 
 
 def _chain(workers, tokens):
@@ -231,11 +270,13 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "mistral"}, 'model_type = "mistral"'),
+        ({"model_type": "mixtral"}, 'model_type = "mixtral"'),
+        ({"model_type": "gemma2"}, 'model_type = "gemma2"'),
+        ({"model_type": "gemma", "hidden_act": "silu"}, 'hidden_act = "silu"'),
         ({"model_type": None}, "model_type = null"),
         ({"model_type": "gpt2", "activation_function": "relu"}, 'activation_function = "relu"'),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias = true"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias = true"),
         ({"model_type": "llama", "hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
         (
@@ -252,6 +293,54 @@ def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
     with pytest.raises(ZbcError) as caught:
         hfconfig.model_of(config, "config.json")
     assert caught.value.code == "E521" and words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, 8),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 8}, None),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, 8),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": 20}, None),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, None),
+        ({"model_type": "llama", "sliding_window": 8}, None),
+    ],
+)
+def test_a_sliding_window_ends_the_sequences(config, window):
+    assert hfconfig.window_of(config) == window
+    longest = hfconfig.model_of({**config, "max_position_embeddings": 65536}, "config.json").seq_len
+    assert longest == (window or 65536)
+
+
+def test_longer_sequences_than_a_sliding_window_are_refused_and_shorter_ones_are_the_same(folders, tmp_path):
+    source, peer = folders("mistral")
+    for file in ("config.json", SINGLE):
+        (tmp_path / file).write_bytes((source / file).read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
+    windowed = type(peer).from_pretrained(tmp_path).eval()
+    ((tokens, logits), *_), _ = logits_of(plan_of(tmp_path, 1))
+    assert tokens.shape[1] == 8
+    torch.testing.assert_close(logits, windowed(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
+    error = error_of(tmp_path, seq_len=SEQ)
+    assert error.code == "E522" and "sliding window of 8" in error.details[0]
+
+
+def test_a_variant_is_another_model(folders):
+    error = error_of(folders("mistral")[0], variant="qwen2")
+    assert error.code == "E522" and "variant" in error.details[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_a_configuration_without_keys_is_the_one_of_transformers(name):
+    """What transformers takes for keys that a file does not have."""
+    made = transformers.AutoConfig.for_model(name)
+    known = {key: value for key, value in made.to_dict().items() if key != "layer_types"}
+    ours = hfconfig.model_of({"model_type": name}, "config.json")
+    theirs = hfconfig.check_fits(ours, known, "config.json")
+    assert (ours.seq_len, ours.tie_embeddings) == (theirs.seq_len, theirs.tie_embeddings)
 
 
 def test_whole_numbers_that_no_float_holds_are_refused_too():

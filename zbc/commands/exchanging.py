@@ -32,11 +32,13 @@ class Target(StrEnum):
 
 
 class Dialect(StrEnum):
-    """The forms of a torch CSV."""
+    """The forms of a torch CSV, and the versions of torchtitan: the values of zbc.api.DIALECTS."""
 
     COMPUTE_ONLY = "compute_only"
     COMPUTE_COMMS = "compute_comms"
     COMPUTE_COMMS_2_15 = "compute_comms-2.15"
+    TORCHTITAN_0_2 = "0.2"
+    TORCHTITAN_0_3 = "0.3"
 
 
 def export(
@@ -46,29 +48,35 @@ def export(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a file instead of printing.")
     ] = None,
     dialect: Annotated[
-        Dialect,
+        Dialect | None,
         typer.Option(
-            "--dialect", help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since)."
+            "--dialect",
+            help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since). "
+            "For torchtitan: its version.",
+            show_default="compute_only; 0.2",
         ),
-    ] = Dialect.COMPUTE_ONLY,
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Export a plan to another tool's format.
 
-    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings.
+    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings, which
+    name it by its absolute path.
     """
     from zbc.api import open_plan
 
     if output is not None:
         refuse_unwritable(output)
-    csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
-    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
+    csv_name = "order.csv" if output is None else str(output.with_suffix(".csv"))
+    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value)
     main, *others = files
     if output is None:
         show(files[main].rstrip("\n"))
         if others:
             tell(f"not printed: {csv_name}, which this names; -o FILE writes both")
         return
+    if main == ".py" and output.suffix != main:
+        raise typer.BadParameter(f"this is Python, to be imported: choose {output.with_suffix(main)}", param_hint="-o")
     for suffix in files:
         path = output if suffix == main else output.with_suffix(suffix)
         if suffix != main and path == output:
@@ -79,7 +87,12 @@ def export(
 
 
 def import_order(
-    source: Annotated[Path, typer.Argument(metavar="FILE.csv", help="A torch pipelining CSV, compute_only.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.csv|CLASS", help="A torch pipelining CSV, compute_only, or a schedule class of torch."
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="JOB.toml", help="The job file to write.")] = Path(
         "zbc.toml"
     ),
@@ -87,28 +100,68 @@ def import_order(
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
     ] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1024, help="For a class: pipeline ranks.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", min=1, max=65536, help="For a class: microbatches per step.")
+    ] = None,
+    chunks: Annotated[
+        int, typer.Option("--chunks", min=1, max=64, help="For a class that takes several: stages per rank.")
+    ] = 2,
     quiet: Quiet = False,
 ) -> None:
-    """Read a torch CSV and write a job that trains with its order.
+    """Read a torch CSV, or the order of a torch schedule class, and write a job that trains with it.
 
-    The file is read strictly, and its order is proven.
+    The order is read strictly and proven. That of a class is written as CSV beside the job.
     """
     from zbc.api import Plan
     from zbc.errors import ZbcError
     from zbc.viz.words import title, verdict
 
-    if source.suffix != ".csv":
-        raise typer.BadParameter(f"{source} does not end in .csv, by which jobs know an order", param_hint="FILE.csv")
-    plan = Plan.read_csv(source)
-    plan.check()
     if os.path.exists(output):
         raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
-    write_text(output, _job_text(plan, source, output, base))
+    made = None
+    if source.suffix != ".csv":
+        source = made = _of_class(str(source), output.with_suffix(".csv"), ranks, microbatches, chunks)
+    elif ranks or microbatches:
+        raise typer.BadParameter(f"{source} has its own numbers", param_hint="--ranks, --microbatches")
+    try:
+        plan = Plan.read_csv(source)
+        plan.check()
+        write_text(output, _job_text(plan, source, output, base))
+    except BaseException:
+        if made is not None:
+            made.unlink(missing_ok=True)
+        raise
     if not quiet:
         show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
         show(labelled("", "at F = B = W = 1 ms per rank and microbatch"))
         order, job = shlex.quote(str(source)), shlex.quote(str(output))
         show(f"wrote {output}", "", labelled("next", f"zbc plan {job}", f"zbc visualize {order}"))
+
+
+def _of_class(name: str, path: Path, ranks: int | None, microbatches: int | None, chunks: int) -> Path:
+    """Write the order of a torch schedule class as CSV. Raises E111 for a file in its place."""
+    from zbc.errors import ZbcError
+
+    if not re.fullmatch(r"Schedule\w+", name):
+        text = f"{name} does not end in .csv, by which jobs know an order, and is no schedule class of torch"
+        raise typer.BadParameter(text, param_hint="FILE.csv|CLASS")
+    from zbc import pipelining  # loads torch
+
+    if name not in pipelining.NAMES:
+        text = f"{name} is not one of {', '.join(pipelining.NAMES)}"
+        raise typer.BadParameter(text, param_hint="FILE.csv|CLASS")
+    if ranks is None or microbatches is None:
+        raise typer.BadParameter(f"{name} needs both", param_hint="--ranks, --microbatches")
+    if os.path.exists(path):
+        raise ZbcError("E111", f"import: {path} exists", hint="choose another name for the job with -o")
+    try:
+        text = pipelining.own_order(name, ranks, microbatches, chunks)
+    except ValueError as error:
+        numbers = f"{ranks} ranks and {microbatches} microbatches"
+        raise typer.BadParameter(f"torch builds no {name} for {numbers}: {error}", param_hint=name) from None
+    write_text(path, text)
+    return path
 
 
 def _job_text(plan: Plan, source: Path, output: Path, base: Path | None) -> str:

@@ -40,7 +40,7 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put it.")] = Path("."),
     template: Annotated[Template, typer.Option(help="What to start from.")] = Template.TINY,
     from_hf: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model (GPT-2, Llama) instead.")
+        Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model instead.")
     ] = None,
     quiet: Quiet = False,
 ) -> None:

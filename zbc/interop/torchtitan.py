@@ -1,54 +1,136 @@
 """A plan as the settings of torchtitan: its `[parallelism]` and `[training]` keys, and the CSV file they name.
 
-torchtitan loads the CSV into torch's own pipelining runtime, which takes any order of one pipe. It cuts the model by
-names of modules; those of its transformer models stand for zbc's layers: tok_embeddings, layers.N, and norm and output
-for the head.
+torchtitan loads the CSV into torch's own pipelining runtime, which takes any order of one pipe. But which stages a rank
+builds it decides by the name of a schedule, whatever the CSV says, and it hangs without a word where the two differ. So
+the name written is the one that stands for the placement of the plan, and other placements are refused. It cuts the
+model by names of modules; those of its transformer models stand for zbc's layers: tok_embeddings, layers.N, and the
+final norm with the head.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from zbc.interop import torch_csv
 from zbc.interop.refused import Refused
-from zbc.ir import Placement, Program
+from zbc.ir import Kind, Placement, Program
 from zbc.plan.directory import Manifest
 
-_NAMES = {"embed": ["tok_embeddings"], "head": ["norm", "output"]}
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a version of torchtitan wants to be given."""
+
+    suffix: str
+    head: str  # the name of its last module
 
 
-def dumps(program: Program, manifest: Manifest, csv_name: str) -> tuple[str, str]:
-    """The settings, which name the CSV file `csv_name`, and the text of that file.
+DIALECTS = {"0.2": Dialect(".toml", "output"), "0.3": Dialect(".py", "lm_head")}
+
+
+def schedule_name(placement: Placement) -> str | None:
+    """The name by which torchtitan puts stages where this placement has them; None if there is none.
+
+    All V plans get ZBVZeroBubble: torchtitan places DualPipeV alike, but then prints the loss of a rank without one.
+    """
+    p, v = placement.ranks, placement.chunks
+    if v is not None and placement == Placement.looped(p, v):
+        return "PipelineScheduleSingle" if v == 1 else "PipelineScheduleMulti"
+    return "ZBVZeroBubble" if v == 2 and placement == Placement.vshape(p) else None
+
+
+def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> dict[str, str]:
+    """Suffix -> text: the settings, which name the CSV file `csv_name` by its absolute path, and that file.
 
     Raises E413 for what torch cannot express, and for stages that torchtitan would put on other ranks.
     """
     csv = torch_csv.dumps(program)
     refused = Refused("torchtitan", "torchtitan")
-    placement = program.placement
-    p, v = placement.ranks, placement.chunks
     model = manifest.planning.get("model", {})
     if model.get("family") not in ("gpt", "llama"):
         refused.add(f"it has models of its own, the plan is for model.family = {model.get('family')!r}")
-    if v is None or placement != Placement.looped(p, v):
-        refused.add("with a CSV file it deals stages round and round the ranks; the plan places them otherwise")
+    name = schedule_name(program.placement)
+    if name is None:
+        refused.add("it deals stages round and round the ranks, or in one V; the plan places them otherwise")
     if manifest.ramp:
         refused.add("all of its batches are of one size; the training begins with smaller ones (schedule.ramp)")
     refused.raise_any("`--to torch-csv` writes the order alone, for torch's runtime with stages of your own")
-    parts = [[name for layer in names for name in _NAMES.get(layer, [layer])] for names in manifest.layers]
-    batch = manifest.microbatch_size * program.microbatches
-    lines = [
-        f"# {manifest.schedule}: {p} ranks, {placement.stages} stages, {program.microbatches} microbatches",
-        "[training]",
-        f"local_batch_size = {batch}",
-        f"seq_len = {model['seq_len']}",
-        "",
-        "[parallelism]",
-        f"pipeline_parallel_degree = {p}",
-        'pipeline_parallel_schedule = "_PipelineScheduleRuntime"',
-        f"pipeline_parallel_schedule_csv = {json.dumps(csv_name)}",
-        f"pipeline_parallel_microbatch_size = {manifest.microbatch_size}",
-        "module_fqns_per_model_part = [",
-        *(f"  {json.dumps(part)}," for part in parts),
-        "]",
-    ]
-    return "\n".join(lines) + "\n", csv
+    form = DIALECTS[dialect]
+    names = {"embed": ["tok_embeddings"], "head": ["norm", form.head]}
+    settings = {
+        "training": {
+            "local_batch_size": manifest.microbatch_size * program.microbatches,
+            "seq_len": model["seq_len"],
+        },
+        "parallelism": {
+            "pipeline_parallel_degree": program.placement.ranks,
+            "pipeline_parallel_schedule": name,
+            "pipeline_parallel_schedule_csv": str(Path(csv_name).absolute()),
+            "pipeline_parallel_microbatch_size": manifest.microbatch_size,
+            "module_fqns_per_model_part": [
+                [module for layer in layers for module in names.get(layer, [layer])] for layers in manifest.layers
+            ],
+        },
+    }
+    title = (
+        f"{manifest.schedule}: {program.placement.ranks} ranks, {program.placement.stages} stages, "
+        f"{program.microbatches} microbatches"
+    )
+    write = _toml if form.suffix == ".toml" else _python
+    return {form.suffix: "\n".join(write(title, settings, program, model)) + "\n", ".csv": csv}
+
+
+def _watch(program: Program) -> Iterator[str]:
+    """What goes wrong without a word, in lines for a comment."""
+    last = program.placement.rank_of(program.placement.stages - 1)
+    yield "The schedule's name says which rank holds which stage; the order is the CSV's. Do not change one alone."
+    times = f" (with data parallelism: {last}/{program.placement.ranks} of all processes)" if last else ""
+    yield f"The loss is on rank {last}{times}: LOG_RANK must name it."
+    yield "Initial weights depend on the rank that makes them. To compare schedules, begin with one checkpoint:"
+    yield "--checkpoint.create_seed_checkpoint in one process, then --checkpoint.enable --checkpoint.load_only."
+
+
+def _toml(title: str, settings: dict[str, dict[str, object]], program: Program, _: object) -> Iterator[str]:
+    yield f"# {title}, for torchtitan 0.2 (--job.config_file)"
+    yield from (f"# {line}" for line in _watch(program))
+    for section, values in settings.items():
+        yield f"\n[{section}]"
+        yield from (f"{key} = {text}" for key, text in _values(values))
+
+
+def _python(
+    title: str, settings: dict[str, dict[str, object]], program: Program, model: dict[str, object]
+) -> Iterator[str]:
+    layers = model["layers"]
+    yield f'"""{title}, for torchtitan 0.3:'
+    yield "torchrun .. -m torchtitan.train --module NAME --config planned, where NAME is this file's, without .py."
+    yield ""
+    yield from _watch(program)
+    yield '"""'
+    yield ""
+    yield "from torchtitan.models.llama3.config_registry import llama3_debugmodel as base  # put your model here"
+    yield "\n\ndef planned():"
+    yield "    config = base()"
+    yield "    layers = len(config.model_spec.model.layers)"
+    yield f"    if layers != {layers}:"
+    yield f'        raise ValueError(f"the plan is for {layers} layers, {{base.__name__}} has {{layers}}")'
+    for section, values in settings.items():
+        yield from (f"    config.{section}.{key} = {text}" for key, text in _values(values, "    "))
+    yield "    config.training.disable_cuda_graphs = True  # torchtitan refuses them with pipelining"
+    if any(op.kind is Kind.W for ops in program.ranks for op in ops):
+        yield "    # where B and W are apart, the final norm gets no gradient under torchtitan's chunked loss"
+        yield '    config.loss = getattr(config.loss, "loss_fn", config.loss)'
+    yield "    return config"
+
+
+def _values(values: dict[str, object], indent: str = "") -> Iterator[tuple[str, str]]:
+    """Key and value, as TOML and Python both write them; lists one item a line."""
+    for key, value in values.items():
+        if isinstance(value, list):
+            items = "".join(f"{indent}    {json.dumps(item)},\n" for item in value)
+            yield key, f"[\n{items}{indent}]"
+        else:
+            yield key, json.dumps(value)

@@ -1,4 +1,4 @@
-"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2 and Llama.
+"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2, Llama and its variants.
 
 What zbc would compute in another way than transformers does is refused by the name of its key, never ignored. Dropout
 rates are not read: zbc's families have no dropout.
@@ -7,7 +7,8 @@ rates are not read: zbc's families have no dropout.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,42 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
         "reorder_and_upcast_attn": False,
         "add_cross_attention": False,
     },
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "llama": {"hidden_act": "silu", "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu"},
+    "qwen3": {"hidden_act": "silu"},
+    "gemma": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
 }
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What transformers takes where the config.json of a variant of Llama has no such key."""
+
+    hidden: int = 4096
+    ffn: int = 11008
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int | None = None
+    head_size: int | None = None
+    vocab: int = 32000
+    seq_len: int = 2048
+    eps: float = 1e-6
+    tied: bool = False
+
+
+_VARIANTS = {
+    "llama": _Variant(),
+    "mistral": _Variant(ffn=14336, kv_heads=8, seq_len=131072),
+    "qwen2": _Variant(ffn=22016, kv_heads=32, vocab=151936, seq_len=32768),
+    "qwen3": _Variant(ffn=22016, kv_heads=32, head_size=128, vocab=151936, seq_len=32768),
+    "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True),
+}
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -50,15 +85,14 @@ def model_of(config: Mapping[str, Any], source: str) -> Model:
     Raises E521 for what zbc does not have; `source` names the file in messages.
     """
     kind = config.get("model_type")
-    readers: dict[Any, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {"gpt2": _gpt2, "llama": _llama}
-    if not isinstance(kind, str) or kind not in readers:
-        raise _refused(source, "model_type", kind, f"zbc reads {' and '.join(readers)}")
+    if not isinstance(kind, str) or kind not in _FIXED:
+        raise _refused(source, "model_type", kind, f"zbc reads {', '.join(_FIXED)}")
     fixed = {**_FIXED[kind], "quantization_config": None}
     for key, value in fixed.items():
-        if config.get(key, value) != value:
+        if config.get(key) is not None and config[key] != value:
             raise _refused(source, key, config[key], f"zbc computes {json.dumps(value)} only")
     try:
-        return Model.model_validate(readers[kind](config, source))
+        return Model.model_validate((_gpt2 if kind == "gpt2" else _llama)(config, source))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -85,22 +119,42 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Of Llama and its variants. `seq_len` ends at a sliding window: up to there it is causal attention as any."""
     theta, scaling = _rope(config, source)
+    kind, window = config["model_type"], window_of(config)
+    default = _VARIANTS[kind]
+    longest = config.get("max_position_embeddings", default.seq_len)
     return {
         "family": "llama",
-        "layers": config.get("num_hidden_layers", 32),
-        "hidden": config.get("hidden_size", 4096),
-        "heads": config.get("num_attention_heads", 32),
-        "kv_heads": config.get("num_key_value_heads"),
-        "head_size": config.get("head_dim"),
-        "ffn_hidden": config.get("intermediate_size", 11008),
-        "vocab": config.get("vocab_size", 32000),
-        "seq_len": config.get("max_position_embeddings", 2048),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "variant": kind,
+        "attention_bias": config.get("attention_bias", False) if kind in ("llama", "qwen3", "gemma") else False,
+        "layers": config.get("num_hidden_layers", default.layers),
+        "hidden": config.get("hidden_size", default.hidden),
+        "heads": config.get("num_attention_heads", default.heads),
+        "kv_heads": config.get("num_key_value_heads", default.kv_heads),
+        "head_size": config.get("head_dim", default.head_size),
+        "ffn_hidden": config.get("intermediate_size", default.ffn),
+        "vocab": config.get("vocab_size", default.vocab),
+        "seq_len": min(longest, window) if window is not None and isinstance(longest, int) else longest,
+        "norm_eps": config.get("rms_norm_eps", default.eps),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": config.get("tie_word_embeddings", default.tied),
     }
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """How many positions back a layer of the model looks at most; None where all of them see everything before."""
+    kind = config.get("model_type")
+    if kind == "mistral":
+        window = config.get("sliding_window", 4096)
+    else:
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+        types, whole = config.get("layer_types"), config.get("max_window_layers", 28)
+        layers = config.get("num_hidden_layers", 32)
+        if "sliding_attention" not in types if isinstance(types, list) else whole >= layers:
+            window = None
+    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] | None]:
@@ -144,9 +198,11 @@ def _refused(source: str, key: str, value: Any, why: str) -> ZbcError:
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "mlp_width", "vocab", "norm_eps")
 
 
-def check_fits(job: Model, folder: Model, source: str) -> None:
-    """Raise E522 with every size in which the job is another model than the folder."""
+def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
+    """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
+    folder = model_of(config, source)
     keys = [*_COMPARED, "rotary"]
+    keys += ["variant", "attention_bias"] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
     wrong = [
@@ -156,11 +212,17 @@ def check_fits(job: Model, folder: Model, source: str) -> None:
     ]
     if not folder.rotary and (job.seq_len or 0) > (folder.seq_len or 0):
         wrong.append(f"seq_len: the job has {job.seq_len}, {source} has positions for {folder.seq_len}")
+    window = window_of(config)
+    if window is not None and (job.seq_len or 0) > window:
+        wrong.append(
+            f"seq_len: the job has {job.seq_len}, {source} has a sliding window of {window}: more would differ"
+        )
     if job.tie_embeddings and not folder.tie_embeddings:
         wrong.append(f"tie_embeddings: the job ties them, {source} has a matrix for each")
     if wrong:
         hint = "`zbc init DIR --from-hf FOLDER` writes a job that fits; plan again after a change of [model]"
         raise ZbcError("E522", "model: the job is another model than model.pretrained", details=wrong, hint=hint)
+    return folder
 
 
 def _shown(value: Any) -> str:
@@ -208,9 +270,19 @@ def _llama_config(model: Model) -> dict[str, Any]:
         if scaling.kind == "llama3":
             rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
             rope["original_max_position_embeddings"] = scaling.original_seq_len
+    if model.attention_bias and model.variant not in ("llama", "qwen3", "gemma"):
+        text = f"run: a {model.variant} with biases in all of attention has no counterpart in transformers"
+        raise ZbcError("E524", text, hint="drop model.attention_bias")
+    extra: dict[str, Any] = {"hidden_act": "silu"}
+    if model.variant == "gemma":
+        extra = {key: "gelu_pytorch_tanh" for key in ("hidden_act", "hidden_activation")}
+    elif model.variant != "llama":
+        extra |= {"sliding_window": None}
+    if model.variant in ("llama", "qwen3", "gemma"):
+        extra |= {"attention_bias": model.attention_bias}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{_CLASSES[model.variant]}ForCausalLM"],
+        "model_type": model.variant,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.seq_len,
         "hidden_size": model.hidden,
@@ -219,9 +291,8 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": model.head_width,
-        "hidden_act": "silu",
+        **extra,
         "rms_norm_eps": model.norm_eps,
-        "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": model.rope_theta,
         "rope_parameters": {**rope, "rope_theta": model.rope_theta},

@@ -46,6 +46,13 @@ class Job:
     log: Log
     profile: Profile | None = None  # what costs.profile names
 
+    def __repr__(self) -> str:
+        schedule = self.schedule.kind or self.schedule.file or self.schedule.plugin
+        sizes = f"{self.parallel.pp} ranks, {self.schedule.microbatches} microbatches"
+        return (
+            f"<zbc job {self.document.source}: {schedule}, {self.model.family} of {self.model.layers} layers, {sizes}>"
+        )
+
     def where(self, *path: str | int) -> str:
         return self.document.where(path)
 

@@ -14,7 +14,7 @@ from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
-_ONLY_LLAMA = ("kv_heads", "head_size")
+_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias")
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = ("experts", "top_k", "expert_hidden")
 _ONLY_BUILTIN = (
@@ -53,6 +53,10 @@ class Model(Section):
     heads: Count | None = Field(None, description="attention heads")
     kv_heads: Count | None = Field(None, description="llama: heads of keys and values; default heads")
     head_size: Count | None = Field(None, description="llama: width of a head; default hidden / heads")
+    variant: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(
+        "llama", description="llama: whose blocks these are; the differences are in docs/models.md"
+    )
+    attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
     ffn_hidden: Count | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
     )
@@ -75,7 +79,9 @@ class Model(Section):
         False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
     )
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
-    pretrained: str | None = Field(None, description="a Hugging Face folder (GPT-2, Llama) to take the weights from")
+    pretrained: str | None = Field(
+        None, description="a Hugging Face folder to take the weights from: GPT-2, Llama or one of its variants"
+    )
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 
@@ -87,6 +93,11 @@ class Model(Section):
     @property
     def rotary(self) -> bool:
         return self.family == "llama" or self.positions == "rotary"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values of a llama have biases."""
+        return self.attention_bias or self.variant == "qwen2"
 
     @property
     def head_width(self) -> int:

@@ -100,6 +100,10 @@ def sizes_of(job: Job) -> Sizes | None:
         width=2 if model.dtype == "bfloat16" else 4,
         stream=2 if model.parameters == "bfloat16" else 4,
         rotary=model.rotary,
+        qkv_bias=model.qkv_bias,
+        proj_bias=model.attention_bias,
+        qk_norm=model.variant == "qwen3",
+        wide_norm=model.variant == "gemma",
         experts=model.experts or 0,
         top_k=model.met,
     )

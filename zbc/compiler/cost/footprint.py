@@ -106,6 +106,10 @@ class Sizes:
     width: int
     stream: int
     rotary: bool
+    qkv_bias: bool = False  # of queries, keys and values, where `gated`; of gpt all layers have biases
+    proj_bias: bool = False  # of the projection behind attention, where `gated`
+    qk_norm: bool = False  # of each head's queries and keys
+    wide_norm: bool = False  # gemma: norms of single operations, in float32, on every device
     experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
     top_k: int = 0
 
@@ -122,11 +126,22 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Parameters of a block outside of its matrices: norms, of gpt also biases."""
+        """Parameters of a block outside of its matrices: norms and biases."""
         if self.gated:
-            return 2 * self.hidden
+            return self.norms + self._biases[0] + self._biases[1]
         biases = self.queries + 2 * self.keys + self.hidden + (self.experts or 1) * (self.mlp + self.hidden)
-        return biases + 4 * self.hidden
+        return biases + self.norms
+
+    @property
+    def norms(self) -> int:
+        """Parameters of the norms of a block."""
+        heads = 2 * self.queries // self.heads if self.qk_norm else 0
+        return (2 if self.gated else 4) * self.hidden + heads
+
+    @property
+    def _biases(self) -> tuple[int, int]:
+        """Of a gated block: of queries, keys and values, and of the projection behind attention."""
+        return self.qkv_bias * (self.queries + 2 * self.keys), self.proj_bias * self.hidden
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -135,7 +150,9 @@ class Sizes:
             return ()
         h, q, k, f = self.hidden, self.queries, self.keys, self.mlp
         if self.gated:
-            return h, h * (q + 2 * k), q * h, h, h * 2 * f, f * h
+            each = (q // self.heads,) * 2 if self.qk_norm else ()
+            before, behind = ((count,) if count else () for count in self._biases)
+            return h, h * (q + 2 * k), *before, *each, q * h, *behind, h, h * 2 * f, f * h
         return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, h * f, f, f * h, h
 
     @property
@@ -146,7 +163,17 @@ class Sizes:
         """
         if not self.gated:
             return 2 * self.stream
+        if self.wide_norm:
+            return 8 + (4 if self.stream == 4 else 7) * self.hidden  # of narrow ones wide copies, for one in its place
         return 4 if self.cuda else 4 + self.stream * self.hidden
+
+    @property
+    def head_norms(self) -> int:
+        """Bytes per token that the norms of queries and keys keep, in float32: statistics, normalized input, a copy."""
+        if not self.qk_norm:
+            return 0
+        copies = (0 if self.cuda else 1) + (self.width < 4)
+        return 4 * (copies * (self.queries + self.keys) + self.heads * (self.queries + self.keys) // self.queries)
 
     @property
     def cast(self) -> bool:
@@ -205,7 +232,7 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
     return Footprint(
-        act_b=(2 * z.stream * h + 2 * z.norm + inside * n + 4 * z.heads + 8 * z.experts) * t,
+        act_b=(2 * z.stream * h + 2 * z.norm + z.head_norms + inside * n + 4 * z.heads + 8 * z.experts) * t,
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * t,
         result=z.stream * h * t,
@@ -217,8 +244,8 @@ def block(z: Sizes) -> Footprint:
         more_bw=more_bw,
         first_w=first_w,
         first_bw=first_bw,
-        came_b=GRAD_BYTES * (2 if z.gated else 4) * h,
-        came_w=GRAD_BYTES * (z.matrices + z.vectors - (2 if z.gated else 4) * h),
+        came_b=GRAD_BYTES * z.norms,
+        came_w=GRAD_BYTES * (z.matrices + z.vectors - z.norms),
         rise_w=rise_w,
         rise_bw=rise_bw,
         casts=z.matrices * n if z.cast else 0,
@@ -239,16 +266,16 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * t  # what the MLP kept, and its norm
     attended = n * ((2 * q + k if z.rotary else 0) + q) * t
     near, far, heads = n * h * t, n * q * t, n * (q + 2 * k) * t
-    # (inputs, outputs, bytes of its input, of its output, what there is more than before BW)
+    # (inputs, outputs, whether it has a bias, bytes of its input, of its output, what there is more than before BW)
     linear = [
-        (z.mlp, h, f, near, f + grad),
-        (h, (2 if z.gated else 1) * z.mlp, near, up, near + up - inside),
-        (q, h, far, near, far + grad - near - inside - norm),
-        (h, q + 2 * k, near, heads, -inside - norm - attended),
+        (z.mlp, h, not z.gated, f, near, f + grad),
+        (h, (2 if z.gated else 1) * z.mlp, not z.gated, near, up, near + up - inside),
+        (q, h, not z.gated or z.proj_bias, far, near, far + grad - near - inside - norm),
+        (h, q + 2 * k, not z.gated or z.qkv_bias, near, heads, -inside - norm - attended),
     ]
     came = gone = rise_w = rise_bw = 0.0
-    for index, (inputs, outputs, takes, gives, more) in enumerate(linear):
-        stays = GRAD_BYTES * (inputs * outputs + (0 if z.gated else outputs))
+    for index, (inputs, outputs, biased, takes, gives, more) in enumerate(linear):
+        stays = GRAD_BYTES * (inputs * outputs + (outputs if biased else 0))
         low = n * inputs * outputs if n < GRAD_BYTES else 0
         rise_w = max(rise_w, came + stays + low - gone)
         over = gives if index and z.stream < GRAD_BYTES else 0.0  # the stage's own stays

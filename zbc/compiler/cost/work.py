@@ -73,8 +73,8 @@ def block(z: Sizes) -> Work:
     square = z.queries * keys_seen(z.seq_len, TILE[device]) * z.tokens / ATTENTION[device]
     heads = z.width * (z.queries + z.keys) * z.tokens
     turns = 14 if z.rotary else 0
-    plain = Kernel(0, _plain_forward(z) * z.tokens, 2 * _norm_count(z) + (4 if z.gated else 3) + turns)
-    back = Kernel(0, _plain_backward(z) * z.tokens, 2 * _norm_count(z) + (6 if z.gated else 8) + turns)
+    plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
+    back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)
     forward = (*products, Kernel(4 * square, 2 * heads), plain)
     backward = (*products, Kernel(10 * square, 4 * heads), back)
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
@@ -88,7 +88,7 @@ def _plain_forward(z: Sizes) -> float:
     activation = (5 if z.gated else 2) * n * z.mlp * each
     # A token's row is copied to each of its experts; what they return is read, weighted and added up.
     routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
-    return 2 * _norm_forward(z) + sums + turned + activation + routed
+    return _norm_share(z) * _norm_forward(z) + sums + turned + activation + routed
 
 
 def _plain_backward(z: Sizes) -> float:
@@ -100,7 +100,7 @@ def _plain_backward(z: Sizes) -> float:
     routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
     joined = 2 * n * (z.queries + 2 * z.keys)
-    return 2 * _norm_backward(z) + sums + turned + activation + routed + biases + joined
+    return _norm_share(z) * _norm_backward(z) + sums + turned + activation + routed + biases + joined
 
 
 def _norm_width(z: Sizes) -> int:
@@ -108,10 +108,25 @@ def _norm_width(z: Sizes) -> int:
     return 4 if z.cuda and z.width < 4 else z.stream
 
 
+def _norms(z: Sizes) -> int:
+    """Norms of a block."""
+    return 4 if z.qk_norm else 2
+
+
+def _norm_share(z: Sizes) -> float:
+    """What they all go over, in norms of the residual stream."""
+    return 2 + (z.queries + z.keys) / z.hidden if z.qk_norm else 2
+
+
+def _by_steps(z: Sizes) -> bool:
+    """Whether a norm is made of single operations: RMSNorm on a CPU, Gemma's everywhere."""
+    return z.wide_norm or (z.gated and not z.cuda)
+
+
 def _norm_count(z: Sizes) -> int:
     """Kernels of a norm, casts included."""
     inside = _norm_width(z)
-    return (6 if z.gated and not z.cuda else 1) + (inside != z.stream) + (inside != z.width)
+    return (6 if _by_steps(z) else 1) + (inside != z.stream) + (inside != z.width)
 
 
 def _norm_forward(z: Sizes) -> float:
@@ -120,14 +135,14 @@ def _norm_forward(z: Sizes) -> float:
     RMSNorm on a CPU is made of single operations: a square, its mean, two products.
     """
     inside = _norm_width(z)
-    passes = 8 if z.gated and not z.cuda else 2
+    passes = 8 if _by_steps(z) else 2
     return z.hidden * (_cast(z.stream, inside) + passes * inside + _cast(inside, z.width))
 
 
 def _norm_backward(z: Sizes) -> float:
     """The same backward: gradient and input are read for the input's gradient, and again for those of the weights."""
     inside = _norm_width(z)
-    passes = 16 if z.gated and not z.cuda else 5
+    passes = 16 if _by_steps(z) else 5
     return z.hidden * (_cast(z.width, inside) + passes * inside + _cast(inside, z.stream))
 
 

@@ -19,6 +19,7 @@ from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.ir import Op
+from zbc.text import percent, short
 from zbc.trace.recording import Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
@@ -97,6 +98,23 @@ class RunReport:
     links: tuple[deviations.LinkTime, ...]
     memory: tuple[MemoryCompared, ...]  # () where no step was weighed
     replan: Replan | None
+
+    def __str__(self) -> str:
+        """The main numbers, a line each; `zbc report RUN` prints all of them."""
+        seen = f"{len(self.steps)} of steps {self.steps[0]} to {self.steps[-1]}"
+        lines = [f"{self.schedule} on {len(self.ranks)} {self.device} ranks, {seen}"]
+        for name, one in (("step", self.step), ("makespan", self.makespan), ("span", self.span)):
+            meant = "not known" if one.predicted is None else f"{short(one.predicted)} ms"
+            change = "" if one.change is None else f", {100 * one.change:+.1f}%"
+            lines.append(f"{name}: predicted {meant}, measured {short(one.measured)} ms{change}")
+        for name, one in (("makespan", self.bubble_makespan), ("span", self.bubble_span)):
+            lines.append(
+                f"bubble of the {name}: predicted {percent(one.predicted or 0)}, measured {percent(one.measured)}"
+            )
+        lines += [f"rank {one.rank} takes {one.ratio:.2f} times what was predicted" for one in self.slow_ranks]
+        if self.replan is not None and self.replan.planned_ms is not None:
+            lines.append(f"planned with the measured times: {short(self.replan.planned_ms)} ms")
+        return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}

@@ -68,6 +68,9 @@ class Timeline:
     end: list[float]  # after the nodes come entries of `replay`: when each rank was free, and the beginning
     closing: bool = False
 
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.ranks} ranks: makespan {self.makespan:g} ms, span {self.span:g} ms>"
+
     def __iter__(self) -> Iterator[Span]:
         ops = self.graph.ops
         for rank in range(self.ranks):

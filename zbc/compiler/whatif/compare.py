@@ -16,6 +16,7 @@ from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.errors import Problems, ZbcError
 from zbc.job.spec import Job, chooser_of
+from zbc.text import percent, short, size
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
 WORLD = ("hardware.", "costs.", "model.")
@@ -35,6 +36,15 @@ class ComparedPlan:
     sequences: int = 1  # a step trains on
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
     error: ZbcError | None = None
+
+    def __str__(self) -> str:
+        name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.settings)])
+        if self.report is None:
+            return f"{name}: {self.error and self.error.message}"
+        one = self.report
+        held = size(one.peak_bytes) if one.bytes_known else f"{one.peak_activation_units:.2f} units"
+        bubble = percent(one.bubble_rate_makespan)
+        return f"{name}: makespan {short(one.makespan_ms)} ms, of which bubble {bubble}; at most {held} on a rank"
 
     @property
     def sequence_ms(self) -> float:

@@ -24,8 +24,10 @@ STD = 0.02
 class Embed(nn.Module):
     """(B, T) int64 -> (B, T, H)."""
 
-    def __init__(self, vocab: int, hidden: int, seq_len: int, *, learned: bool) -> None:
+    def __init__(self, vocab: int, hidden: int, seq_len: int, *, learned: bool, scale: float = 1.0) -> None:
+        """`learned`: there is a table of positions; `scale`: of the embeddings of tokens."""
         super().__init__()
+        self.scale = scale
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
         self.index: Tensor
@@ -36,6 +38,8 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
+        if self.scale != 1.0:
+            x = x * self.scale
         return x if self.positions is None else x + self.positions(self.index[: tokens.shape[-1]])
 
 

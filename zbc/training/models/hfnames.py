@@ -29,6 +29,8 @@ _GPT2 = {
 }
 _LLAMA = {
     "norm1": "input_layernorm",
+    "norm_q": "self_attn.q_norm",
+    "norm_k": "self_attn.k_norm",
     "proj": "self_attn.o_proj",
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
@@ -64,12 +66,12 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
     }
     if parameter in ends:
         return [TensorRows(ends[parameter])]
-    _, index, module, _ = parameter.split(".")
+    _, index, module, kind = parameter.split(".")
     stem = f"model.layers.{index}"
     if module == "qkv":
         queries = (model.heads or 0) * model.head_width
         rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}
-        return [TensorRows(f"{stem}.self_attn.{name}.weight", count) for name, count in rows.items()]
+        return [TensorRows(f"{stem}.self_attn.{name}.{kind}", count) for name, count in rows.items()]
     if module == "gate_up":
         return [TensorRows(f"{stem}.mlp.{name}.weight", model.mlp_width) for name in ("gate_proj", "up_proj")]
-    return [TensorRows(f"{stem}.{_LLAMA[module]}.weight")]
+    return [TensorRows(f"{stem}.{_LLAMA[module]}.{kind}")]

@@ -1,4 +1,4 @@
-"""The Llama block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no biases.
+"""The Llama block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what its variants change in it.
 
     embed       token embedding                                   (B, T) int64       -> (B, T, H)
     layers.i    x + attention(norm(x)), then x + mlp(norm(x))     (B, T, H)          -> (B, T, H)
@@ -6,6 +6,10 @@
 
 Embedding and head are those of gpt.py, with another norm. Query head i shares the keys and values of head
 i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays float32 under autocast.
+
+    qwen2       biases of queries, keys and values
+    qwen3       a norm of each head's queries and keys
+    gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
 """
 
 from __future__ import annotations
@@ -16,6 +20,25 @@ from torch.nn import functional
 
 from zbc.training.models.gpt import linear
 from zbc.training.models.rotary import Rotary
+
+
+def norm(size: int, eps: float, variant: str) -> nn.Module:
+    """The norm of a variant, over the last `size` features."""
+    return OffsetNorm(size, eps) if variant == "gemma" else nn.RMSNorm(size, eps=eps)
+
+
+class OffsetNorm(nn.Module):
+    """RMSNorm in float32 that multiplies by 1 + weight, as Gemma has it; weights begin at 0."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        found = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (found * (1.0 + self.weight.float())).type_as(x)
 
 
 class LlamaBlock(nn.Module):
@@ -32,27 +55,36 @@ class LlamaBlock(nn.Module):
         layers: int,
         eps: float,
         rotary: Rotary,
+        variant: str = "llama",
+        qkv_bias: bool = False,
+        bias: bool = False,
     ) -> None:
-        """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights."""
+        """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
+        `bias`: of the projection behind attention."""
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        self.norm1 = nn.RMSNorm(hidden, eps=eps)
-        self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=False)  # rows: all queries, keys, values
-        self.proj = linear(heads * size, hidden, layers, bias=False)
-        self.norm2 = nn.RMSNorm(hidden, eps=eps)
+        self.norm1 = norm(hidden, eps, variant)
+        self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
+        self.norm_q = nn.RMSNorm(size, eps=eps) if variant == "qwen3" else None
+        self.norm_k = nn.RMSNorm(size, eps=eps) if variant == "qwen3" else None
+        self.proj = linear(heads * size, hidden, layers, bias=bias)
+        self.norm2 = norm(hidden, eps, variant)
         self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
         self.down = linear(ffn, hidden, layers, bias=False)
+        self.gate = nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
         self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.proj(self._attend(self.norm1(x)))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return x + self.down(self.gate(gate) * up)  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q.float()).type_as(v), self.norm_k(k.float()).type_as(v)
         q, k = self.rotary(q), self.rotary(k)
         grouped = self.kv_heads < self.heads
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

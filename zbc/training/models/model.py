@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -115,7 +116,9 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
-    embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=not model.rotary)
+    scale = math.sqrt(model.hidden) if model.variant == "gemma" else 1.0
+    learned = not model.rotary
+    embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=learned, scale=scale)
     block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
@@ -145,6 +148,9 @@ def _llama_block(model: spec.Model) -> nn.Module:
         layers=model.layers,
         eps=model.norm_eps,
         rotary=_rotary(model),
+        variant=model.variant,
+        qkv_bias=model.qkv_bias,
+        bias=model.attention_bias,
     )
 
 
@@ -153,8 +159,9 @@ def _rotary(model: spec.Model) -> Rotary:
 
 
 def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
-    norm = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
-    return gpt.GptHead(hidden, vocab, norm(hidden, eps=model.norm_eps))
+    llamas = model.family == "llama"
+    norm = llama.norm(hidden, model.norm_eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=model.norm_eps)
+    return gpt.GptHead(hidden, vocab, norm)
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

@@ -35,8 +35,7 @@ def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPl
     is missing or none of the model's); when a layer is built E523 (a tensor has another shape, or is damaged).
     """
     source = str(folder / hfconfig.CONFIG)
-    theirs = hfconfig.model_of(hfconfig.read_config(folder), source)
-    hfconfig.check_fits(model, theirs, source)
+    theirs = hfconfig.check_fits(model, hfconfig.read_config(folder), source)
     weights = Weights(folder, model, tied=theirs.tie_embeddings)
     wanted = [f"{plan.name}.{local}" for plan in plans for local, _ in plan.on_meta().named_parameters()]
     weights.check(wanted)

@@ -1,0 +1,110 @@
+"""torch.distributed.pipelining: its runtime with the order of a plan, and the orders of its own schedules.
+
+    place = plan.program.placement
+    stages = [PipelineStage(part(s), s, place.stages, device) for s in place.stages_of(rank)]
+    schedule = zbc.torch_schedule(plan, stages, loss_fn)
+    schedule.step(x, target=y)
+
+Of what torch calls private, a plan runs on `_PipelineScheduleRuntime` and its `_load_csv` alone (torch 2.13 and 2.15).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from zbc.api import Plan, open_plan
+from zbc.compiler.schedules import Request, find
+from zbc.errors import ZbcError
+from zbc.interop import torch_csv
+from zbc.ir import Kind, Program
+
+_PLAIN = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}  # torch runs these from code, its table of 1F1B is another
+_LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
+_V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+NAMES = (*_PLAIN, *_LOOPED, *_V)
+
+
+def torch_schedule(
+    plan: Plan | str | Path, stages: Sequence[Any], loss_fn: Callable[..., Any], **options: Any
+) -> schedules._PipelineScheduleRuntime:
+    """Torch's pipelining runtime for the `PipelineStage`s of this rank, with the order of a plan (or its path).
+
+    `loss_fn(output, target)` is a mean over a microbatch. `options` are those of torch's schedules, such as
+    `args_chunk_spec`. Raises E413 for a plan torch has no words for, E416 for stages that are not the plan's.
+    """
+    order = open_plan(plan) if isinstance(plan, str | Path) else plan
+    text = torch_csv.dumps(order.program)
+    problems = list(_problems(order.program, stages))
+    if problems:
+        raise ZbcError("E416", f"torch: these stages cannot run {order.name}", details=problems)
+    runtime: Any = schedules._PipelineScheduleRuntime  # not typed by torch
+    schedule: schedules._PipelineScheduleRuntime = runtime(
+        list(stages), order.program.microbatches, loss_fn=loss_fn, **options
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "order.csv")
+        path.write_text(text, encoding="utf-8")
+        schedule._load_csv(str(path))
+    return schedule
+
+
+def _problems(program: Program, stages: Sequence[Any]) -> Iterator[str]:
+    """Why these stages would hang or be trained wrongly with this order."""
+    placement = program.placement
+    if not stages:
+        yield "there are none; every rank has stages of its own"
+        return
+    rank, size, total = stages[0].group_rank, stages[0].group_size, {stage.num_stages for stage in stages}
+    if size != placement.ranks:
+        yield f"the plan is for {placement.ranks} ranks, the stages are in a group of {size}"
+    elif (given := sorted(stage.stage_index for stage in stages)) != (mine := sorted(placement.stages_of(rank))):
+        yield f"rank {rank} has stages {_list(mine)}, it was given {_list(given)}"
+    if total != {placement.stages}:
+        yield f"the plan has {placement.stages} stages, theirs is {_list(sorted(total))} (num_stages)"
+    wrapped = [stage.stage_index for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
+    if wrapped and any(op.kind is Kind.W for ops in program.ranks for op in ops):
+        yield (
+            f"stage {_list(wrapped)} is in DistributedDataParallel, which sums gradients before W has made them; take "
+            "it off, and sum gradients over replicas after step"
+        )
+    turns = any(placement.rank_of(source) == placement.rank_of(sink) for source, sink in placement.edges)
+    if torch.__version__ < "2.13" and turns and placement.ranks > 1:
+        yield f"torch {torch.__version__} hangs in its own transfers where neighbouring stages share a rank; 2.13 works"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def own_order(name: str, ranks: int, microbatches: int, chunks: int = 2) -> str:
+    """The order of torch's schedule class of this name, with `chunks` stages per rank where it takes several, as CSV.
+
+    Raises ValueError where torch has none of these numbers.
+    """
+    if name in _PLAIN:
+        return torch_csv.dumps(find(_PLAIN[name]).make(Request(ranks, microbatches)))
+    many = 2 if name in _V else chunks
+    stages = [
+        SimpleNamespace(
+            stage_index=chunk * ranks,
+            num_stages=ranks * many,
+            group_size=ranks,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=False,
+            has_backward=True,
+            submod=torch.nn.Identity(),
+        )
+        for chunk in range(many)
+    ]
+    made = getattr(schedules, name)(stages, microbatches, loss_fn=lambda output, target: output)
+    rows = [[str(action) if action else "" for action in made.pipeline_order[rank]] for rank in range(ranks)]
+    return "".join(",".join(row) + "\n" for row in rows)
