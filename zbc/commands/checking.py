@@ -89,6 +89,7 @@ def proven(target: Path) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job, load_job
     from zbc.compiler.sim.simulate import either_transfer
+    from zbc.compiler.whatif.others import baseline, speedup
 
     if target.suffix == ".csv":
         return check_csv(target)
@@ -96,9 +97,9 @@ def proven(target: Path) -> Checked:
         return check_plan(target)
     compiled = compile_job(load_job(target))
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
-    return Checked(
-        compiled.program, report.survives_blocking_sends, {**report.as_json(), **transfers._asdict()}, transfers
-    )
+    factor = {"speedup_over_1f1b": speedup(baseline(compiled.job), compiled.settled_ms)}
+    document = {**report.as_json(), **factor, **transfers._asdict()}
+    return Checked(compiled.program, report.survives_blocking_sends, document, transfers)
 
 
 def check_csv(target: Path) -> Checked:
@@ -155,8 +156,10 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.sim.simulate import either_transfer
+    from zbc.compiler.whatif.others import baseline, speedup
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
+    from zbc.plan.headline import headline, settled_ms
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
@@ -192,7 +195,9 @@ def check_plan(target: Path) -> Checked:
     transfers = None if manifest.slices > 1 else either_transfer(build(program), recall.costs_of(manifest))
     more = {"limits": asdict(limits_of(recall.job_of(manifest), manifest.schedule))}
     more |= {} if transfers is None else transfers._asdict()
-    return Checked(program, survives, {**head, **manifest.predicted, **more, **_proven(survives)}, transfers, files)
+    factor = speedup(baseline(recall.job_of(manifest)), settled_ms(manifest))
+    predicted = {**manifest.predicted, **headline(manifest), "speedup_over_1f1b": factor}
+    return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files)
 
 
 @contextmanager

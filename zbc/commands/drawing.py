@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import labelled, show, table, tell, write_text
-from zbc.commands.options import PlanJobCsvOrRun, complete_schedule, listed
+from zbc.commands.options import PlanJobCsvOrRun, Verbose, complete_schedule, listed
 from zbc.text import wrap
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def visualize(
         bool | None,
         typer.Option(help="With --steps: whether all ranks end a step before the next; default: as the job says."),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Draw when each rank does what.
 
@@ -88,7 +89,7 @@ def visualize(
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
-    _put(form, drawn, output, shown, window, width, by)
+    _put(form, drawn, output, shown, window, width, by, bubbles=verbose)
 
 
 def _put(
@@ -99,6 +100,8 @@ def _put(
     window: tuple[float, float] | None,
     width: int | None,
     by: By,
+    *,
+    bubbles: bool,
 ) -> None:
     """Show a picture, or write it to a file."""
     if form is Form.TERM:
@@ -107,7 +110,7 @@ def _put(
 
         columns = width or (_columns() if output is None else _WIDTH)
         unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
-        picture = typeset(drawn, View(columns, by.value, ranks, window, unicode))
+        picture = typeset(drawn, View(columns, by.value, ranks, window, unicode, bubbles))
         if output is None:
             show(picture)
             return
@@ -115,7 +118,7 @@ def _put(
     elif form is Form.SVG:
         from zbc.viz.svg import SvgView, draw
 
-        text = draw(drawn, SvgView(ranks=ranks, zoom=window))
+        text = draw(drawn, SvgView(ranks=ranks, zoom=window, bubbles=bubbles))
     elif form is Form.HTML:
         from zbc.viz import html
 

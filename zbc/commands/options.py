@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +56,16 @@ def listed(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
             raise typer.BadParameter(f"{text!r} names nothing from {least} on", param_hint=option)
         found += range(first, last + 1)
     return tuple(dict.fromkeys(found))
+
+
+def again(
+    command: str, job: Path, schedule: str, settings: Sequence[str] | None = None, profile: Path | None = None
+) -> str:
+    """The command line for the same job under another schedule."""
+    words = ["zbc", command, str(job), "--schedule", schedule]
+    for setting in settings or ():
+        words += ["--set", setting]
+    return shlex.join([*words, *([] if profile is None else ["--profile", str(profile)])])
 
 
 JobFile = Annotated[
