@@ -590,13 +590,13 @@ def test_a_command_that_fails_leaves_no_new_folder_behind(zbc, job, arguments, c
 
 def test_what_is_written_halfway_is_taken_back(zbc, job, monkeypatch):
     job()
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def full(path, text, **how):
-        real(path, text[:10], **how)
+    def full(path, content):
+        real(path, content[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     fails(zbc("export", "zbc.toml", "--to", "json", "-o", "new/order.json"), 6, "E608", text="No space left")
     assert not Path("new").exists()
 

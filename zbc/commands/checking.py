@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.commands.console import labelled, show, show_json, tell, write_text
-from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, Verbose
+from zbc.commands.opening import NO_CHANGES, Changes
+from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.commands.summary import PROVEN
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
@@ -48,6 +49,10 @@ def check(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
     ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -62,7 +67,7 @@ def check(
     if wanted and target.suffix != ".csv":
         raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
     try:
-        checked = proven(target)
+        checked = proven(target, Changes(settings, schedule, profile, budget))
     except ZbcError as error:
         if wanted and error.code.startswith("E2"):
             show_order(target, output)
@@ -85,17 +90,19 @@ def folder_of(target: Path) -> Path:
     return target.parent if target.name == "plan.json" else target
 
 
-def proven(target: Path) -> Checked:
+def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.compiler.whatif.others import baseline, speedup
 
+    if target.suffix == ".csv" or is_plan(target):
+        changes.refuse(target)
     if target.suffix == ".csv":
         return check_csv(target)
     if is_plan(target):
         return check_plan(target)
-    compiled = compile_job(load_job(target))
+    compiled = compile_job(changes.job(target), budget=changes.budget)
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
     factor = {"speedup_over_1f1b": speedup(baseline(compiled.job), compiled.settled_ms)}
     document = {**report.as_json(), **factor, **transfers._asdict()}

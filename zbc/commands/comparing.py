@@ -86,7 +86,11 @@ def compare(
     schedules: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Schedules, CSV files or plugins to compare.", autocompletion=complete_schedule
+            "--schedules",
+            "--schedule",
+            metavar="all|A,B,C",
+            help="Schedules, CSV files or plugins to compare.",
+            autocompletion=complete_schedule,
         ),
     ] = "all",
     sweep: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 import os
 import re
 import shlex
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.commands.console import labelled, refuse_unwritable, show, tell, write_text
-from zbc.commands.options import PlanJobOrCsv, Quiet
+from zbc.commands.console import labelled, refuse_unwritable, show, show_json, tell, write_text
+from zbc.commands.opening import Changes, opened_plan
+from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 
 if TYPE_CHECKING:
     from zbc.api import Plan
@@ -51,31 +52,44 @@ def export(
             "--dialect", help="For torch-csv: compute ops only, or with transfers (up to torch 2.14, or since)."
         ),
     ] = Dialect.COMPUTE_ONLY,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Export a plan to another tool's format.
 
     What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings.
     """
-    from zbc.api import open_plan
-
     if output is not None:
         refuse_unwritable(output)
     csv_name = "order.csv" if output is None else output.with_suffix(".csv").name
-    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=dialect.value)
+    files = opened_plan(target, Changes(settings, schedule, profile, budget)).export(
+        to.value, csv_name=csv_name, dialect=dialect.value
+    )
     main, *others = files
+    if json and output is None:
+        show_json({"format": "zbc-export", "version": 1, "to": to.value, "texts": files})
+        return
     if output is None:
         show(files[main].rstrip("\n"))
         if others:
             tell(f"not printed: {csv_name}, which this names; -o FILE writes both")
         return
+    written: list[str] = []
     for suffix in files:
         path = output if suffix == main else output.with_suffix(suffix)
         if suffix != main and path == output:
             raise typer.BadParameter(f"{output} ends like the file beside it; choose FILE{main}", param_hint="-o")
         write_text(path, files[suffix])
-        if not quiet:
+        written.append(str(path))
+        if not quiet and not json:
             tell(f"wrote {path}")
+    if json:
+        show_json({"format": "zbc-export", "version": 1, "to": to.value, "files": written})
 
 
 def import_order(
@@ -87,7 +101,9 @@ def import_order(
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
     ] = None,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Read a torch CSV and write a job that trains with its order.
 
@@ -95,7 +111,7 @@ def import_order(
     """
     from zbc.api import Plan
     from zbc.errors import ZbcError
-    from zbc.viz.words import title, verdict
+    from zbc.viz.words import step_costs, title, verdict
 
     if source.suffix != ".csv":
         raise typer.BadParameter(f"{source} does not end in .csv, by which jobs know an order", param_hint="FILE.csv")
@@ -104,8 +120,10 @@ def import_order(
     if os.path.exists(output):
         raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
     write_text(output, _job_text(plan, source, output, base))
-    if not quiet:
-        show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
+    if json:
+        show_json({"format": "zbc-import", "version": 1, "job": str(output), **step_costs(plan.timeline)})
+    elif not quiet:
+        show(title(plan.program), "", labelled("step", *verdict(plan.timeline, bubbles=verbose).split("; ")))
         show(labelled("", "at F = B = W = 1 ms per rank and microbatch"))
         order, job = shlex.quote(str(source)), shlex.quote(str(output))
         show(f"wrote {output}", "", labelled("next", f"zbc plan {job}", f"zbc visualize {order}"))
@@ -125,4 +143,4 @@ def _job_text(plan: Plan, source: Path, output: Path, base: Path | None) -> str:
     layers = max(4, placement.stages)
     for key, value in (("layers", layers), ("pp", placement.ranks), ("microbatches", m)):
         text = re.sub(rf"(?m)^{key} = \d+", f"{key} = {value}", text)
-    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"file = {json.dumps(csv)}", text)
+    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"file = {jsonlib.dumps(csv)}", text)

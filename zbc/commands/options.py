@@ -87,25 +87,21 @@ ScheduleName = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="A schedule, a torch CSV file or a plugin (package.module:function).",
+        help="A schedule, a torch CSV or module:function.",
         autocompletion=complete_schedule,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a value of the job: schedule.microbatches=16; repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value: schedule.microbatches=16."),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="Plan with measured costs, from a file of `zbc profile`."),
+    typer.Option("--profile", metavar="FILE", help="Measured costs, made by `zbc profile`."),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(
-        "--budget", metavar="TIME", help="How long to search, such as 10s; 0 is the fastest search.", parser=seconds
-    ),
+    typer.Option("--budget", metavar="TIME", help="How long to search: 10s; 0 is fastest.", parser=seconds),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import indented, labelled, show, show_json, table
-from zbc.commands.options import AsJson, Verbose
+from zbc.commands.options import AsJson, Quiet, Verbose
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
 
@@ -42,6 +42,7 @@ def report(
         str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
     json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Compare a run with its prediction, and plan it again.
@@ -57,13 +58,14 @@ def report(
         found = log.read(run)
         if json:
             show_json({"format": FORMAT, "version": VERSION, **found.as_json()})
-        else:
+        elif not quiet:
             show(*_unrecorded(found, verbose=verbose))
         return
     made = build(trace.read(run, phase))
     command = replan_command(run, made.phase)
     if json:
         show_json({**made.as_json(), "replan_command": command})
+    if json or quiet:
         return
     show(*_summary(run, made, trace.phases(run), verbose=verbose))
     show("", *_causes(made, verbose=verbose))
