@@ -29,6 +29,7 @@ from zbc.commands import (
     reporting,
     running,
     simulating,
+    tuning,
 )
 from zbc.commands.console import show_error, tell
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
@@ -38,7 +39,7 @@ from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_std
 GROUPS = {
     "Plan": ("init", "plan", "compare", "profile"),
     "Look": ("visualize", "check", "simulate", "diff", "report"),
-    "Train": ("run", "data"),
+    "Train": ("run", "tune", "data"),
     "Exchange": ("export", "import"),
     "Help": ("schedules", "explain", "config", "doctor"),
 }
@@ -92,6 +93,7 @@ for _name, _command in (
     ("report", reporting.report),
     ("schedules", drawing.schedules),
     ("run", running.run),
+    ("tune", tuning.tune),
     ("export", exchanging.export),
     ("import", exchanging.import_order),
     ("explain", jobs.explain),

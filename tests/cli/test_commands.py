@@ -139,7 +139,6 @@ def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
     out = zbc("import", "e f.csv", "-o", "g h.toml").out
     assert "zbc plan 'g h.toml'" in out
     assert "zbc visualize 'e f.csv'" in out
-    assert "first: zbc plan 'g h.toml'" in zbc("run", "g h.toml").err
 
 
 def test_set_and_schedule_win_over_the_file(zbc, job):

@@ -74,10 +74,10 @@ def plan(
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
-        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), _run_command(loaded, output), *more))
+        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more))
 
 
-def _run_command(job: Job, output: Path) -> str:
+def run_command(job: Job, output: Path) -> str:
     if job.model.experts:
         return "this version plans and compares models with experts, it has no layers to run them"
     ranks, named = job.parallel.pp * job.parallel.dp, shlex.quote(str(output))

@@ -67,12 +67,9 @@ def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
     yield from throughput_lines(report.rates)
     bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms)
     yield f"idle {percent(report.idle_rate)}, balance {percent(report.balance)}; {bound}"
-    crowd = crowded_ms(compiled)
+    crowd = crowded(compiled)
     if crowd is not None:
-        count = cores()
-        ranks = compiled.job.parallel.pp * compiled.job.parallel.dp
-        shared = "one core" if count == 1 else f"{count} cores"
-        yield f"here {ranks} ranks share {shared}: expect {short(crowd, 2)} ms or more"
+        yield crowd
 
 
 def throughput_lines(rates: Throughput) -> Iterator[str]:
@@ -85,13 +82,16 @@ def throughput_lines(rates: Throughput) -> Iterator[str]:
     yield "; ".join([*parts, *([] if rates.mfu is None else [f"MFU {percent(rates.mfu)}"])])
 
 
-def crowded_ms(compiled: Compiled) -> float | None:
-    """ms that a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
+def crowded(compiled: Compiled) -> str | None:
+    """What a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
     job, report = compiled.job, compiled.report
     ranks, count = job.parallel.pp * job.parallel.dp, cores()
     if job.hardware.device != "cpu" or report.costs != "estimated" or ranks <= count:
         return None
-    return max(compiled.settled_ms, job.parallel.dp * sum(rank.busy_ms for rank in report.per_rank) / count)
+    least = max(compiled.settled_ms, job.parallel.dp * sum(rank.busy_ms for rank in report.per_rank) / count)
+    shared = "one core" if count == 1 else f"{count} cores"
+    said = f"expect {short(least, 2)} ms a step or more" if least > 1.1 * compiled.settled_ms else "steps take longer"
+    return f"on this machine {ranks} ranks share {shared}: {said}"
 
 
 def _faster(other: Other, compiled: Compiled) -> str:
