@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from zbc import __version__
 from zbc.commands import (
@@ -28,13 +29,36 @@ from zbc.commands import (
     reporting,
     running,
     simulating,
+    tuning,
 )
 from zbc.commands.console import show_error, tell
 from zbc.errors import EXIT_BUG, EXIT_INTERRUPTED, ZbcError
 from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_stdout, unwritten_stdout
 
+# How `zbc --help` groups the commands.
+GROUPS = {
+    "Plan": ("init", "plan", "compare", "profile"),
+    "Look": ("visualize", "check", "simulate", "diff", "report"),
+    "Train": ("run", "tune", "data"),
+    "Exchange": ("export", "import"),
+    "Help": ("schedules", "explain", "config", "doctor"),
+}
+
+
+class _Grouped(TyperGroup):
+    """The commands under the heads of `GROUPS`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for head, names in GROUPS.items():
+            with formatter.section(head):
+                rows = [(f"{name:<{width}}", self.commands[name].get_short_help_str(64)) for name in names]
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="zbc",
+    cls=_Grouped,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,23 +81,27 @@ def zbc(
     """Compile pipeline-parallel training schedules into proven, runnable per-rank plans."""
 
 
-app.command()(jobs.init)
-app.command()(drawing.schedules)
-app.command()(planning.plan)
-app.command()(checking.check)
-app.command()(comparing.compare)
-app.command()(simulating.simulate)
-app.command()(drawing.visualize)
-app.command()(differing.diff)
-app.command()(exchanging.export)
-app.command("import")(exchanging.import_order)
-app.command()(profiling.profile)
-app.command()(running.run)
-app.command()(reporting.report)
+for _name, _command in (
+    ("init", jobs.init),
+    ("plan", planning.plan),
+    ("compare", comparing.compare),
+    ("profile", profiling.profile),
+    ("simulate", simulating.simulate),
+    ("visualize", drawing.visualize),
+    ("check", checking.check),
+    ("diff", differing.diff),
+    ("report", reporting.report),
+    ("schedules", drawing.schedules),
+    ("run", running.run),
+    ("tune", tuning.tune),
+    ("export", exchanging.export),
+    ("import", exchanging.import_order),
+    ("explain", jobs.explain),
+    ("doctor", doctor.doctor),
+):
+    app.command(_name)(_command)
 app.add_typer(jobs.config, name="config")
 app.add_typer(data.data, name="data")
-app.command()(jobs.explain)
-app.command()(doctor.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -68,14 +68,21 @@ def test_plan_writes_a_directory_and_says_what_it_is(zbc, job):
     plan = StoredPlan.read(Path("plan"))
     predicted = plan.manifest.predicted
     assert ran.out.startswith("zb-v: 4 ranks, 8 stages, 8 microbatches, ")
-    assert f"{predicted['bubble_rate_makespan']:.1%} of it" in ran.out
+    idle = 1 - sum(rank["busy_ms"] for rank in predicted["per_rank"]) / 4 / predicted["makespan_ms"]
+    assert f"idle {idle:.1%}, balance " in ran.out and "bubble" not in ran.out
+    assert re.search(
+        r"ms with its optimizer; \d\.\d\dx as fast as 1F1B \([\d.]+ ms\)\n +[\d,]+ tokens/s, [\d,]+ per", ran.out
+    )
     assert "complete, paired, FIFO per direction, deadlock-free" in ran.out
     assert "survives blocking sends: no" in ran.out
     assert f"id {plan.manifest.id}" in ran.out
     assert "zbc visualize plan" in ran.out
     assert "zbc run plan --local 4" in ran.out
+    full = zbc("plan", "zbc.toml", "-v").out
     for name in ("embed", "head", *(str(names[-1]).removeprefix("layers.") for names in plan.manifest.layers)):
-        assert name in ran.out
+        assert name in full
+    for rate in ("bubble_rate_makespan", "bubble_rate_span"):
+        assert f"{predicted[rate]:.1%} of it" in full
 
 
 @pytest.mark.parametrize("verbose", [[], ["-v"]])
@@ -103,12 +110,11 @@ def test_memory_by_category_is_that_of_the_report(zbc, job):
 def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, job):
     short = zbc("plan", job(pp=20, layers=20, m=20)).out
     full = zbc("plan", "zbc.toml", "-v").out
-    assert "5 more: -v" in short
+    assert "11 more: -v" in short and len(short.splitlines()) <= 35
     assert "more: -v" not in full
-    what_if = full[full.index("what if") : full.index("\ncosts")].count("\n") + 1
-    queues = 2  # what a GPU may do to it
-    memory = 3 + 20  # its own table, and no word of -v
-    assert len(full.split("\n")) == len(short.split("\n")) + 2 * 4 + what_if + memory + queues - 1
+    tables = [full[full.index(f"\n{label} ") :] for label in ("ranks", "memory", "stages")]
+    rows = [len(re.findall(r"^           \d+ ", table.partition("\nplan ")[0], re.MULTILINE)) for table in tables]
+    assert rows == [60, 40, 20], "every rank and every stage has its row"
 
 
 def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
@@ -133,7 +139,6 @@ def test_commands_to_go_on_with_quote_names_of_folders(zbc, job):
     out = zbc("import", "e f.csv", "-o", "g h.toml").out
     assert "zbc plan 'g h.toml'" in out
     assert "zbc visualize 'e f.csv'" in out
-    assert "first: zbc plan 'g h.toml'" in zbc("run", "g h.toml").err
 
 
 def test_set_and_schedule_win_over_the_file(zbc, job):
@@ -283,7 +288,7 @@ def test_check_reports_the_same_of_a_job_and_of_its_plan(zbc, job):
     for document in (of_plan, of_job):
         is_report(document)
         for key in set(written) - {"compile_seconds", "engine", "plan", "plan_id"}:
-            assert document[key] == written[key]
+            assert document[key] == written[key], key
         assert document["rendezvous_makespan_ms"] == document["eager_makespan_ms"] == written["makespan_ms"]
     assert not Path("zbc.toml.plan").exists()
     assert of_plan["compile_seconds"] is None
@@ -317,7 +322,7 @@ def test_compare_finds_what_planning_one_by_one_finds(zbc, job):
     entries = zbc("compare", job(), "--schedules", "zb-v,1f1b", "--json").json()["schedules"]
     for entry in entries:
         alone = compile_job(load_job(Path("zbc.toml"), schedule=entry["schedule"]), budget=0.0).report.as_json()
-        for key in set(alone) - {"compile_seconds"}:
+        for key in set(alone) - {"compile_seconds", "speedup_over_1f1b"}:
             assert entry[key] == alone[key]
         gap = alone["makespan_ms"] / alone["lower_bound_makespan_ms"] - 1
         assert entry["gap_to_bound"] == pytest.approx(gap, abs=1e-8)
@@ -350,10 +355,8 @@ def test_compare_shows_what_two_replicas_cost_in_parameters_and_traffic(zbc, job
     assert 1.6 < params["chimera"] / params["1f1b"] <= 2.0
     assert sums["1f1b"] == sums["hanayo"] == 0
     assert sums["chimera"] == pytest.approx(params["chimera"] / 4, rel=1e-4), "of four numbers per parameter, one"
-    heads = [
-        zbc("compare", "zbc.toml", "--schedules", "1f1b,chimera", *more).out.splitlines()[0] for more in ([], ["-v"])
-    ]
-    assert "reduced" in heads[0] and "params reduced" in " ".join(heads[1].split())
+    heads = zbc("compare", "zbc.toml", "--schedules", "1f1b,chimera", "-v").out.splitlines()[0].split()
+    assert {"params", "reduced"} <= set(heads)
 
 
 def test_a_sweep_is_a_cross_product_ranked_by_the_time_per_sequence(zbc, job):
@@ -417,7 +420,7 @@ def test_bytes_that_are_not_known_are_not_made_up(zbc, job):
 
 
 def test_compare_as_markdown_is_one_table_that_names_both_bubbles(zbc, job):
-    lines = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--md").out.strip().split("\n")
+    lines = zbc("compare", job(schedule={"memory_limit": "1.2x"}), *HAND, "--md", "-v").out.strip().split("\n")
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + len(FIXED)
     assert "of makespan" in lines[0]
@@ -480,7 +483,7 @@ def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
 
 @pytest.mark.parametrize(
     ("name", "begins"),
-    [("a.svg", "<svg "), ("a.HTML", "<!doctype html>"), ("a.json", '{"display'), ("a.pdf", "1f1b: ")],
+    [("a.svg", "<svg "), ("a.HTML", "<!doctype html>"), ("a.json", '{"display'), ("a.txt", "1f1b: ")],
 )
 def test_a_picture_is_what_the_end_of_its_name_says_unless_it_is_asked_for_otherwise(zbc, job, folder, name, begins):
     assert zbc("visualize", job(), "-o", name).code == 0
@@ -575,9 +578,11 @@ def test_doctor_works_without_torch(zbc, monkeypatch):
 
 def test_every_command_has_one_line_that_is_not_cut_and_arguments_in_one_pair_of_brackets(zbc, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = zbc("--help").out.partition("Commands:")[2].split("\n")
-    commands = [line.split()[0] for line in lines if line.strip()]
-    assert len(commands) >= 17 and all(line.endswith(".") and not line.endswith("...") for line in lines if line)
+    lines = zbc("--help").out.partition("\nPlan:")[2].split("\n")
+    commands = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert len(commands) >= 17 and all(
+        line.endswith(".") and not line.endswith("...") for line in lines if line.startswith("  ")
+    )
     for command in [[name] for name in commands] + [["config", "show"], ["config", "schema"], ["data", "tokenize"]]:
         shown = zbc(*command, "--help").out
         assert not re.search(r"\[\[|\]\]|\.\.\.\}|<int", shown), shown

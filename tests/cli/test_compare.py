@@ -53,17 +53,57 @@ def test_tables_fit_eighty_columns(zbc, job, monkeypatch, sweep):
     lines = zbc("compare", job(**UNIT, m=16), *PAIR, *sweep).out.splitlines()
     table = lines[: lines.index("")]
     assert len(table) >= 5 and max(map(len, table)) <= 80
-    assert table[0].split()[0] == "schedule" and table[0].split()[-1] == "front"
-    assert "makespan" in table[0] and ("-v: also" in "\n".join(lines))
+    assert table[0].split()[0] == "schedule" and table[0].split()[-1] == "MiB"
+    assert ("vs 1F1B" in table[0]) is (len(sweep) < 4)
+    assert any(line.startswith("-v: other columns") for line in lines)
+    assert sweep or max(map(len, lines)) <= 80
 
 
-def test_more_room_shows_more_columns(zbc, job, monkeypatch):
-    widths = {}
-    for width in (60, 80, 140):
-        monkeypatch.setenv("COLUMNS", str(width))
-        widths[width] = len(zbc("compare", job(**UNIT, m=16), *PAIR).out.splitlines()[0].split())
-    assert widths[60] < widths[80] < widths[140]
-    assert len(zbc("compare", "zbc.toml", *PAIR, "-v").out.splitlines()[0].split()) >= widths[140]
+def test_the_default_is_eight_rows_of_six_columns_and_all_else_under_v(zbc, job):
+    """With 1F1B among them, which the others are held against, and the command for the first."""
+    ran = zbc("compare", job(m=8), "--set", "schedule.memory_limit='1.2x'")
+    lines = ran.out.splitlines()
+    table = lines[1 : lines.index("")]
+    assert lines[0].split() == ["schedule", "step", "vs", "1F1B", "tokens/s/rank", "idle", "MiB"]
+    assert len(table) == 8 and len(lines) <= 24
+    rows = {line.split()[0]: line.split() for line in table}
+    entries = {
+        one["schedule"]: one
+        for one in zbc("compare", "zbc.toml", "--set", "schedule.memory_limit='1.2x'", "--json").json()["schedules"]
+    }
+    for name, row in rows.items():
+        one = entries[name]
+        assert row[2] == f"{one['speedup_over_1f1b']:.2f}x" and row[4] == f"{one['idle_rate']:.1%}"
+        assert row[3] == f"{one['tokens_per_s_per_rank']:,.0f}"
+        assert one["tokens_per_s"] == pytest.approx(4 * one["tokens_per_s_per_rank"])
+    assert rows["1f1b"][2] == "1.00x"
+    failed = [name for name, one in entries.items() if "error" in one]
+    assert failed and f"{len(failed)} cannot be planned" in ran.out and all(name in ran.out for name in failed)
+    best = table[0].split()[0]
+    assert lines[-1] == f"next: zbc plan zbc.toml --schedule {best} --set 'schedule.memory_limit='\"'\"'1.2x'\"'\"''"
+    full = zbc("compare", "zbc.toml", "--set", "schedule.memory_limit='1.2x'", "-v").out
+    assert all(f"\n{name}" in full for name in entries) and "bubble" in full and "of span" in full
+
+
+def test_1f1b_is_what_others_are_held_against_where_nobody_asked_for_it(zbc, job):
+    (entry,) = zbc("compare", job(**UNIT), "--schedules", "zb-h1", "--json").json()["schedules"]
+    both = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1", "--json").json()["schedules"]
+    assert [one["speedup_over_1f1b"] for one in both] == [entry["speedup_over_1f1b"], 1.0]
+    assert entry["speedup_over_1f1b"] == pytest.approx(33 / 27)
+
+
+def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
+    """The even partition of 1F1B needs most on rank 0, which holds four microbatches."""
+    few = ("--schedules", "1f1b,zb-h1")
+    uneven = zbc("plan", job(layers=24, costs={"comm": 0.0}), "--json").json()
+    assert "*" not in zbc("compare", "zbc.toml", *few).out
+    tight = f"hardware.memory_gib={0.9 * max(r['peak_bytes'] for r in uneven['per_rank']) / 2**30:.9f}"
+    ran = zbc("compare", "zbc.toml", *few, "--set", tight)
+    assert ran.code == 0, ran.out
+    assert "*: memory rules out the partition that is most even in time" in ran.out
+    marked = [line for line in ran.out.splitlines() if line.endswith("*")]
+    assert marked
+    assert "and memory rules out the partition" in zbc("plan", "zbc.toml", "--set", tight).out
 
 
 def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
@@ -86,7 +126,7 @@ def test_crossings_are_named_in_the_table_and_in_json(zbc, job):
 def test_values_that_were_swept_in_quotes_are_shown_without_them(zbc, job):
     sweep = ("--schedules", "1f1b,gpipe", "--sweep", """schedule.memory_limit="1x",'3x'""")
     for form in ((), ("--csv",), ("--md",)):
-        out = zbc("compare", job(**UNIT), *sweep, *form).out
+        out = zbc("compare", job(**UNIT), *sweep, *form).out.partition("\nnext:")[0]
         assert "1x" in out and "3x" in out and '"1x' not in out and "'3x" not in out
 
 

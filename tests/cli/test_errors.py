@@ -590,13 +590,13 @@ def test_a_command_that_fails_leaves_no_new_folder_behind(zbc, job, arguments, c
 
 def test_what_is_written_halfway_is_taken_back(zbc, job, monkeypatch):
     job()
-    real = Path.write_text
+    real = Path.write_bytes
 
-    def full(path, text, **how):
-        real(path, text[:10], **how)
+    def full(path, content):
+        real(path, content[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     fails(zbc("export", "zbc.toml", "--to", "json", "-o", "new/order.json"), 6, "E608", text="No space left")
     assert not Path("new").exists()
 
@@ -607,8 +607,11 @@ def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):
     assert tree() == before
 
 
-def test_running_a_job_file_names_the_two_commands(zbc, job):
-    fails(zbc("run", job()), 4, "E401", hint="first: zbc plan zbc.toml   then: zbc run plan")
+def test_running_another_file_names_the_commands(zbc, folder):
+    (folder / "order.csv").write_text("")
+    fails(
+        zbc("run", "order.csv"), 4, "E401", hint="first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
+    )
 
 
 def test_running_with_another_number_of_ranks_is_refused(zbc, plan):

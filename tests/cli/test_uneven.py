@@ -58,8 +58,9 @@ def test_it_is_planned_with_limits_costs_per_rank_and_an_optimizer_that_waits_fo
     assert ran.code == 0, ran.err
 
 
-def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(planned, folder):
-    ran = planned("fold", costs={"per": "rank", "f": [1.0, 3.0, 2.0], "b": 1.0, "w": 1.0})
+def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(zbc, planned, folder):
+    planned("fold", costs={"per": "rank", "f": [1.0, 3.0, 2.0], "b": 1.0, "w": 1.0})
+    ran = zbc("plan", "zbc.toml", "-v")
     stages = [line.split() for line in ran.out.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))][-4:]
     assert [row[-5] for row in stages] == ["1.00", "1.50", "1.50", "2.00"]
 

@@ -53,8 +53,30 @@ def test_a_line_has_all_a_reader_looks_for(open_log):
     with open_log() as log:
         line = log.record(result())
     assert line == (
-        "step  1/12  loss 5.5000  grad norm 1.25  lr 0.0003  640 tokens/s  100.0 ms  bubble 25.0%  peak 3 MiB (rank 1)"
+        "step  1/12  loss 5.5000  grad norm 1.25  lr 0.0003  640 tokens/s  100.0 ms  idle 61.3%  balance 51.7%  "
+        "process 3 MiB (rank 1)"
     )
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_line_is_broken_between_its_numbers_where_a_terminal_is_narrow(columns, open_log, monkeypatch):
+    with open_log() as log:
+        whole = log.record(result())
+        monkeypatch.setenv("COLUMNS", str(columns))
+        broken = log.record(result(4)).split("\n")
+    assert len(broken) > 1 and all(len(line) <= columns for line in broken)
+    assert all(line.startswith(" " * 12) for line in broken[1:])
+    assert "  ".join(map(str.strip, broken)) == whole.replace("step  1", "step  5")
+
+
+def test_what_a_run_gets_done_is_what_its_plan_would_at_the_same_time_of_a_step(open_log, tmp_path):
+    """One function makes both, so a prediction is off by the time of a step and by nothing else."""
+    with open_log(log={"every": 5, "peak_tflops": 0.001}) as log:
+        told = json.loads((tmp_path / "run" / "run.json").read_text())["predicted"]
+        log.record(result(seconds=told["barrier_ms"] / 1e3))
+    (row,) = metrics(tmp_path / "run")
+    keys = ("samples_per_s", "tokens_per_s", "tokens_per_s_per_rank", "mfu")
+    assert all(row[key] == pytest.approx(told[key]) and told[key] > 0 for key in keys)
 
 
 def test_the_first_the_last_every_nth_and_a_stopped_step_have_a_line(open_log):
@@ -270,20 +292,18 @@ def test_a_package_that_is_missing_is_found_before_the_run_starts(tmp_path, monk
 
 
 def test_mfu_is_the_share_of_the_given_peak(open_log, tmp_path):
-    with open_log(hardware={"tflops": 0.001}) as log:
+    with open_log(log={"peak_tflops": 0.001}) as log:
         line = log.record(result())
     weights = 4 * (12 * 16 * 16) + 16 * 256
     flops = 8 * 6 * 8 * (weights + 4 * 8 * 16)  # 8 sequences of 8 tokens
     assert metrics(tmp_path / "run")[0]["mfu"] == pytest.approx(flops / (0.1 * 4 * 1e9))
     assert "MFU 1.6%" in line
     with open_log(out=tmp_path / "other", hardware={"tflops": 7.0}, log={"peak_tflops": 0.002}) as log:
-        assert "MFU 0.8%" in log.record(result()), (
-            "the peak of the device, where costs are estimated with another number"
-        )
+        assert "MFU 0.8%" in log.record(result()), "of the peak, not of what is sustained"
 
 
 def test_without_a_given_peak_there_is_no_mfu(open_log, tmp_path):
-    with open_log() as log:
+    with open_log(hardware={"tflops": 0.001}) as log:
         assert "MFU" not in log.record(result())
     assert metrics(tmp_path / "run")[0]["mfu"] is None
 

@@ -119,10 +119,10 @@ def test_labels_lie_inside_their_blocks(name):
         assert len(labels) > 0.6 * len(rects)
 
 
-def test_title_both_rates_axis_and_legend_are_there():
+def test_title_idle_time_axis_and_legend_are_there():
     texts = [text.text for text in read(draw([drawn("zb-v")])).iter(f"{SPACE}text")]
     assert texts[0] == "zb-v: 4 ranks, 8 stages, 8 microbatches"
-    assert any("makespan" in text and "span" in text and "bubble" in text for text in texts)
+    assert any("makespan" in text and "span" in text and "idle" in text for text in texts)
     for words in ("F forward", "W backward for the weights", "idle", "second stage of a rank", "ms", "rank", "0"):
         assert words in texts
     assert "D both backwards in one" not in texts

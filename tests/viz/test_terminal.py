@@ -93,9 +93,11 @@ def test_zoom_shows_the_window_and_labels_it():
     assert part[0].startswith("D0")
 
 
-def test_both_bubble_rates_are_named():
-    text = picture("zb-v", 4, 8, View(width=100)).plain
-    assert "makespan 25.5 ms, of which bubble 5.9%; span 24 ms, of which bubble 0.0%" in text
+def test_what_is_idle_is_named_and_where_asked_for_both_bubble_rates():
+    text = picture("zb-v", 4, 8, View(width=120)).plain
+    assert "makespan 25.5 ms, idle 5.9%, balance 100.0%; span 24 ms\n" in text + "\n" and "bubble" not in text
+    text = picture("zb-v", 4, 8, View(width=140, bubbles=True)).plain
+    assert "span 24 ms; bubble 5.9% of the makespan, 0.0% of the span" in text
 
 
 def test_the_axis_puts_a_bar_under_the_cell_that_begins_at_its_time():

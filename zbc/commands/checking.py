@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.commands.console import labelled, show, show_json, tell, write_text
-from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, Verbose
+from zbc.commands.opening import NO_CHANGES, Changes
+from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.commands.summary import PROVEN, outlives
 from zbc.errors import ZbcError, raise_all
 from zbc.text import short
@@ -49,6 +50,10 @@ def check(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE.csv", help="Write the order of --suggest to a file.")
     ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -63,7 +68,7 @@ def check(
     if wanted and target.suffix != ".csv":
         raise typer.BadParameter("--suggest works on torch CSV files; plans and jobs are made again with `zbc plan`")
     try:
-        checked = proven(target)
+        checked = proven(target, Changes(settings, schedule, profile, budget))
     except ZbcError as error:
         if wanted and error.code.startswith("E2"):
             show_order(target, output)
@@ -86,18 +91,23 @@ def folder_of(target: Path) -> Path:
     return target.parent if target.name == "plan.json" else target
 
 
-def proven(target: Path) -> Checked:
+def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
-    from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.compile import compile_job
     from zbc.compiler.sim.simulate import either_transfer
+    from zbc.compiler.whatif.others import baseline, speedup
 
+    if target.suffix == ".csv" or is_plan(target):
+        changes.refuse(target)
     if target.suffix == ".csv":
         return check_csv(target)
     if is_plan(target):
         return check_plan(target)
-    compiled = compile_job(load_job(target))
+    compiled = compile_job(changes.job(target), budget=changes.budget)
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
-    return Checked(compiled.program, report.survives, {**report.as_json(), **transfers._asdict()}, transfers)
+    factor = {"speedup_over_1f1b": speedup(baseline(compiled.job), compiled.settled_ms)}
+    document = {**report.as_json(), **factor, **transfers._asdict()}
+    return Checked(compiled.program, report.survives, document, transfers)
 
 
 def check_csv(target: Path) -> Checked:
@@ -155,8 +165,10 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.sim.simulate import either_transfer
+    from zbc.compiler.whatif.others import baseline, speedup
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
+    from zbc.plan.headline import headline, settled_ms
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
@@ -194,7 +206,9 @@ def check_plan(target: Path) -> Checked:
     transfers = None if manifest.slices > 1 else either_transfer(graph, recall.costs_of(manifest))
     more = {"limits": asdict(limits_of(recall.job_of(manifest), manifest.schedule))}
     more |= {} if transfers is None else transfers._asdict()
-    return Checked(program, survives, {**head, **manifest.predicted, **more, **_proven(survives)}, transfers, files)
+    factor = speedup(baseline(recall.job_of(manifest)), settled_ms(manifest))
+    predicted = {**manifest.predicted, **headline(manifest), "speedup_over_1f1b": factor}
+    return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files)
 
 
 @contextmanager

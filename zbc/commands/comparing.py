@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -13,6 +12,7 @@ import typer
 
 from zbc.commands.console import progress, show, show_json, table
 from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, Settings, Verbose, complete_schedule
+from zbc.commands.shortlist import Shortlist, failures, next_command
 from zbc.text import GIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:
@@ -31,21 +31,18 @@ _SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a co
     "rate": lambda values: [percent(value) for value in values],
     "units": lambda values: [f"{value:.2f}" for value in values],
     "count": lambda values: [f"{value:g}" for value in values],
+    "factor": lambda values: [f"{value:.2f}x" for value in values],
     "mark": lambda values: ["*" if value else "" for value in values],
 }
 
 
 class Column(NamedTuple):
-    """One number of every row: its name in CSV and in the table, where to get it and as what to print it.
-
-    `keep`: the columns with the smallest numbers stay where a terminal has no room for all.
-    """
+    """One number of every row: its name in CSV and in the table, where to get it and as what to print it."""
 
     key: str
     head: str
     value: Callable[[ComparedPlan, Report], float | None]
     kind: str  # of _SHOWN
-    keep: int
     meaning: str
 
     def texts(self, planned: Sequence[Planned]) -> list[str]:
@@ -55,27 +52,32 @@ class Column(NamedTuple):
         return ["?" if value is None else next(known) for value in values]
 
 
-def _gib(key: str, head: str, get: Callable[[Report], int], keep: int, meaning: str) -> Column:
-    return Column(key, head, lambda _, r: get(r) / GIB if r.bytes_known else None, "GiB", keep, meaning)
+def _gib(key: str, head: str, get: Callable[[Report], int], meaning: str) -> Column:
+    return Column(key, head, lambda _, r: get(r) / GIB if r.bytes_known else None, "GiB", meaning)
 
 
-_SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, "ms", 0, "ms per sequence")
+_SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, "ms", "ms per sequence")
 _STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activations at the fullest rank's peak"
+_FASTER = "how many times as fast, per sequence"
 # In the order in which they are printed.
 COLUMNS = (
-    Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", 1, "ms of a step, first to last"),
-    Column("bubble_rate_makespan", "bubble", lambda _, r: r.bubble_rate_makespan, "rate", 2, "of the makespan"),
-    Column("span_ms", "span", lambda _, r: r.span_ms, "ms", 6, "ms of the rank that takes longest"),
-    Column("bubble_rate_span", "of span", lambda _, r: r.bubble_rate_span, "rate", 9, "the bubble of the span"),
-    Column("settled_ms", "steady", lambda row, _: row.settled_ms, "ms", 8, _STEADY),
-    Column("peak_activation_units", "units", lambda _, r: r.peak_activation_units, "units", 5, _UNITS),
-    _gib("peak_gib", "GiB", lambda r: r.peak_bytes, 3, "at most on a rank"),
-    _gib("parameter_gib", "params", lambda r: r.parameter_bytes, 11, "GiB of weights, gradients, optimizer"),
-    _gib("gradient_traffic_gib", "reduced", lambda r: r.summed_bytes, 4, "GiB sent to all-reduce gradients"),
-    Column("sends_per_rank", "sends", lambda row, _: row.transfers, "count", 12, "messages per rank and step"),
-    _gib("sent_gib", "sent", lambda r: r.sent_bytes, 4, "GiB a rank sends to neighbours per step"),
-    Column("gap_to_bound", "gap", lambda row, _: row.gap, "rate", 7, "above the placement's lower bound"),
-    Column("pareto", "front", lambda row, _: row.front, "mark", 0, "* nothing is both faster and smaller"),
+    Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
+    Column("bubble_rate_makespan", "bubble", lambda _, r: r.bubble_rate_makespan, "rate", "of the makespan"),
+    Column("span_ms", "span", lambda _, r: r.span_ms, "ms", "ms of the rank that takes longest"),
+    Column("bubble_rate_span", "of span", lambda _, r: r.bubble_rate_span, "rate", "the bubble of the span"),
+    Column("settled_ms", "steady", lambda row, _: row.settled_ms, "ms", _STEADY),
+    Column("peak_activation_units", "units", lambda _, r: r.peak_activation_units, "units", _UNITS),
+    _gib("peak_gib", "GiB", lambda r: r.peak_bytes, "of the fullest rank"),
+    _gib("parameter_gib", "params", lambda r: r.parameter_bytes, "GiB of weights, gradients, optimizer"),
+    _gib("gradient_traffic_gib", "reduced", lambda r: r.summed_bytes, "GiB sent to all-reduce gradients"),
+    Column("sends_per_rank", "sends", lambda row, _: row.transfers, "count", "messages per rank and step"),
+    _gib("sent_gib", "sent", lambda r: r.sent_bytes, "GiB a rank sends to neighbours per step"),
+    Column("gap_to_bound", "gap", lambda row, _: row.gap, "rate", "above the placement's lower bound"),
+    Column("speedup_over_1f1b", "vs 1F1B", lambda row, _: row.speedup, "factor", _FASTER),
+    Column("tokens_per_s_per_rank", "tokens/s", lambda _, r: r.rates.tokens_per_s_per_rank, "ms", "per rank"),
+    Column("idle_rate", "idle", lambda _, r: r.idle_rate, "rate", "of the makespan, mean of the ranks"),
+    Column("balance", "balance", lambda _, r: r.balance, "rate", "mean work of a rank over that of the busiest"),
+    Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
 
@@ -84,7 +86,11 @@ def compare(
     schedules: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Schedules, CSV files or plugins to compare.", autocompletion=complete_schedule
+            "--schedules",
+            "--schedule",
+            metavar="all|A,B,C",
+            help="Schedules, CSV files or plugins to compare.",
+            autocompletion=complete_schedule,
         ),
     ] = "all",
     sweep: Annotated[
@@ -107,7 +113,7 @@ def compare(
     schedule changes; with -v and --json where any two change places.
     """
     from zbc.compiler.schedules import SCHEDULES
-    from zbc.compiler.whatif.compare import Asked, combinations
+    from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
     from zbc.compiler.whatif.compare import compare as rows_of
     from zbc.compiler.whatif.crossings import changed, crossings
 
@@ -118,9 +124,10 @@ def compare(
     wanted = combinations(names, sweep or ())
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
     with progress("planning", len(wanted), quiet=quiet) as done:
-        rows = rows_of(asked, wanted, done)
+        rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
+    named_all = all(name != "all" for name in named)
     if csv or md:
-        show(as_csv(rows) if csv else as_markdown(rows))
+        show(as_csv(rows) if csv else as_markdown(rows, verbose=verbose, everything=named_all))
     else:
         with progress("where the fastest changes", None, quiet=quiet):
             changes = crossings(asked, rows, every=verbose or json)
@@ -128,34 +135,57 @@ def compare(
             show_json(as_json(rows, changes))
         else:
             more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
-            show(*as_table(rows, changes, more=len(more), verbose=verbose))
+            if verbose:
+                show(*as_table(rows, changes))
+            else:
+                show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
+            if rows[0].report is not None and not quiet:
+                options = [word for setting in settings or () for word in ("--set", setting)]
+                options += [] if profile is None else ["--profile", str(profile)]
+                show("", f"next: {next_command(rows[0], str(job), options)}")
     if all(row.error is not None for row in rows):
         raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))
 
 
-def as_table(
-    rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, verbose: bool = False
+def as_shortlist(
+    rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, everything: bool
 ) -> Iterator[RenderableType]:
-    """Ranked rows, then the reasons of those that could not be planned, then where the fastest changes.
+    """The best rows in the columns that matter most, then what they mean and what else there is.
 
-    `more`: how many pairs change places besides the fastest.
+    `more`: how many pairs change places besides the fastest; `everything`: all rows, whose schedules were named.
     """
+    planned = _planned(rows)
+    found = Shortlist.of(planned, _names(rows), _name, everything=everything)
+    if planned:
+        yield found.table()
+        yield ""
+    if planned and not everything:
+        yield from failures(rows, lambda row: _candidate((row.schedule, row.settings)))
+    else:
+        yield from (f"{_candidate((row.schedule, row.settings))}: {_reason(row)}" for row in rows if row.error)
+    yield from _changes(crossings, more)
+    yield from _without_effect(rows)
+    if planned:
+        yield from found.legend()
+        left = f"{found.left_out} more rows, " if found.left_out else ""
+        yield f"-v: {left}other columns; --budget 10s: search for longer, as `zbc plan` does"
+
+
+def as_table(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> Iterator[RenderableType]:
+    """Ranked rows, then the reasons of those that could not be planned, then where the fastest changes."""
     planned, columns = _planned(rows), _columns(rows)
     if planned:
-        shown = columns if verbose else _fitting(planned, columns, _names(rows))
-        yield _table(planned, shown, _names(rows))
+        yield _table(planned, columns, _names(rows))
     failed = [row for row in rows if row.error is not None]
     if planned and failed:
         yield ""
     for row in failed:
         yield f"{_candidate((row.schedule, row.settings))}: {_reason(row)}"
-    yield from _changes(crossings, more)
+    yield from _changes(crossings, 0)
     yield from _without_effect(rows)
     if planned:
         yield ""
-        left = [column.head for column in columns if column not in shown]
-        meanings = [f"{column.head}: {column.meaning}" for column in shown]
-        yield from wrap([*meanings, *([f"-v: also {', '.join(left)}"] if left else [])], 78, between="; ")
+        yield from wrap([f"{column.head}: {column.meaning}" for column in columns], 78, between="; ")
         yield from _cuts(rows)
 
 
@@ -182,24 +212,6 @@ def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[s
     """The cells of each row that has a report."""
     texts = (column.texts(planned) for column in columns)
     return [[*_name(row), *cells] for (row, _), *cells in zip(planned, *texts, strict=True)]
-
-
-def _fitting(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
-    """The columns for which the terminal has room, and of which something is known."""
-
-    def importance(column: Column) -> tuple[bool, int]:
-        return not any(column.value(*entry) for entry in planned), column.keep  # all zero: hardly worth a column
-
-    room = shutil.get_terminal_size((80, 24)).columns + 2
-    room -= sum(max(map(len, cells)) + 2 for cells in zip(names, *(_name(row) for row, _ in planned), strict=True))
-    kept = list[Column]()
-    for column in sorted(columns, key=importance):
-        known = any(column.value(*entry) is not None for entry in planned)
-        width = max(map(len, (column.head, *column.texts(planned)))) + 2
-        if known and width <= room:
-            room -= width
-            kept.append(column)
-    return [column for column in columns if column in kept]
 
 
 def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> RenderableType:
@@ -269,7 +281,13 @@ def _reason(row: ComparedPlan) -> str:
     return text if not more else f"{text} (and {more} more)"
 
 
-def as_markdown(rows: Sequence[ComparedPlan]) -> str:
+def as_markdown(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> str:
+    """The table as the console shows it; with `verbose` all rows and columns, and the reasons of what is missing."""
+    if not verbose:
+        found = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
+        heads = [*found.heads, *(column.head for column in found.columns)]
+        marks = ["---"] * len(found.heads) + ["---:"] * len(found.columns)
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, marks, *found.cells))
     names, columns = _names(rows), _columns(rows)
     heads = [*names, *("of makespan" if column.head == "bubble" else column.head for column in columns)]
     lines = [heads, ["---"] * len(names) + ["---:"] * len(columns), *_cells(_planned(rows), columns)]

@@ -167,19 +167,24 @@ def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[
         yield lambda more=1: bar.advance(task, more)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file the user asked for. Raises E608 where that is not possible, leaving no new file or folder behind."""
     there = os.path.lexists(path)
     try:
         with folders_for(path):
             try:
-                path.write_text(text, encoding="utf-8")
+                path.write_bytes(content)
             except BaseException:
                 if not there:
                     path.unlink(missing_ok=True)
                 raise
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8. Raises E608 as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def refuse_unwritable(path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from zbc.commands.console import labelled, progress, show, tell
-from zbc.commands.options import Quiet
+from zbc.commands.console import labelled, progress, show, show_json, tell
+from zbc.commands.options import AsJson, Quiet, Verbose
 from zbc.text import size
 
 data = typer.Typer(no_args_is_help=True, help="Make token files.")
@@ -22,7 +22,9 @@ def tokenize(
         Path | None, typer.Option(metavar="tokenizer.json", help="A tokenizer; without one, bytes are tokens.")
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TOKEN", help="The token after each document.")] = None,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Turn text into a token file for data.kind = "tokens".
 
@@ -36,7 +38,10 @@ def tokenize(
     chosen = Bytes() if tokenizer is None else Json(tokenizer, end)
     with progress("tokenizing", total_bytes(texts, output), quiet=quiet) as done:
         made = make(texts, output, chosen, done=done)
-    if not quiet:
+    if json:
+        counts = {"tokens": made.tokens, "documents": made.documents, "dtype": made.dtype, "vocab": made.vocab}
+        show_json({"format": "zbc-tokenized", "version": 1, "file": str(output), **counts})
+    elif not quiet:
         show(labelled("tokens", f"{made.tokens} of {made.documents} documents, {made.dtype}"))
         show(labelled("file", f"{output}, {size(made.tokens * made.width)}"))
         show(labelled("next", f'[data] kind = "tokens", path = "{output}"; model.vocab = {made.vocab} or more'))

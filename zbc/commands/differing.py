@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from zbc.commands.console import labelled, show, show_json, table
-from zbc.commands.options import AsJson, PlanJobOrCsv, Verbose
+from zbc.commands.opening import Changes, opened_both
+from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.text import aligned, percent, size
 
 if TYPE_CHECKING:
@@ -39,24 +40,32 @@ def diff(
     everything: Annotated[
         bool, typer.Option("--all", help="Compare transfers and step-level ops too, not only compute.")
     ] = False,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Compare two plans, jobs or CSV files.
 
     Shows their numbers and, rank by rank, how the order of ops differs.
     """
-    from zbc.api import open_plan
+    from zbc.api import as_plan
     from zbc.compiler.report.difference import difference
 
-    one, two = open_plan(left), open_plan(right)
+    changes = Changes(settings, schedule, profile, budget)
+    one, two = map(as_plan, opened_both((left, right), changes))
     pair = (one.complete, two.complete) if everything else (one.program, two.program)
     ranks = difference(*pair, compute_only=not everything)
     numbers = list(metrics(one, two))
     if json:
         show_json(_document(one, two, numbers, ranks))
         return
-    show(*_numbers(one, two, numbers))
+    if quiet:
+        return
+    show(*_numbers(one, two, [number for number in numbers if verbose or not number.name.startswith("bubble")]))
     show("", *_placements(one, two), *_orders(ranks, verbose=verbose))
 
 
@@ -69,6 +78,8 @@ def metrics(left: Plan, right: Plan) -> Iterator[Metric]:
         yield Metric(name, count(left.program), count(right.program), "count")
     times = left.timeline, right.timeline
     yield Metric("makespan", times[0].makespan, times[1].makespan, "ms")
+    yield Metric("idle", times[0].idle_rate, times[1].idle_rate, "rate")
+    yield Metric("balance", times[0].balance, times[1].balance, "rate")
     yield Metric("bubble of makespan", times[0].bubble_rate_makespan, times[1].bubble_rate_makespan, "rate")
     yield Metric("span", times[0].span, times[1].span, "ms")
     yield Metric("bubble of span", times[0].bubble_rate_span, times[1].bubble_rate_span, "rate")

@@ -14,7 +14,7 @@ import typer
 
 from zbc import __version__
 from zbc.commands.console import labelled, show, show_json
-from zbc.commands.options import AsJson, Settings
+from zbc.commands.options import AsJson, Quiet, Settings, Verbose
 from zbc.commands.summary import ranges
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
@@ -35,6 +35,8 @@ def doctor(
     ] = None,
     settings: Settings = None,
     json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show what zbc can do on this machine, or check your model.
 
@@ -42,22 +44,22 @@ def doctor(
     with E510 if a gradient differs.
     """
     if model is not None:
-        examine(model, settings or (), as_json=json)
+        examine(model, settings or (), as_json=json, quiet=quiet)
         return
     if settings:
         raise typer.BadParameter("works with --model JOB.toml, whose values it overrides", param_hint="--set")
     found = inspect()
     if json:
         show_json({"format": "zbc-doctor", "version": 1, **found})
-        return
-    for label, lines in found.items():
-        show(labelled(label, *lines))
+    elif not quiet:
+        for label, lines in found.items():
+            show(labelled(label, *lines))
 
 
 # ---- a model ---------------------------------------------------------------------------------------------
 
 
-def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool = False) -> None:
     """Plan the job, run two microbatches both ways and print what came out.
 
     Raises E510 if it is not the same, E704 if it is not finite.
@@ -81,8 +83,8 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
         raise ZbcError("E704", text, hint=hint, details=[f"loss {found.loss:.9g}", *_first(overflowing)])
     if as_json:
         show_json(found.as_json())
-        return
-    _report(compiled.schedule, plan, found)
+    elif not quiet:
+        _report(compiled.schedule, plan, found)
 
 
 def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zbc.commands.console import labelled, show, table, tell, write_text
-from zbc.commands.options import PlanJobCsvOrRun, complete_schedule, listed
+from zbc.commands.console import labelled, show, show_json, table, tell
+from zbc.commands.opening import Changes, opened_both
+from zbc.commands.options import (
+    AsJson,
+    Budget,
+    PlanJobCsvOrRun,
+    ProfileFile,
+    Quiet,
+    ScheduleName,
+    Settings,
+    Verbose,
+    complete_schedule,
+    listed,
+)
+from zbc.commands.picture import NARROWEST, Form, Wanted, columns_here, form_of, refuse_unused
 from zbc.text import wrap
 
 if TYPE_CHECKING:
@@ -23,23 +35,8 @@ if TYPE_CHECKING:
     from zbc.compiler.schedules import ScheduleCard
     from zbc.viz.strip import Drawn
 
-_WIDTH = 100  # of pictures that do not go to a terminal
 _EVERYTHING = 1000  # columns of a list that does not go to a terminal
-_NARROWEST = 60
 _CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
-
-
-class Form(StrEnum):
-    """What a picture can be made as."""
-
-    TERM = "term"
-    SVG = "svg"
-    HTML = "html"
-    PERFETTO = "perfetto"
-
-
-_FORMS = {".svg": Form.SVG, ".html": Form.HTML, ".htm": Form.HTML, ".json": Form.PERFETTO}  # of files, by their suffix
-_TAKEN_BY = {"--by slot": (Form.TERM,), "--width": (Form.TERM,), "--zoom": (Form.TERM, Form.SVG)}
 
 
 class By(StrEnum):
@@ -51,108 +48,77 @@ class By(StrEnum):
 
 def visualize(
     target: PlanJobCsvOrRun,
-    other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="A second plan, drawn below on the same time axis.")
-    ] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second plan, drawn below.")] = None,
     form: Annotated[
         Form | None,
-        typer.Option("--as", help="Form of the picture; default: by the name of FILE (.svg, .html, .json), else term."),
+        typer.Option("--as", help="Default: by the name of FILE."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the picture to a file.")
     ] = None,
-    by: Annotated[By, typer.Option(help="time: cells of equal length; slot: one op a cell (text only).")] = By.TIME,
+    by: Annotated[By, typer.Option(help="slot: one op a cell (text only).")] = By.TIME,
     ranks: Annotated[str | None, typer.Option(metavar="0-3,5", help="Only these ranks.")] = None,
     zoom: Annotated[str | None, typer.Option(metavar="A-B", help="Only from A to B ms.")] = None,
     width: Annotated[
-        int | None, typer.Option(min=_NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
+        int | None, typer.Option(min=NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
-        int | None, typer.Option("--from", min=1, metavar="STEP", help="Recorded runs only: draw from this step on.")
+        int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run: from this step on.")
     ] = None,
     barrier: Annotated[
         bool | None,
-        typer.Option(help="With --steps: whether all ranks end a step before the next; default: as the job says."),
+        typer.Option(help="With --steps: whether steps end together; default: the job's way."),
     ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Draw when each rank does what.
 
     For a recorded run, the prediction is drawn above the measurement.
     """
-    form = form or _FORMS.get("" if output is None else output.suffix.lower(), Form.TERM)
-    _refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
-    drawn = _drawn([target] if other is None else [target, other], steps, first, barrier)
+    form = form or form_of(output)
+    if output is None and form in (Form.PNG, Form.PDF):
+        raise typer.BadParameter(f"--as {form.value} needs a file: -o FILE.{form.value}", param_hint="--as")
+    refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
+    changes = Changes(settings, schedule, profile, budget)
+    drawn = _drawn([target] if other is None else [target, other], changes, steps, first, barrier)
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
-    _put(form, drawn, output, shown, window, width, by)
-
-
-def _put(
-    form: Form,
-    drawn: Sequence[Drawn],
-    output: Path | None,
-    ranks: tuple[int, ...] | None,
-    window: tuple[float, float] | None,
-    width: int | None,
-    by: By,
-) -> None:
-    """Show a picture, or write it to a file."""
-    if form is Form.TERM:
-        from zbc.viz.terminal import View
-        from zbc.viz.terminal import draw as typeset
-
-        columns = width or (_columns() if output is None else _WIDTH)
-        unicode = output is not None or "utf" in (sys.stdout.encoding or "").lower()
-        picture = typeset(drawn, View(columns, by.value, ranks, window, unicode))
-        if output is None:
-            show(picture)
-            return
-        text = picture.plain + "\n"
-    elif form is Form.SVG:
-        from zbc.viz.svg import SvgView, draw
-
-        text = draw(drawn, SvgView(ranks=ranks, zoom=window))
-    elif form is Form.HTML:
-        from zbc.viz import html
-
-        text = html.draw(drawn, ranks)
-    else:
-        from zbc.viz import perfetto
-
-        text = perfetto.draw(drawn, ranks)
-    if output is None:
-        show(text.rstrip("\n"))
-    else:
-        write_text(output, text)
+    wanted = Wanted(form, shown, window, width, by is By.SLOT, verbose, output is not None)
+    if output is not None:
+        wanted.write(drawn, output)
+    elif not json:
+        wanted.show(drawn)
+    if json:
+        text = None if output is not None else wanted.text(drawn)
+        show_json({"format": "zbc-picture", "version": 1, "form": form.value, "file": _named(output), "picture": text})
+    elif output is not None and not quiet:
         tell(f"wrote {output}")
 
 
-def _refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
-    """Refuse options, by whether they were given, that a picture of this form would leave out of account."""
-    for option, given in asked.items():
-        if given and form not in _TAKEN_BY[option]:
-            forms = " and ".join(f"--as {one.value}" for one in _TAKEN_BY[option])
-            raise typer.BadParameter(f"works with {forms}, not with --as {form.value}", param_hint=option)
+def _named(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
-def _drawn(paths: Sequence[Path], steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
-    from zbc.api import Run, as_plan, load
+def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
+    from zbc.api import Run
 
-    found = [load(path) for path in paths]
+    found = opened_both(paths, changes)
     if first is not None and not any(isinstance(one, Run) for one in found):
         raise typer.BadParameter("works with a recorded run, which has several steps", param_hint="--from")
     drawn: list[Drawn] = []
     for one in found:
-        drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [as_plan(one).drawn(steps, barrier=barrier)]
+        drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [one.drawn(steps, barrier=barrier)]
     return drawn
-
-
-def _columns() -> int:
-    return max(_NARROWEST, shutil.get_terminal_size((_WIDTH, 24)).columns) if sys.stdout.isatty() else _WIDTH
 
 
 def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
@@ -176,16 +142,37 @@ def schedules(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Show the card of this one.", autocompletion=complete_schedule)
     ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """List the schedules, or show the card of one."""
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
 
-    if name is None:
+    if json:
+        cards = [*SCHEDULES.values()] if name is None else [] if name.lower() == AUTO else [find(name)]
+        show_json({"format": "zbc-schedules", "version": 1, "schedules": [_card(card) for card in cards]})
+    elif quiet:
+        _ = None if name is None or name.lower() == AUTO else find(name)
+    elif name is None:
         show(*_list([*SCHEDULES.values()], AUTO))
     elif name.lower() == AUTO:
         show(*_AUTO)
     else:
-        show(*card_parts(find(name), _columns()))
+        show(*card_parts(find(name), columns_here()))
+
+
+def _card(card: ScheduleCard) -> dict[str, Any]:
+    low, high = card.chunks
+    texts = ("name", "summary", "source", "makespan", "span", "memory", "needs")
+    return {
+        **{key: getattr(card, key) for key in texts},
+        "aliases": list(card.aliases),
+        "placement": card.placement_name,
+        "chunks": [low, high],
+        "splits_backward": card.splits_backward,
+        "searched": card.searched,
+    }
 
 
 _AUTO = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 import os
 import re
 import shlex
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zbc.commands.console import labelled, refuse_unwritable, show, tell, write_text
-from zbc.commands.options import PlanJobOrCsv, Quiet
+from zbc.commands.console import labelled, refuse_unwritable, show, show_json, tell, write_text
+from zbc.commands.opening import Changes, opened_plan
+from zbc.commands.options import AsJson, Budget, PlanJobOrCsv, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 
 if TYPE_CHECKING:
     from zbc.api import Plan
@@ -56,20 +57,29 @@ def export(
             show_default="compute_only; 0.2",
         ),
     ] = None,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Export a plan to another tool's format.
 
     What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings, which
     name it by its absolute path.
     """
-    from zbc.api import open_plan
-
     if output is not None:
         refuse_unwritable(output)
     csv_name = "order.csv" if output is None else str(output.with_suffix(".csv"))
-    files = open_plan(target).export(to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value)
+    files = opened_plan(target, Changes(settings, schedule, profile, budget)).export(
+        to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value
+    )
     main, *others = files
+    if json and output is None:
+        show_json({"format": "zbc-export", "version": 1, "to": to.value, "texts": files})
+        return
     if output is None:
         show(files[main].rstrip("\n"))
         if others:
@@ -77,13 +87,17 @@ def export(
         return
     if main == ".py" and output.suffix != main:
         raise typer.BadParameter(f"this is Python, to be imported: choose {output.with_suffix(main)}", param_hint="-o")
+    written: list[str] = []
     for suffix in files:
         path = output if suffix == main else output.with_suffix(suffix)
         if suffix != main and path == output:
             raise typer.BadParameter(f"{output} ends like the file beside it; choose FILE{main}", param_hint="-o")
         write_text(path, files[suffix])
-        if not quiet:
+        written.append(str(path))
+        if not quiet and not json:
             tell(f"wrote {path}")
+    if json:
+        show_json({"format": "zbc-export", "version": 1, "to": to.value, "files": written})
 
 
 def import_order(
@@ -107,15 +121,17 @@ def import_order(
     chunks: Annotated[
         int, typer.Option("--chunks", min=1, max=64, help="For a class that takes several: stages per rank.")
     ] = 2,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Read a torch CSV, or the order of a torch schedule class, and write a job that trains with it.
+    """Write a job with the order of a torch CSV or schedule class.
 
     The order is read strictly and proven. That of a class is written as CSV beside the job.
     """
     from zbc.api import Plan
     from zbc.errors import ZbcError
-    from zbc.viz.words import title, verdict
+    from zbc.viz.words import step_costs, title, verdict
 
     if os.path.exists(output):
         raise ZbcError("E111", f"import: {output} exists", hint="choose another file with -o")
@@ -132,8 +148,10 @@ def import_order(
         if made is not None:
             made.unlink(missing_ok=True)
         raise
-    if not quiet:
-        show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
+    if json:
+        show_json({"format": "zbc-import", "version": 1, "job": str(output), **step_costs(plan.timeline)})
+    elif not quiet:
+        show(title(plan.program), "", labelled("step", *verdict(plan.timeline, bubbles=verbose).split("; ")))
         show(labelled("", "at F = B = W = 1 ms per rank and microbatch"))
         order, job = shlex.quote(str(source)), shlex.quote(str(output))
         show(f"wrote {output}", "", labelled("next", f"zbc plan {job}", f"zbc visualize {order}"))
@@ -178,4 +196,4 @@ def _job_text(plan: Plan, source: Path, output: Path, base: Path | None) -> str:
     layers = max(4, placement.stages)
     for key, value in (("layers", layers), ("pp", placement.ranks), ("microbatches", m)):
         text = re.sub(rf"(?m)^{key} = \d+", f"{key} = {value}", text)
-    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"file = {json.dumps(csv)}", text)
+    return re.sub(r'(?m)^kind = "zb-v".*$', lambda _: f"file = {jsonlib.dumps(csv)}", text)

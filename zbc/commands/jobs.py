@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.commands.console import labelled, show, show_json, table, write_text
-from zbc.commands.options import JobFile, Quiet, ScheduleName, Settings
+from zbc.commands.options import AsJson, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
+    from zbc.explain import Explanation
     from zbc.job.spec import Job
 
 config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or the schema of job files.")
@@ -42,7 +43,9 @@ def init(
     from_hf: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model instead.")
     ] = None,
+    json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a first, commented zbc.toml."""
     path = folder / "zbc.toml"
@@ -55,32 +58,65 @@ def init(
 
         text = job_text(from_hf)
     write_text(path, text)
-    if not quiet:
+    if json:
+        show_json({"format": "zbc-init", "version": 1, "job": str(path)})
+    elif not quiet:
         named = shlex.quote(str(path))
         show(f"wrote {path}", "", labelled("next", f"zbc plan {named}", f"zbc compare {named}"))
 
 
 @config.command("show")
-def config_show(job: JobFile, schedule: ScheduleName = None, settings: Settings = None) -> None:
+def config_show(
+    job: JobFile,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
     """Print every value of a job, and where it comes from, as a job file."""
     from zbc.compiler.compile import load_job
 
-    show("\n".join(listing(load_job(job, settings or (), schedule))))
+    loaded = load_job(job, settings or (), schedule, profile)
+    if json:
+        show_json({"format": "zbc-config", "version": 1, "sections": _values(loaded)})
+    elif not quiet:
+        show("\n".join(listing(loaded)))
+
+
+def _values(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
+    """Section -> key -> its value and where it comes from."""
+    from zbc.job.spec import SECTIONS
+
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in SECTIONS:
+        values = getattr(job, name).model_dump(mode="json")
+        found[name] = {key: {"value": value, "origin": _origin(job, name, key)} for key, value in values.items()}
+    return found
+
+
+def _origin(job: Job, section: str, key: str) -> str:
+    path = (section, key)
+    return job.document.where(path) if job.document.has(path) else "default"
 
 
 def listing(job: Job) -> Iterator[str]:
     """Lines of TOML; what is not set stands in comments, since TOML has no word for nothing."""
+    from zbc.job.model_section import foreign
     from zbc.job.spec import SECTIONS, VERSION
 
+    others = {"model": foreign(job.model)}
     yield f"zbc = {VERSION}"
     for name, section in SECTIONS.items():
         yield f"\n[{name}]"
         values = getattr(job, name).model_dump(mode="json")
         for key in section.model_fields:
             written = job.document.has((name, key))
-            origin = job.document.where((name, key)) if written else "default"
+            origin = _origin(job, name, key)
             line = f"# {key} is not set" if values[key] is None else f"{key} = {_toml(values[key])}"
-            if not written and isinstance(values[key], dict):  # a table that must not be there unless it says something
+            empty = isinstance(values[key], dict)  # a table that must not be there unless it says something
+            if not written and values[key] is not None and (empty or key in others.get(name, ())):
                 line = f"# {line}"
             yield f"{line:<36}  # {origin}"
 
@@ -91,22 +127,26 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which TOML wants escaped, JSON does not
+    return jsonlib.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML wants it escaped
 
 
 def _key(text: str) -> str:
     bare = text and all(c.isascii() and (c.isalnum() or c in "-_") for c in text)
-    return text if bare else json.dumps(text, ensure_ascii=False)
+    return text if bare else jsonlib.dumps(text, ensure_ascii=False)
 
 
 @config.command("schema")
 def config_schema(
     job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Not needed: there is one schema.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The schema is JSON either way.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Print the JSON Schema of job files, for editors."""
     from zbc.job.spec import json_schema
 
-    show_json(json_schema())
+    if not quiet:
+        show_json(json_schema())
 
 
 def _complete_code(incomplete: str) -> list[tuple[str, str]]:
@@ -119,6 +159,9 @@ def explain(
     code: Annotated[
         str | None, typer.Argument(metavar="CODE", help="An error code, such as E201.", autocompletion=_complete_code)
     ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Explain an error code, and what helps.
 
@@ -127,7 +170,10 @@ def explain(
     from zbc.explain import CATALOGUE, FAMILIES
 
     if code is None:
-        show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
+        if json:
+            show_json(_explained(CATALOGUE))
+        elif not quiet:
+            show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
         return
     wanted = code.strip().strip("[]").upper()
     if wanted not in CATALOGUE:
@@ -135,4 +181,12 @@ def explain(
         hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
         raise ZbcError("E112", f"explain: no error has the code {code!r}", hint=hint)
     entry = CATALOGUE[wanted]
-    show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+    if json:
+        show_json(_explained({wanted: entry}))
+    elif not quiet:
+        show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+
+
+def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:
+    errors = [{"code": code, "title": one.title, "text": one.text} for code, one in entries.items()]
+    return {"format": "zbc-explain", "version": 1, "errors": errors}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +64,16 @@ def listed(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def again(
+    command: str, job: Path, schedule: str, settings: Sequence[str] | None = None, profile: Path | None = None
+) -> str:
+    """The command line for the same job under another schedule."""
+    words = ["zbc", command, str(job), "--schedule", schedule]
+    for setting in settings or ():
+        words += ["--set", setting]
+    return shlex.join([*words, *([] if profile is None else ["--profile", str(profile)])])
+
+
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml", help="A job file, or a plan directory for the job it was made from.")
 ]
@@ -81,25 +93,21 @@ ScheduleName = Annotated[
     typer.Option(
         "--schedule",
         metavar="NAME",
-        help="A schedule, a torch CSV file or a plugin (package.module:function).",
+        help="A schedule, a torch CSV or module:function.",
         autocompletion=complete_schedule,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a value of the job: schedule.microbatches=16; repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value: schedule.microbatches=16."),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="Plan with measured costs, from a file of `zbc profile`."),
+    typer.Option("--profile", metavar="FILE", help="Measured costs, made by `zbc profile`."),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(
-        "--budget", metavar="TIME", help="How long to search, such as 10s; 0 is the fastest search.", parser=seconds
-    ),
+    typer.Option("--budget", metavar="TIME", help="How long to search: 10s; 0 is fastest.", parser=seconds),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

@@ -19,6 +19,7 @@ from zbc.commands.options import (
     ScheduleName,
     Settings,
     Verbose,
+    again,
 )
 from zbc.text import short
 
@@ -47,6 +48,7 @@ def plan(
     """
     from zbc.commands import summary
     from zbc.compiler.compile import compile_job, load_job
+    from zbc.compiler.whatif.others import Others, others, speedup
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title
 
@@ -55,22 +57,27 @@ def plan(
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
     compiled = compile_job(loaded, budget=budget)
+    beside = others(compiled) if json or not quiet else Others(None, None)
     if dump_ir is not None:
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
     if json:
         starts = [{"steps": start.steps, **start.compiled.report.as_json()} for start in compiled.ramp]
         ramp = {"ramp": starts} if starts else {}
-        show_json({**compiled.report.as_json(), **ramp, "plan": str(output), "plan_id": manifest.id})
+        factor = speedup(beside.baseline, compiled.settled_ms)
+        report = {**compiled.report.as_json(), "speedup_over_1f1b": factor}
+        show_json({**report, **ramp, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
-        show(*summary.of_plan(compiled, verbose=verbose))
+        quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
+        show(*summary.of_plan(compiled, beside, quicker, verbose=verbose))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
-        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), _run_command(loaded, output)))
+        more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
+        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more))
 
 
-def _run_command(job: Job, output: Path) -> str:
+def run_command(job: Job, output: Path) -> str:
     if job.model.experts:
         return "this version plans and compares models with experts, it has no layers to run them"
     ranks, named = job.parallel.pp * job.parallel.dp, shlex.quote(str(output))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
-from zbc.commands.options import AsJson, Device, Quiet, Settings
+from zbc.commands.options import AsJson, Device, Quiet, ScheduleName, Settings, Verbose
 from zbc.commands.summary import not_to_be_trusted
 from zbc.text import aligned, percent, short, size
 
@@ -51,9 +51,11 @@ def profile(
             metavar="NAME", help="With --from-trace: the recorded phase of a ramp, such as m4; default: the last."
         ),
     ] = None,
+    schedule: ScheduleName = None,
     settings: Settings = None,
     json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Measure what the layers of a job cost on this machine.
 
@@ -61,7 +63,7 @@ def profile(
     FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
     """
     if from_trace is not None:
-        if job is not None or device or threads or together or settings:
+        if job is not None or device or threads or together or settings or schedule:
             raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
         _derive(from_trace, phase, base, output, as_json=json, quiet=quiet)
         return
@@ -72,7 +74,7 @@ def profile(
             raise typer.BadParameter(f"{option} goes with --from-trace")
     from zbc.compiler.compile import load_job
 
-    loaded = load_job(job, [*(settings or ()), 'costs.profile=""'])
+    loaded = load_job(job, [*(settings or ()), 'costs.profile=""'], schedule)
     from zbc.training.launch.forking import fork_server
 
     fork_server()  # loads torch while this process does

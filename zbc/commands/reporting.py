@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zbc.commands.console import indented, labelled, show, show_json, table
-from zbc.commands.options import AsJson, Verbose
+from zbc.commands.options import AsJson, Quiet, Verbose
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from zbc.compiler.recorded.log import RunLog
     from zbc.compiler.recorded.report import Quantity, RunReport
 
+_RATES = {
+    "samples_per_s": "samples/s",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_rank": "tokens/s per rank",
+    "mfu": "MFU",
+}
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
@@ -36,6 +42,7 @@ def report(
         str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
     json: AsJson = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Compare a run with its prediction, and plan it again.
@@ -51,15 +58,16 @@ def report(
         found = log.read(run)
         if json:
             show_json({"format": FORMAT, "version": VERSION, **found.as_json()})
-        else:
-            show(*_unrecorded(found))
+        elif not quiet:
+            show(*_unrecorded(found, verbose=verbose))
         return
     made = build(trace.read(run, phase))
     command = replan_command(run, made.phase)
     if json:
         show_json({**made.as_json(), "replan_command": command})
+    if json or quiet:
         return
-    show(*_summary(run, made, trace.phases(run)))
+    show(*_summary(run, made, trace.phases(run), verbose=verbose))
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
     show(*_memory(made))
@@ -79,17 +87,26 @@ def replan_command(run: Path, phase: str = "") -> str:
 # ---- a run without a trace -----------------------------------------------------------------------------------
 
 
-def _unrecorded(run: RunLog) -> Iterator[RenderableType]:
+def _unrecorded(run: RunLog, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("run", f"{run.folder}: {run.about.get('schedule')}, plan {run.about.get('plan')}, not recorded")
     yield labelled("steps", f"{len(run.counted)} of {len(run.steps)} count; medians, with quartiles")
     yield ""
-    yield table(_QUANTITY, [("step", *_times(run.step())), ("bubble of it", *_rates(run.bubble()))])
+    yield table(
+        _QUANTITY,
+        [
+            ("step", *_times(run.step())),
+            ("idle", *_rates(run.idle())),
+            ("balance", *_rates(run.balance())),
+            *_throughput(run.rates()),
+            *([("bubble of the step", *_rates(run.bubble()))] if verbose else []),
+        ],
+    )
     yield ""
     rows = [
         (str(rank), "-" if meant is None else fixed(meant), fixed(ms), size(peak))
         for rank, ((meant, ms), peak) in enumerate(zip(run.busy(), run.peak(), strict=True))
     ]
-    yield table(("rank", "compute ms predicted", "measured", "peak"), rows)
+    yield table(("rank", "compute ms predicted", "measured", run.held), rows)
     yield ""
     ranks = int(run.about.get("ranks", 1)) * int(run.about.get("copies", 1))
     local = f" --local {ranks}" if run.about.get("device") == "cpu" else ""
@@ -111,7 +128,7 @@ def _some(steps: int) -> str:
 # ---- a recorded run ------------------------------------------------------------------------------------------
 
 
-def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[RenderableType]:
+def _summary(run: Path, made: RunReport, phases: Sequence[str], *, verbose: bool) -> Iterator[RenderableType]:
     count = len(made.steps)
     ranks_ = f"{len(made.ranks)} {made.device} rank{'s' if len(made.ranks) > 1 else ''}"
     yield labelled("run", f"{run}: {made.schedule} on {ranks_}, plan {made.plan}")
@@ -145,10 +162,16 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str]) -> Iterator[Rend
     rows = [
         ("step, with its optimizer", *_times(made.step)),
         ("makespan", *_times(made.makespan)),
-        ("  bubble of it", *_rates(made.bubble_makespan)),
-        ("span", *_times(made.span)),
-        ("  bubble of it", *_rates(made.bubble_span)),
+        ("  idle", *_rates(made.idle_rate)),
+        ("  balance", *_rates(made.balance)),
+        *_throughput(made.rates),
     ]
+    if verbose:
+        rows += [
+            ("span", *_times(made.span)),
+            ("bubble of makespan", *_rates(made.bubble_makespan)),
+            ("bubble of span", *_rates(made.bubble_span)),
+        ]
     yield table(_QUANTITY, rows)
 
 
@@ -164,6 +187,21 @@ def _rates(one: Quantity) -> list[str]:
     change = "" if one.predicted is None else f"{100 * (one.measured - one.predicted):+.1f} points"
     spread = "" if one.low == one.high else f"{100 * one.low:.1f}-{percent(one.high)}"
     return [predicted, percent(one.measured), spread, change]
+
+
+def _throughput(rates: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
+    """A row for each rate that is known; of samples only where there are no tokens."""
+    for key, name in _RATES.items():
+        one = rates.get(key)
+        if one is None or (key == "samples_per_s" and "tokens_per_s" in rates):
+            continue
+        if key == "mfu":
+            yield name, *_rates(one)
+            continue
+        middle, low, high = aligned([one.measured, one.low, one.high])
+        change = "" if one.change is None else f"{100 * one.change:+.1f}%"
+        predicted = "-" if one.predicted is None else fixed(one.predicted)
+        yield name, predicted, middle, "" if one.low == one.high else f"{low}-{high}", change
 
 
 def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:

@@ -1,21 +1,41 @@
-"""`run`, the only command that needs torch."""
+"""`run`: train with a plan, or with the plan of a job."""
 
 from __future__ import annotations
 
 import os
-import shlex
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zbc.commands.checking import folder_of
-from zbc.commands.options import Device, listed
+from zbc.commands.console import show_json, tell
+from zbc.commands.opening import Changes, is_job
+from zbc.commands.options import (
+    AsJson,
+    Budget,
+    Device,
+    ProfileFile,
+    Quiet,
+    ScheduleName,
+    Settings,
+    Verbose,
+    listed,
+)
+from zbc.commands.planned import planned
+from zbc.commands.summary import crowded, throughput_lines
 from zbc.errors import ZbcError
+from zbc.host.closed_pipe import to_stdout
+from zbc.text import short
+
+if TYPE_CHECKING:
+    from zbc.compiler.compile import Compiled
 
 
 def run(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan directory.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN|JOB.toml", help="A plan directory, or a job to plan first.")],
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train for N steps.")] = None,
     local: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Run N ranks on this machine, without torchrun.")
@@ -44,17 +64,34 @@ def run(
         int,
         typer.Option(min=0, metavar="N", help="With --local: restart all ranks when one fails, at most N times."),
     ] = 0,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Train with a plan: under torchrun, or --local on this machine.
+    """Train with a plan, or plan a job first.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run PLAN
     """
     traced = frozenset(() if trace is None else (step - 1 for step in listed(trace, "--trace", least=1)))
-    folder = folder_of(plan)
+    changes = Changes(settings, schedule, profile, budget)
+    if is_job(plan):
+        made = planned(plan, changes)
+        folder = made.folder
+        if made.compiled is not None:
+            local = _world(made.compiled) if local is None else local
+            if not quiet and not json:
+                tell(_prediction(made.compiled, folder, verbose=verbose))
+    else:
+        changes.refuse(plan)
+        folder = folder_of(plan)
     if os.path.isfile(folder):
-        first = f"zbc plan {shlex.quote(str(folder))}" if folder.suffix == ".toml" else "zbc plan JOB.toml"
-        hint = f"first: {first}   then: zbc run plan"
+        hint = "first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)
+    lines = list[str]()
     if local is not None:  # all ranks are here: look at every file before any process starts
         from zbc.plan.directory import StoredPlan
 
@@ -72,4 +109,45 @@ def run(
         max_restarts=max_restarts,
         device=None if device is None else device.value,
         threads=threads,
+        emit=_emit(lines, json=json, quiet=quiet),
     )
+    if json and os.environ.get("RANK", "0") == "0":
+        from zbc.compiler.recorded.log import read
+        from zbc.compiler.recorded.report import FORMAT, VERSION
+
+        found = read(Path(_written(lines)))
+        show_json({"format": FORMAT, "version": VERSION, "run": str(found.folder), **found.as_json()})
+
+
+def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]:
+    """Where what a run says goes; all of it is kept in `lines`."""
+
+    def emit(text: str) -> None:
+        lines.append(text)
+        if not quiet and not json:
+            to_stdout(text)
+
+    return emit
+
+
+def _written(lines: Sequence[str]) -> str:
+    """The run directory, which the first line of a run names."""
+    found = (re.search(r"; writing (.+)$", line, re.MULTILINE) for line in lines)
+    return next(match[1] for match in found if match is not None)
+
+
+def _world(compiled: Compiled) -> int | None:
+    """How many ranks to start here, where nothing has started them: those of a job on the CPU."""
+    job = compiled.job
+    return None if job.hardware.device == "cuda" or "RANK" in os.environ else job.parallel.pp * job.parallel.dp
+
+
+def _prediction(compiled: Compiled, folder: Path, *, verbose: bool) -> str:
+    """What was planned, and what a step is to take."""
+    from zbc.viz.words import title
+
+    lines = [f"{title(compiled.program)}; {short(compiled.settled_ms)} ms a step predicted, plan {folder}"]
+    crowd = crowded(compiled)
+    lines += [] if crowd is None else [crowd]
+    lines += list(throughput_lines(compiled.report.rates)) if verbose else []
+    return "\n".join(lines)

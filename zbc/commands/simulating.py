@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.commands.console import indented, labelled, progress, show, show_json, table
-from zbc.commands.options import AsJson, PlanJobOrCsv, Quiet, share
+from zbc.commands.opening import Changes, opened_plan
+from zbc.commands.options import (
+    AsJson,
+    Budget,
+    PlanJobOrCsv,
+    ProfileFile,
+    Quiet,
+    ScheduleName,
+    Settings,
+    Verbose,
+    share,
+)
 from zbc.text import aligned, percent, wrap
 
 if TYPE_CHECKING:
@@ -32,18 +43,22 @@ def simulate(
     ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to simulate.")] = 200,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same times.")] = 0,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Predict what a step costs, and how noise spreads it.
 
     The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
     as the job says.
     """
-    from zbc.api import open_plan
     from zbc.compiler.whatif.noise import Noise
 
-    plan = open_plan(target)
+    plan = opened_plan(target, Changes(settings, schedule, profile, budget))
     noise = Noise(jitter or 0.0, straggler or 0.0, trials, seed)
     found = None
     if noise.jitter or noise.straggler:
@@ -54,7 +69,7 @@ def simulate(
     elif not quiet:
         from zbc.viz.words import title, verdict
 
-        show(title(plan.program), "", labelled("step", *verdict(plan.timeline).split("; ")))
+        show(title(plan.program), "", labelled("step", *verdict(plan.timeline, bubbles=verbose).split("; ")))
         if found is None:
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
         else:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.commands.console import indented, labelled, table
+from zbc.host.cores import cores
 from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
 if TYPE_CHECKING:
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report.report import Report
+    from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.job.profile import Profile
+    from zbc.job.throughput import Throughput
 
-_ROWS = 16  # of a table before its middle is left out
+_ROWS = 10  # of a table before its middle is left out
+_TEXT = 69  # columns beside a label of a line of 80
 
 PROVEN = (
     "complete: each stage's F, B and W of each microbatch, once, in order",
@@ -29,28 +33,77 @@ PROVEN = (
 )
 
 
-def of_plan(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
-    """The summary of a fresh plan."""
+def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose: bool) -> Iterator[RenderableType]:
+    """The summary of a fresh plan; `quicker` is the command that plans the faster of its `others`."""
     report = compiled.report
-    yield labelled("step", *_step(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    yield labelled("step", *_headline(compiled, others))
+    if others.faster is not None:
+        yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
+    if verbose:
+        yield labelled("times", *_times(report, barrier=compiled.job.optimizer.sync == "before-step"))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
     yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     proven = "complete, paired, FIFO per direction, deadlock-free"
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
-    yield labelled("ranks", *_ranks_note(compiled))
+    yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
     yield indented(_ranks(report, verbose=verbose))
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
-    yield labelled("stages", *_cut_note(report))
-    yield indented(_stages(compiled, verbose=verbose))
+    if verbose:
+        yield labelled("stages", *_cut_note(report))
+        yield indented(_stages(compiled))
     if compiled.ramp:
         yield labelled("ramp", *_ramp(compiled))
 
 
-def _step(report: Report, *, barrier: bool) -> list[str]:
+def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
+    """What a user gets: the time of a step, its throughput, and what is lost."""
+    report, base = compiled.report, others.baseline
+    against = ""
+    if base is not None and compiled.schedule != base.schedule:
+        against = f"; {base.ms / compiled.settled_ms:.2f}x as fast as 1F1B ({short(base.ms)} ms)"
+    yield f"{short(compiled.settled_ms)} ms with its optimizer{against}"
+    yield from throughput_lines(report.rates)
+    bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms)
+    yield f"idle {percent(report.idle_rate)}, balance {percent(report.balance)}; {bound}"
+    crowd = crowded(compiled)
+    if crowd is not None:
+        yield crowd
+
+
+def throughput_lines(rates: Throughput) -> Iterator[str]:
+    """Tokens, or else samples, per second, with what else is known."""
+    if rates.samples_per_s is None:
+        return
+    parts = [f"{short(rates.samples_per_s, 3)} samples/s"]
+    if rates.tokens_per_s is not None and rates.tokens_per_s_per_rank is not None:
+        parts.insert(0, f"{rates.tokens_per_s:,.0f} tokens/s, {rates.tokens_per_s_per_rank:,.0f} per rank")
+    yield "; ".join([*parts, *([] if rates.mfu is None else [f"MFU {percent(rates.mfu)}"])])
+
+
+def crowded(compiled: Compiled) -> str | None:
+    """What a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
+    job, report = compiled.job, compiled.report
+    ranks, count = job.parallel.pp * job.parallel.dp, cores()
+    if job.hardware.device != "cpu" or report.costs != "estimated" or ranks <= count:
+        return None
+    least = max(compiled.settled_ms, job.parallel.dp * sum(rank.busy_ms for rank in report.per_rank) / count)
+    shared = "one core" if count == 1 else f"{count} cores"
+    said = f"expect {short(least, 2)} ms a step or more" if least > 1.1 * compiled.settled_ms else "steps take longer"
+    return f"on this machine {ranks} ranks share {shared}: {said}"
+
+
+def _faster(other: Other, compiled: Compiled) -> str:
+    change = f"{100 * (other.ms / compiled.settled_ms - 1):+.1f}%"
+    held = "" if other.bytes is None else f", with {size(other.bytes)}"
+    return f"{other.schedule}: {short(other.ms)} ms ({change}){held}, by the fast search"
+
+
+def _times(report: Report, *, barrier: bool) -> list[str]:
+    """Both costs of a step with the papers' bubble rates, and what it costs in steady state."""
     rows = [
         ("makespan", report.bubble_rate_makespan, _gap(report.makespan_ms, report.lower_bound_makespan_ms)),
         ("span", report.bubble_rate_span, _gap(report.span_ms, report.lower_bound_span_ms)),
@@ -78,10 +131,11 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
 
 def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     """What binds and the critical path; with `verbose` what small changes would give."""
-    from zbc.compiler.whatif.why import binds, critical_path, what_ifs
+    from zbc.compiler.whatif.why import bent_by_memory, binds, critical_path, what_ifs
 
-    more = [] if verbose else ["-v: the effect of more microbatches, more memory or another partition"]
-    yield labelled("why", binds(compiled), *_path(critical_path(compiled)), *more)
+    reasons = wrap(binds(compiled).split(" "), _TEXT, between=" ")
+    bent = ["and memory rules out the partition that is most even in time"] if bent_by_memory(compiled) else []
+    yield labelled("why", *reasons, *bent, *_path(critical_path(compiled)))
     if verbose:
         found = list(what_ifs(compiled))
         if found:
@@ -178,6 +232,9 @@ def outlives(found: Survival, *, verbose: bool) -> Iterator[str]:
 def _ranks_note(compiled: Compiled) -> list[str]:
     notes = ["units: peak activations, in shares of one microbatch per rank", *_limits(compiled.report)]
     if compiled.report.bytes_known:
+        most = max(compiled.report.per_rank, key=lambda rank: rank.peak_bytes)
+        notes.insert(0, f"memory at most {size(most.peak_bytes)}, on rank {most.rank}")
+    if compiled.report.bytes_known:
         return notes
     notes.append("bytes are not known before the model is built")
     if compiled.job.hardware.memory_gib is not None:
@@ -259,10 +316,14 @@ def _cut_note(report: Report) -> Iterator[str]:
         yield f"no other partition is better for this schedule ({cut.tried} simulated)"
     elif cut.tried > 1:
         yield f"the best of {cut.tried} partitions simulated"
-    again = [stage.stage for stage in cut.stages if stage.recompute]
+    yield from _recomputed(report)
+
+
+def _recomputed(report: Report) -> Iterator[str]:
+    again = [stage.stage for stage in report.cut.stages if stage.recompute]
     if again:
         some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
-        yield f"recomputed: {'all stages' if len(again) == len(cut.stages) else some}"
+        yield f"recomputed: {'all stages' if len(again) == len(report.cut.stages) else some}"
 
 
 def _stage_unit(report: Report) -> tuple[str, float]:
@@ -270,7 +331,7 @@ def _stage_unit(report: Report) -> tuple[str, float]:
     return ("GiB", GIB) if max(s.state_bytes for s in report.cut.stages) >= GIB / 10 else ("MiB", MIB)
 
 
-def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
+def _stages(compiled: Compiled) -> RenderableType:
     """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
     stages, known = compiled.report.cut.stages, compiled.report.bytes_known
     _, scale = _stage_unit(compiled.report)
@@ -280,7 +341,7 @@ def _stages(compiled: Compiled, *, verbose: bool) -> RenderableType:
     numbers = zip(*times, *(sizes if known else ()), strict=True)
     heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
     rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]
-    return table(heads, rows, left=3, most=None if verbose else _ROWS)
+    return table(heads, rows, left=3)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec
 from zbc.job.spec import Draft, Job
+from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
 from zbc.plan.forward import forward_only
 from zbc.text import short, size, wrap
@@ -69,6 +70,17 @@ class Compiled:
         """What a step costs with its optimizer once steps follow one another as they will."""
         ahead = self.report.ahead_ms if self.job.optimizer.sync == "post-validate" else None
         return self.report.barrier_ms if ahead is None else ahead
+
+    @property
+    def sequences(self) -> int:
+        """What a step trains on, over all replicas."""
+        return self.job.parallel.dp * self.job.schedule.microbatches * self.job.schedule.microbatch_size
+
+    def rates(self, ms: float) -> Throughput:
+        """What steps of so many ms would give."""
+        job = self.job
+        world = job.parallel.pp * job.parallel.dp
+        return throughput(job.model, self.sequences, ms, world, job.log.peak_tflops)
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
         """The manifest and the text of every other file; names of files may have a folder."""
@@ -213,7 +225,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     summary = replace(
         summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits_of(job, found.name), compile_seconds=took
     )
-    return Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
+    compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
+    return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
 
 
 def _unknown(job: Job, compiled: Compiled) -> bool:

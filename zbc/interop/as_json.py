@@ -1,7 +1,8 @@
 """A plan and its predicted timeline as one JSON document, complete enough to draw or analyse elsewhere.
 
 {"format": "zbc-timeline", "version": 1, "schedule": .., "microbatches": .., "slices": ..,
- "placement": [[rank of each stage], one list per pipe], "makespan_ms": .., "span_ms": .., both bubble rates,
+ "placement": [[rank of each stage], one list per pipe], "makespan_ms": .., "span_ms": ..,
+ "idle_rate": .., "balance": .., both bubble rates,
  "ranks": [{"rank": 0, "ops": ["F s0 m0", ..],            all ops of the plan, transfers included
             "compute": [{"op": "F s0 m0", "start_ms": .., "end_ms": .., "needs": "F s0 m0" or null}, ..]}]}
 """
@@ -29,6 +30,8 @@ def document(program: Program, timeline: Timeline) -> dict[str, Any]:
         "placement": [list(pipe) for pipe in program.placement.pipes],
         "makespan_ms": round(timeline.makespan, 9),
         "span_ms": round(timeline.span, 9),
+        "idle_rate": round(timeline.idle_rate, 9),
+        "balance": round(timeline.balance, 9),
         "bubble_rate_makespan": round(timeline.bubble_rate_makespan, 9),
         "bubble_rate_span": round(timeline.bubble_rate_span, 9),
         "ranks": [_rank(program, timeline, rank) for rank in range(timeline.ranks)],

@@ -185,11 +185,16 @@ def _missing(model: Model, document: Document) -> Iterator[ZbcError]:
             yield ZbcError("E105", text, where=document.where(("model",), key=True), hint=hint)
 
 
+def foreign(model: Model) -> tuple[str, ...]:
+    """The keys of [model] that its family does not have."""
+    return _FOREIGN.get(model.family, _ONLY_BUILTIN)
+
+
 def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     """Keys of another family are refused rather than ignored."""
     if not model.builtin and not FACTORY.fullmatch(model.family):  # nobody knows what it was meant to be
         return
-    for key in _FOREIGN.get(model.family, _ONLY_BUILTIN):
+    for key in foreign(model):
         if document.has(("model", key)):
             text = f"config: model.{key} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"

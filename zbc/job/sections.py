@@ -237,7 +237,7 @@ class Log(Section):
     every: Count = Field(10, description="steps between console lines")
     dir: str = Field("runs", description="folder of the run directories")
     peak_tflops: Positive | None = Field(
-        None, description="what MFU is a share of, such as 989 for bfloat16 on an H100; default hardware.tflops"
+        None, description="what MFU is a share of, such as 989 for bfloat16 on an H100; without it no MFU"
     )
     tensorboard: bool = Field(False, description="also event files; pip install 'zbc[tensorboard]'")
     wandb: str | None = Field(

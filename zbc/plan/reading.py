@@ -12,11 +12,10 @@ from pydantic import ValidationError
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, parse_line
-from zbc.job.sections import PLANNING
-from zbc.job.sections import SECTIONS
+from zbc.job.sections import PLANNING, SECTIONS
 from zbc.job.wording import sentence
-from zbc.plan.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
 from zbc.ops import UNIT_SCOPES
+from zbc.plan.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
 from zbc.topology import Topology
 
 REPLAN = "make it again with `zbc plan JOB.toml`"

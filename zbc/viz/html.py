@@ -38,7 +38,7 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
         "panels": _panels(drawn, names, kinds, length, ranks),
     }
     heads = "\n".join(
-        f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(one.strip.steps[0]))}</div>'
+        f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(one.strip.steps[0], bubbles=True))}</div>'
         for one, name in zip(drawn, names, strict=True)
     )
     parts = {

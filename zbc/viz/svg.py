@@ -44,6 +44,7 @@ class SvgView:
     ranks: tuple[int, ...] | None = None
     zoom: Window | None = None
     title: str | None = None
+    bubbles: bool = False  # the papers' rates as well
 
 
 class _Block(NamedTuple):
@@ -88,7 +89,7 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
     row = 22 if len(ranks) <= 8 else 16 if len(ranks) <= 24 else 11
     lines = [_text(MARGIN, y + 14, fitted(name, sheet.width - 2 * MARGIN, 15), "t")]
     y += 20
-    for part in _wrapped(verdict(one.strip.steps[0]).split("; "), sheet.width - 2 * MARGIN):
+    for part in _wrapped(verdict(one.strip.steps[0], bubbles=sheet.bubbles).split("; "), sheet.width - 2 * MARGIN):
         lines.append(_text(MARGIN, y + 12, part, "n"))
         y += 15
     lines += [_text(MARGIN + LEFT - 8, y + 14, "rank", "n e"), _text(sheet.width - MARGIN, y + 14, "peak", "n e")]

@@ -43,6 +43,7 @@ class View:
     ranks: tuple[int, ...] | None = None
     zoom: Window | None = None
     unicode: bool = True
+    bubbles: bool = False  # the papers' rates as well
 
 
 def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
@@ -58,7 +59,7 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
     lines: list[Text] = []
     for one, found in zip(drawn, tails, strict=True):
         panel, grid = _panel(one, view, window, [tail.ljust(width) for tail in found], exactly=several)
-        words = wrap(verdict(one.strip.steps[0]).split("; "), view.width, between="; ")
+        words = wrap(verdict(one.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
         notes = [Text(note) for note in [*words, *_steps(one.strip, view), *_hidden(grid, window, view)]]
         lines += [Text(_title(one, view.width, named=several)), *panel]
         lines += [*notes, Text()] if several else [Text(), *legend, *notes]

@@ -23,15 +23,19 @@ def _count(number: int, noun: str) -> str:
 
 
 def step_costs(timeline: Timeline) -> dict[str, float]:
-    """Both costs of a step with their bubble rates, for JSON."""
+    """Both costs of a step with what is idle of them, for JSON."""
     names = {"makespan_ms": "makespan", "span_ms": "span"}
-    names |= {name: name for name in ("bubble_rate_makespan", "bubble_rate_span")}
+    names |= {name: name for name in ("idle_rate", "balance", "bubble_rate_makespan", "bubble_rate_span")}
     return {key: round(getattr(timeline, name), 9) for key, name in names.items()}
 
 
-def verdict(timeline: Timeline) -> str:
-    """Both costs of a step, each with its bubble rate."""
-    return (
-        f"makespan {short(timeline.makespan)} ms, of which bubble {percent(timeline.bubble_rate_makespan)}; "
-        f"span {short(timeline.span)} ms, of which bubble {percent(timeline.bubble_rate_span)}"
+def verdict(timeline: Timeline, *, bubbles: bool = False) -> str:
+    """What a step costs and how much of it is idle; with `bubbles` the papers' rates too, each with what it is of."""
+    found = (
+        f"makespan {short(timeline.makespan)} ms, idle {percent(timeline.idle_rate)}, "
+        f"balance {percent(timeline.balance)}; span {short(timeline.span)} ms"
     )
+    if not bubbles:
+        return found
+    rates = percent(timeline.bubble_rate_makespan), percent(timeline.bubble_rate_span)
+    return f"{found}; bubble {rates[0]} of the makespan, {rates[1]} of the span"

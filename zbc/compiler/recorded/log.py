@@ -10,6 +10,7 @@ from typing import Any
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
+from zbc.job.throughput import Throughput, balance, idle_rate
 from zbc.topology import Topology
 
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -46,6 +47,27 @@ class RunLog:
         low, middle, high = quartiles([1 - max(row["busy_ms"]) / row["step_ms"] for row in self.counted])
         return Quantity(None, middle, low, high)
 
+    def idle(self) -> Quantity:
+        """The share of a step in which a rank does not compute, mean over ranks; predicted of the makespan."""
+        return self._of("idle_rate", [idle_rate(row["busy_ms"], row["step_ms"]) for row in self.counted])
+
+    def balance(self) -> Quantity:
+        """The mean work of a rank over that of the busiest."""
+        return self._of("balance", [balance(row["busy_ms"]) for row in self.counted])
+
+    def rates(self) -> dict[str, Quantity]:
+        """What is known of samples and tokens per second, and of MFU, by its key."""
+        found = {}
+        for key in Throughput._fields:
+            values = [row[key] for row in self.counted if row.get(key) is not None]
+            if values:
+                found[key] = self._of(key, values)
+        return found
+
+    def _of(self, key: str, values: list[float]) -> Quantity:
+        low, middle, high = quartiles(values)
+        return Quantity(self.about.get("predicted", {}).get(key), middle, low, high)
+
     def busy(self) -> list[tuple[float | None, float]]:
         """Per rank, ms of compute in a step: predicted and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
@@ -59,9 +81,15 @@ class RunLog:
         """Bytes per rank at most: of the process on a CPU, of what was allocated on a GPU."""
         return [max(column) for column in zip(*(row["peak_bytes"] for row in self.steps), strict=True)]
 
+    @property
+    def held(self) -> str:
+        """What `peak` is the peak of: all of a process, or what was allocated on a GPU."""
+        return "peak" if self.about.get("device") == "cuda" else "process"
+
     def as_json(self) -> dict[str, Any]:
         """The document of a run without a trace; keys it shares with a recorded one mean the same."""
         quantities = {"step": self.step(), "bubble_of_step": self.bubble()}
+        quantities |= {"idle_rate": self.idle(), "balance": self.balance(), **self.rates()}
         numbers = {
             name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
             for name, one in quantities.items()

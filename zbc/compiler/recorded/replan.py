@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbc.compiler import recall
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import Compiled, compile_job
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
@@ -62,6 +62,12 @@ def replan(
         compiled = next(one for one in starts if one.program.microbatches == program.microbatches)
     changed = compiled.layers != cut or _work(compiled.program) != _work(program)
     return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
+
+
+def same_work(one: Compiled, other: Compiled) -> bool:
+    """Whether two plans have the same stages, and the same compute in the same order on every rank."""
+    alike = one.program.placement == other.program.placement and one.layers == other.layers
+    return alike and one.found.recompute == other.found.recompute and _work(one.program) == _work(other.program)
 
 
 def _work(program: Program) -> list[list[Op]]:

@@ -19,6 +19,9 @@ from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.ir import Op
+from zbc.job.throughput import Throughput, balance, idle_rate
+from zbc.plan.directory import Manifest
+from zbc.plan.headline import settled_ms, throughput_of
 from zbc.text import percent, short
 from zbc.trace.recording import Head, Trace
 
@@ -89,6 +92,9 @@ class RunReport:
     span: Quantity
     bubble_makespan: Quantity
     bubble_span: Quantity
+    idle_rate: Quantity  # of the makespan, mean over ranks
+    balance: Quantity  # mean work of a rank over that of the busiest
+    rates: dict[str, Quantity]  # what is known of samples and tokens per second, and of MFU, by its key
     ranks: tuple[RankShares, ...]
     slow_ranks: tuple[deviations.SlowRank, ...]
     slow_links: tuple[deviations.SlowLink, ...]
@@ -118,6 +124,7 @@ class RunReport:
 
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+        values |= {**dict.fromkeys(Throughput._fields), **values.pop("rates")}
         if self.replan is not None:
             values["replan"]["gain"] = _plain(self.replan.gain)
         return values
@@ -152,6 +159,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     ops = deviations.deviations(times, costs, len(steps))
     links = deviations.links(times, costs, program, len(steps))
     single, stalls = deviations.outliers(steps, times, wall)
+    busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
     bubbles = (timeline.bubble_rate_makespan, timeline.bubble_rate_span)
     return RunReport(
         plan=manifest.id,
@@ -168,6 +176,11 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         span=_quantity(timeline.span, [step.span_ns / _MS for step in steps]),
         bubble_makespan=_quantity(bubbles[0], [step.bubble(step.makespan_ns) for step in steps]),
         bubble_span=_quantity(bubbles[1], [step.bubble(step.span_ns) for step in steps]),
+        idle_rate=_quantity(
+            idle_rate(busy, timeline.makespan), [idle_rate(step.busy_ns, step.makespan_ns) for step in steps]
+        ),
+        balance=_quantity(balance(busy), [balance(step.busy_ns) for step in steps]),
+        rates=dict(_rates(manifest, [step.wall_ns / _MS for step in steps])),
         ranks=tuple(_shares(middle, timeline, costs)),
         slow_ranks=tuple(deviations.slow_ranks(ops)),
         slow_links=tuple(deviations.slow_links(links, wall)),
@@ -178,6 +191,16 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         memory=_memory(trace),
         replan=new,
     )
+
+
+def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:
+    """What of samples and tokens per second, and of MFU, is known, from the ms of steps."""
+    meant = throughput_of(manifest, settled_ms(manifest))
+    measured = [throughput_of(manifest, ms) for ms in steps]
+    for key in Throughput._fields:
+        values = [value for one in measured if (value := getattr(one, key)) is not None]
+        if values:
+            yield key, _quantity(getattr(meant, key), values)
 
 
 def _crowded(trace: Trace) -> tuple[Crowd, ...]:

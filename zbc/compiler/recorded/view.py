@@ -89,6 +89,11 @@ class RecordedStep:
         return sum(one.end[index] - one.work[index] for index, _ in self.compute(rank))
 
     @property
+    def busy_ns(self) -> list[int]:
+        """Of each rank."""
+        return [*map(self.busy, range(len(self.ranks)))]
+
+    @property
     def makespan_ns(self) -> int:
         """From the first compute op of all ranks to the end of the last."""
         return max(end for _, end in self.own) - min(begin for begin, _ in self.own)
@@ -100,7 +105,7 @@ class RecordedStep:
 
     def bubble(self, ns: int) -> float:
         """The share of `ns`, a makespan or a span, in which even the busiest rank is idle."""
-        return (ns - max(map(self.busy, range(len(self.ranks))))) / ns if ns > 0 else 0.0
+        return (ns - max(self.busy_ns)) / ns if ns > 0 else 0.0
 
     def messages(self) -> Iterator[Arrival]:
         """Every tensor between two ranks."""

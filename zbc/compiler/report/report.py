@@ -14,9 +14,14 @@ from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.simulate import Timeline, steady_state
 from zbc.ir import Op, Program
+from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
 VERSION = 1
+_NOT_PREDICTED = (
+    *("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"),
+    *("rates", "speedup_over_1f1b"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +125,31 @@ class Report:
     per_rank: tuple[RankReport, ...]
     cut: CutReport
     limits: MemoryLimits = MemoryLimits()
+    rates: Throughput = NOTHING_KNOWN  # with the optimizer, in steady state
+    speedup_over_1f1b: float | None = None  # per sequence; None where nobody asked, or 1F1B cannot be
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
+        data: dict[str, Any] = _plain(asdict(self))
+        del data["rates"]
+        people = {"idle_rate": self.idle_rate, "balance": self.balance, **self.rates._asdict()}
+        return {"format": FORMAT, "version": VERSION, **data, **_plain(people)}
 
     def predicted(self) -> dict[str, Any]:
         """The part that depends on nothing but the plan, for the manifest."""
         data: dict[str, Any] = _plain(asdict(self))
-        for key in ("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"):
+        for key in _NOT_PREDICTED:
             del data[key]
         return data
+
+    @property
+    def idle_rate(self) -> float:
+        """The mean over ranks of 1 - busy / makespan."""
+        return idle_rate([rank.busy_ms for rank in self.per_rank], self.makespan_ms)
+
+    @property
+    def balance(self) -> float:
+        """The mean work of a rank over that of the busiest."""
+        return balance([rank.busy_ms for rank in self.per_rank])
 
     def step_ms(self, objective: str) -> float:
         """What a step costs by "makespan", "span" or "period"."""

@@ -23,6 +23,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
+from zbc.job.throughput import balance, idle_rate
 from zbc.ops import Lane
 
 SAME = 1e-12  # times this close, relatively, are one
@@ -142,6 +143,16 @@ class Timeline:
     @property
     def bubble_rate_span(self) -> float:
         return self._rate(self.span)
+
+    @property
+    def idle_rate(self) -> float:
+        """The mean over ranks of 1 - busy / makespan."""
+        return idle_rate([self.busy(r) for r in range(self.ranks)], self.makespan)
+
+    @property
+    def balance(self) -> float:
+        """The mean work of a rank over that of the busiest."""
+        return balance([self.busy(r) for r in range(self.ranks)])
 
     def _rate(self, cost: float) -> float:
         """Share of `cost` in which even the busiest rank is idle."""

@@ -7,13 +7,15 @@ A swept key of the schedule, the ranks or the memory is a choice, and rows that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
+from zbc.compiler.whatif.others import BASELINE
+from zbc.compiler.whatif.why import bent_by_memory
 from zbc.errors import Problems, ZbcError
 from zbc.job.spec import Job, chooser_of
 from zbc.text import percent, short, size
@@ -34,6 +36,8 @@ class ComparedPlan:
     settled_ms: float = 0.0  # what one costs with its optimizer, once steps follow one another
     bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
     sequences: int = 1  # a step trains on
+    bent: bool = False  # whether memory keeps it from the partition that is most even in time
+    baseline_ms: float | None = None  # what 1F1B takes per sequence in the same settings, with its optimizer
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
     error: ZbcError | None = None
 
@@ -50,6 +54,12 @@ class ComparedPlan:
     def sequence_ms(self) -> float:
         """The time of a step for each of its sequences: comparable where microbatches are swept."""
         return self.step_ms / self.sequences
+
+    @property
+    def speedup(self) -> float | None:
+        """How much faster than 1F1B, per sequence; None where 1F1B cannot be planned."""
+        mine = self.settled_ms / self.sequences
+        return None if self.baseline_ms is None or not mine else self.baseline_ms / mine
 
     @property
     def world(self) -> tuple[Setting, ...]:
@@ -130,6 +140,21 @@ def compare(
     return [replace(one, front=_undominated(one, rows)) for one in ranked]
 
 
+def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[ComparedPlan]:
+    """The same rows with what 1F1B takes in their settings, which is planned where it was not asked for."""
+    known = {row.settings: row for row in rows if row.schedule == BASELINE}
+    for row in rows:
+        if row.report is None:
+            yield row
+            continue
+        if row.settings not in known:
+            known[row.settings] = plan(BASELINE, row.settings)
+        base = known[row.settings]
+        ms = None if base.report is None else base.settled_ms / base.sequences
+        made = replace(row, baseline_ms=ms)
+        yield replace(made, report=replace(row.report, speedup_over_1f1b=made.speedup))
+
+
 def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
     """What the fullest rank holds: bytes, or activation units where bytes are not known of all rows."""
     if one.report is None:
@@ -178,9 +203,16 @@ class Asked:
         report, job = compiled.report, compiled.job
         sends = sum(op.kind.is_send for ops in compiled.program.ranks for op in ops)
         bound = report.lower_bound_ms(job.objective)
-        sequences = job.parallel.dp * job.schedule.microbatches * job.schedule.microbatch_size
         return ComparedPlan(
-            schedule, settings, report, sends / report.ranks, compiled.step_ms, compiled.settled_ms, bound, sequences
+            schedule,
+            settings,
+            report,
+            transfers=sends / report.ranks,
+            step_ms=compiled.step_ms,
+            settled_ms=compiled.settled_ms,
+            bound_ms=bound,
+            sequences=compiled.sequences,
+            bent=bent_by_memory(compiled),
         )
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import Compiled, compile_job
+from zbc.compiler.cost import estimate
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.job.spec import Job, parse_limit
@@ -114,6 +118,17 @@ def binds(compiled: Compiled) -> str:
     if _full(compiled):
         return "the memory limit: a rank has no room for one more F"
     return "the order of ops: neither the busiest rank nor a bound is reached"
+
+
+def bent_by_memory(compiled: Compiled) -> bool:
+    """Whether a memory limit keeps a plan from the partition that is most even in time, without recomputation."""
+    job, program = compiled.job, compiled.program
+    if compiled.found.recompute:
+        return True
+    if job.hardware.memory_gib is None and job.schedule.memory_limit is None:
+        return False
+    even, costs = start_of(job, program.placement, estimate.layers(job))
+    return even != compiled.found.stages and excess(job, peaks(program, costs), costs) > 0
 
 
 def _full(compiled: Compiled) -> bool:

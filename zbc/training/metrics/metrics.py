@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -24,14 +25,17 @@ import torch
 
 import zbc
 from zbc.errors import ZbcError, unwritten
-from zbc.job.flops import training_flops
 from zbc.job.spec import Model, Optimizer
+from zbc.job.throughput import balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
+from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
 from zbc.runtime.progress import EvaluationResult, StepResult
-from zbc.text import percent, short, size
+from zbc.text import percent, short, size, wrap
 from zbc.training.launch import rundir
 from zbc.training.metrics import sinks
+
+_ONE_LINE = 10_000  # columns: what does not go to a terminal is never broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,8 @@ class RunRecord:
         planned = manifest.training["train"]["steps"]
         self._phases = settings.phases
         self._rate = functools.partial(settings.phases.rate, optimizer.lr, optimizer.schedule, planned)
-        seq_len = manifest.planning["model"].get("seq_len")
-        self._unit = "samples" if seq_len is None else "tokens"
-        self._per_sample = seq_len or 1
+        self._model = Model.model_validate(manifest.planning["model"], strict=False)
+        self._unit = "samples" if self._model.seq_len is None else "tokens"
         try:
             self._open(settings, out, go_on)
         except OSError as error:
@@ -154,8 +157,8 @@ class RunRecord:
 
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)
-        rate = samples * self._per_sample / result.seconds if result.seconds > 0 else math.nan
-        busy = max(result.busy_seconds)
+        world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
+        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak)
         return {
             "step": result.step + 1,
             "loss": result.loss,
@@ -164,47 +167,47 @@ class RunRecord:
             "redone": result.redone,
             "lr": self._rate(result.step),
             "samples": self._phases.position(result.step + 1),
-            f"{self._unit}_per_s": rate,
-            "mfu": self._mfu(samples, result.seconds),
+            **rates._asdict(),
             "step_ms": 1e3 * result.seconds,
-            "bubble_rate_makespan": 1 - busy / result.seconds if result.seconds > 0 else math.nan,
+            "idle_rate": idle_rate(result.busy_seconds, result.seconds),
+            "balance": balance(result.busy_seconds),
+            "bubble_rate_makespan": 1 - max(result.busy_seconds) / result.seconds if result.seconds > 0 else math.nan,
             "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
             "peak_bytes": list(result.peak_bytes),
         }
-
-    def _mfu(self, samples: int, seconds: float) -> float | None:
-        """Operations of the model per second and rank over the peak of a rank; None where either is not known."""
-        planning, m = self._manifest.planning, self._manifest
-        flops = training_flops(Model.model_validate(planning["model"], strict=False))
-        peak = self._log.get("peak_tflops") or planning.get("hardware", {}).get("tflops")
-        if flops is None or not peak or seconds <= 0:
-            return None
-        return flops * samples / (seconds * m.topology.world * float(peak) * 1e12)
 
     def live(self, result: StepResult) -> str:
         """How far the run is, in one line."""
         numbers, done = self._numbers(result), result.step + 1
         full = 20 * done // self._steps
-        rate = f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s"
+        rate = self._rate_text(numbers)
         left = str(timedelta(seconds=round((self._steps - done) * result.seconds)))
         return f"[{'#' * full}{'.' * (20 - full)}] {done}/{self._steps}  loss {result.loss:.4f}  {rate}  {left} left"
 
     def _line(self, numbers: dict[str, Any]) -> str:
         width = len(str(self._steps))
         peak = max(numbers["peak_bytes"])
+        held = "peak" if self._settings.device == "cuda" else "process"  # a process is more than its tensors
         how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
         parts = [
             f"step {numbers['step']:{width}d}/{self._steps}",
             f"loss {numbers['loss']:.4f}",
             f"grad norm {numbers['grad_norm']:.4g}{how}",
             f"lr {numbers['lr']:.3g}",
-            f"{short(numbers[f'{self._unit}_per_s'], 4)} {self._unit}/s",
+            self._rate_text(numbers),
             f"{numbers['step_ms']:.1f} ms",
             *([] if numbers["mfu"] is None else [f"MFU {percent(numbers['mfu'])}"]),
-            f"bubble {percent(numbers['bubble_rate_makespan'])}",
-            f"peak {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
+            f"idle {percent(numbers['idle_rate'])}",
+            f"balance {percent(numbers['balance'])}",
+            f"{held} {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
         ]
-        return "  ".join(parts)
+        head, *others = parts
+        room = shutil.get_terminal_size((_ONE_LINE, 24)).columns - len(head) - 2
+        return f"{head}  " + f"\n{'':>{len(head)}}  ".join(wrap(others, room, between="  "))
+
+    def _rate_text(self, numbers: dict[str, Any]) -> str:
+        rate = numbers[f"{self._unit}_per_s"]
+        return f"{'?' if rate is None else short(rate, 4)} {self._unit}/s"
 
     def _about(self) -> dict[str, Any]:
         m = self._manifest
@@ -230,7 +233,7 @@ class RunRecord:
             "resumed": self._settings.resumed,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": m.training,
-            "predicted": m.predicted,
+            "predicted": {**m.predicted, **headline(m)},
         }
 
 

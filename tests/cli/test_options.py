@@ -1,0 +1,126 @@
+"""What is the same for all commands: options that change a job, --json, -q and -v, and help that fits a screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests.profiles import profile_of
+from zbc.cli import GROUPS
+from zbc.compiler.compile import load_job
+
+ALL = sorted({name for names in GROUPS.values() for name in names} - {"config", "data"})
+ALL = [[name] for name in ALL] + [["config", "show"], ["config", "schema"], ["data", "tokenize"]]
+JOBS = {
+    "plan": ("-o", "made"),
+    "check": (),
+    "visualize": ("--width", "100"),
+    "simulate": (),
+    "diff": ("zbc.toml",),
+    "export": ("--to", "json"),
+}
+
+
+def test_help_is_grouped_and_every_help_fits_forty_lines(zbc, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = zbc("--help").out
+    places = [out.index(f"\n{head}:\n") for head in ("Plan", "Look", "Train", "Exchange", "Help")]
+    assert places == sorted(places) and len(out.splitlines()) <= 40
+    for command in ALL:
+        lines = zbc(*command, "--help").out.splitlines()
+        assert len(lines) <= 40, command
+
+
+@pytest.mark.parametrize("command", ALL, ids=" ".join)
+def test_every_command_has_json_quiet_and_verbose(command, zbc):
+    shown = zbc(*command, "--help").out
+    for option in ("--json", "--quiet", "--verbose"):
+        assert re.search(rf"(^|[ ,]){option}[ ,]", shown, re.MULTILINE), option
+
+
+@pytest.mark.parametrize("command", JOBS)
+def test_a_job_is_changed_alike_by_every_command_that_takes_one(command, zbc, job, tmp_path):
+    """A schedule, a value and a profile each change what comes out; a budget is taken."""
+    path, rest = job(), JOBS[command]
+    (tmp_path / "measured.json").write_text(profile_of(load_job(Path(path))).dumps())
+    plain = zbc(command, path, *rest, "--json").json()
+    plain.pop("compile_seconds", None)
+    for change in (
+        ("--schedule", "gpipe"),
+        ("--set", "schedule.microbatches=5"),
+        ("--profile", tmp_path / "measured.json"),
+    ):
+        if (command, change[0]) in {("diff", "--schedule"), ("diff", "--profile")}:
+            assert zbc(command, path, *rest, *change).code == 0
+            continue
+        ran = zbc(command, path, *rest, "--json", *change, "--budget", "0")
+        assert ran.code == 0, ran.err
+        changed = ran.json()
+        changed.pop("compile_seconds", None)
+        assert changed != plain, change
+    assert zbc(command, path, *rest, "--set", "schedule.nonsense=1").code == 3
+
+
+@pytest.mark.parametrize("command", ["check", "visualize", "simulate", "export"])
+def test_what_changes_a_job_is_refused_for_what_is_none(command, zbc, job):
+    zbc("plan", job(), "-q")
+    ran = zbc(command, "plan", *JOBS[command], "--set", "schedule.microbatches=5")
+    assert ran.code == 2 and "--set change a job" in ran.err.replace("\n", " ").replace("changes", "change")
+
+
+def test_config_show_takes_a_profile_and_says_where_values_come_from_in_json(zbc, job, tmp_path):
+    path = job()
+    (tmp_path / "measured.json").write_text(profile_of(load_job(Path(path))).dumps())
+    found = zbc("config", "show", path, "--profile", tmp_path / "measured.json", "--json").json()["sections"]
+    assert found["model"]["hidden"] == {"value": 32, "origin": "zbc.toml:5:10"}
+    assert found["costs"]["profile"]["origin"].startswith("--profile ")
+    assert found["schedule"]["chunks"] == {"value": None, "origin": "default"}
+
+
+def test_lists_are_there_for_programs_too(zbc):
+    cards = zbc("schedules", "--json").json()["schedules"]
+    assert {"1f1b", "zb-v"} <= {card["name"] for card in cards} and all(card["source"] for card in cards)
+    (one,) = zbc("schedules", "Schedule1F1B", "--json").json()["schedules"]
+    assert one["name"] == "1f1b" and one["chunks"] == [1, 1]
+    (error,) = zbc("explain", "E201", "--json").json()["errors"]
+    assert error["code"] == "E201" and error["text"]
+    assert len(zbc("explain", "--json").json()["errors"]) > 50
+    assert zbc("schedules", "-q").out == zbc("explain", "E201", "-q").out == ""
+
+
+def test_a_picture_is_told_of_in_json(zbc, job):
+    found = zbc("visualize", job(), "--json").json()
+    assert found["form"] == "term" and "1f1b: 4 ranks" in found["picture"]
+    ran = zbc("visualize", "zbc.toml", "-o", "a.svg", "--json")
+    assert ran.json() == {"format": "zbc-picture", "version": 1, "form": "svg", "file": "a.svg", "picture": None}
+    assert ran.err == "" and Path("a.svg").is_file()
+
+
+def test_a_png_is_made_by_cairosvg_or_refused_with_the_way_out(zbc, job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    ran = zbc("visualize", job(), "-o", "a.png")
+    assert ran.code == 6 and "E610" in ran.err and "pip install cairosvg, or name a.svg" in ran.err
+    assert not Path("a.png").exists()
+    made = types.ModuleType("cairosvg")
+    made.svg2png = lambda bytestring, scale: b"\x89PNG" + bytestring
+    monkeypatch.setitem(sys.modules, "cairosvg", made)
+    assert zbc("visualize", "zbc.toml", "-o", "a.png").code == 0
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG<svg ")
+    assert zbc("visualize", "zbc.toml", "-o", "a.jpg").code == 2
+    assert "makes no .jpg files" in zbc("visualize", "zbc.toml", "-o", "a.jpg").err
+    assert "needs a file" in zbc("visualize", "zbc.toml", "--as", "png").err
+
+
+def test_export_as_json_has_the_texts_or_names_the_files(zbc, job):
+    texts = zbc("export", job(), "--to", "torch-csv", "--json").json()["texts"]
+    assert list(texts) == [".csv"] and texts[".csv"].startswith("0F0,")
+    assert zbc("export", "zbc.toml", "--to", "torchtitan", "-o", "t.toml", "--json").json()["files"] == [
+        "t.toml",
+        "t.csv",
+    ]
+    assert json.loads(zbc("import", "t.csv", "-o", "again.toml", "--json").out)["job"] == "again.toml"

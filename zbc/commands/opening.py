@@ -1,0 +1,70 @@
+"""How commands that take a plan, a job or something else open it, with the options that change a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from zbc.api import Plan, Run
+    from zbc.job.spec import Job
+
+
+class Changes(NamedTuple):
+    """What --set, --schedule, --profile and --budget say."""
+
+    settings: list[str] | None = None
+    schedule: str | None = None
+    profile: Path | None = None
+    budget: float | None = None
+
+    def job(self, path: Path) -> Job:
+        """The job of a file. Raises E1xx."""
+        from zbc.compiler.compile import load_job
+
+        return load_job(path, self.settings or (), self.schedule, self.profile)
+
+    def refuse(self, path: Path) -> None:
+        """Refuse the options where `path` is no job."""
+        names = ("--set", "--schedule", "--profile", "--budget")
+        given = [name for name, value in zip(names, self, strict=True) if value is not None and value != []]
+        if given:
+            text = f"{' and '.join(given)} change a job, JOB.toml; {path} is none (`zbc plan` makes a plan again)"
+            raise typer.BadParameter(text)
+
+
+def is_job(path: Path) -> bool:
+    return path.suffix == ".toml"
+
+
+def opened(path: Path, changes: Changes) -> Plan | Run:
+    """What a path stands for; a job is changed and planned. Raises E1xx to E4xx."""
+    from zbc import api
+
+    if is_job(path):
+        return api.plan(changes.job(path), budget=changes.budget)
+    changes.refuse(path)
+    found = api.load(path)
+    assert isinstance(found, api.Plan | api.Run)
+    return found
+
+
+def opened_both(paths: Sequence[Path], changes: Changes) -> list[Plan | Run]:
+    """Several of which one may be a job, and only jobs are changed."""
+    jobs = [is_job(path) for path in paths]
+    return [
+        opened(path, changes if job or not any(jobs) else NO_CHANGES) for path, job in zip(paths, jobs, strict=True)
+    ]
+
+
+def opened_plan(path: Path, changes: Changes) -> Plan:
+    """The same as a plan: of a recorded run, what ran."""
+    from zbc.api import as_plan
+
+    return as_plan(opened(path, changes))
+
+
+NO_CHANGES = Changes()

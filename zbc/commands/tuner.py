@@ -1,0 +1,205 @@
+"""What `zbc tune` does: plans of a job, run for some steps each, planned again with what they took.
+
+Runs are commands of their own, as a user would start them, so a plan that fails ends its run and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from zbc.commands.opening import Changes
+from zbc.commands.planned import keep
+from zbc.errors import EXIT_INTERRUPTED, ZbcError
+
+if TYPE_CHECKING:
+    from zbc.compiler.compile import Compiled
+    from zbc.job.spec import Job
+
+SETTLING = 2  # first steps of a run, which do not count
+_ROUNDS = 6  # of the profile
+_PATIENCE_S = 60.0  # for a run that was told to stop
+_CLOSE = 0.1  # what is slower than the fastest by more is not run a second time
+
+
+@dataclass
+class Tried:
+    """A plan, where it came from, and the ms of the steps that were measured of it."""
+
+    source: str
+    compiled: Compiled
+    folder: Path
+    steps: list[float] = field(default_factory=list)
+    runs: list[Path] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def measured(self) -> float | None:
+        """The median, in ms; None where no run came to its end."""
+        return median(self.steps) if self.steps else None
+
+
+@dataclass
+class Tuner:
+    """A tuning under way; what it found stays in `tried`, in the order in which plans were run."""
+
+    path: Path  # of the job
+    changes: Changes
+    place: Path
+    steps: int
+    best: int
+    say: Callable[[str], None]
+    tried: list[Tried] = field(default_factory=list)
+    stopped: bool = False
+
+    def run(self) -> None:
+        """Fill `tried`. Raises what makes the job impossible; Ctrl-C ends it early, once a plan has been measured."""
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            if self.fastest is None:
+                raise
+            self.stopped = True
+
+    @property
+    def fastest(self) -> Tried | None:
+        """The plan whose steps were shortest; of equals the first."""
+        known = [one for one in self.tried if one.measured is not None]
+        return min(known, key=lambda one: one.measured or 0.0, default=None)
+
+    def _run(self) -> None:
+        profile = self.changes.profile or self._profile()
+        job = self.changes._replace(profile=profile).job(self.path)
+        for source, compiled in self._candidates(job, profile):
+            self._try(source, compiled)
+        if self.fastest is None:
+            raise ZbcError("E706", "tune: no plan of this job ran to its end", details=self._errors())
+        for source, compiled in self._again(self.fastest):
+            self._try(source, compiled)
+        self._once_more()
+
+    def _profile(self) -> Path:
+        """Measure the layers, as `zbc profile` does."""
+        made = self.place / "profile.json"
+        self.say("profiling the layers")
+        options = ["--rounds", str(_ROUNDS), "-o", str(made), "-q"]
+        options += [word for one in self.changes.settings or () for word in ("--set", one)]
+        self._command("profile", str(self.path), *options)
+        return made
+
+    def _candidates(self, job: Job, profile: Path) -> Iterator[tuple[str, Compiled]]:
+        """The job's own schedule, then the fastest of the others by the fast search, each searched for as by plan."""
+        from zbc.compiler.compile import compile_job
+        from zbc.compiler.schedules import SCHEDULES
+        from zbc.compiler.whatif.compare import Asked, combinations, compare
+
+        own = compile_job(job, budget=self.changes.budget)
+        yield "the job's own", own
+        self.say("comparing schedules")
+        asked = Asked(self.path, tuple(self.changes.settings or ()), profile, 0.0)
+        rows = compare(asked, combinations([*SCHEDULES], ()))
+        names = [row.schedule for row in rows if row.report is not None and row.schedule != own.schedule]
+        for name in names[: self.best]:
+            changed = self.changes._replace(profile=profile, schedule=name).job(self.path)
+            with contextlib.suppress(ZbcError):
+                yield "by the profile", compile_job(changed, suggest=False, budget=self.changes.budget)
+
+    def _again(self, first: Tried) -> Iterator[tuple[str, Compiled]]:
+        """The schedules that were tried, planned with what the steps of the fastest took."""
+        from zbc.compiler.compile import compile_job
+        from zbc.compiler.recorded.derive import derive
+        from zbc.trace import recording
+
+        if not recording.has_trace(first.runs[0]):
+            return
+        self.say("planning with measured steps")
+        base = first.compiled.job.profile
+        profile = derive(recording.read(first.runs[0]), base).profile
+        ranked = sorted((one for one in self.tried if one.steps), key=lambda one: one.measured or 0.0)
+        for one in ranked[: max(2, self.best)]:
+            job = replace(one.compiled.job, profile=profile)
+            with contextlib.suppress(ZbcError):
+                yield "by its steps", compile_job(job, suggest=False, budget=self.changes.budget)
+
+    def _once_more(self) -> None:
+        """Run the first plan and those close to the fastest again, so that a busy moment decides nothing."""
+        best, first = self.fastest, self.tried[0]
+        if best is None or best.measured is None or len(self.tried) == 1:
+            return
+        limit = best.measured * (1 + _CLOSE)
+        for one in self.tried:
+            if one.measured is not None and (one is first or one.measured <= limit):
+                self._measure(one)
+
+    def _try(self, source: str, compiled: Compiled) -> None:
+        """Run a plan, unless one with the same work was."""
+        from zbc.compiler.recorded.replan import same_work
+
+        if any(same_work(compiled, one.compiled) for one in self.tried):
+            return
+        trial = replace(compiled, job=_bare(compiled.job))
+        one = Tried(source, compiled, keep(trial, self.place / "plans", compiled.schedule))
+        self.tried.append(one)
+        self._measure(one)
+
+    def _measure(self, one: Tried) -> None:
+        """Run some steps of a plan and note how long they took."""
+        from zbc.compiler.recorded import log
+
+        out = self.place / "runs" / f"{one.folder.name}-{len(one.runs) + 1}"
+        self.say(f"running {self.steps} steps of {one.compiled.schedule}, {one.source}")
+        traced = f"{SETTLING + 1}-{max(SETTLING + 1, self.steps - 2)}"
+        try:
+            self._launch(one, out, ["--steps", str(self.steps), "--trace", traced, "--out", str(out)])
+        except ZbcError as error:
+            one.error = error.message
+            return
+        one.runs.append(out)
+        one.steps += [row["step_ms"] for row in log.read(out).steps if row["step"] > SETTLING]
+
+    def _launch(self, one: Tried, out: Path, options: Sequence[str]) -> None:
+        job = one.compiled.job
+        world = job.parallel.pp * job.parallel.dp
+        if job.hardware.device == "cuda":
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            self._command("run", str(one.folder), *options, before=torchrun)
+        else:
+            self._command("run", str(one.folder), "--local", str(world), *options)
+
+    def _command(self, *words: str, before: Sequence[str] = ()) -> None:
+        """Run a command of zbc. Raises E706 with the end of what it said where it fails."""
+        command = [sys.executable, *before, "-m", "zbc", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+            try:
+                told, _ = child.communicate()
+            except KeyboardInterrupt:
+                _end(child)
+                raise
+        if child.returncode == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        if child.returncode:
+            text = f"tune: `zbc {words[0]} {words[1]}` ended with code {child.returncode}"
+            raise ZbcError("E706", text, details=told.strip().splitlines()[-12:])
+
+    def _errors(self) -> list[str]:
+        return [f"{one.compiled.schedule}: {one.error}" for one in self.tried if one.error is not None]
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Let a command that was told to stop come to its end; one that does not is ended."""
+    try:
+        child.communicate(timeout=_PATIENCE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        child.kill()
+
+
+def _bare(job: Job) -> Job:
+    """The job without what a trial should leave alone: checkpoints, and what logs go to others."""
+    checkpoint = job.checkpoint.model_copy(update={"every": 0, "at_end": False})
+    return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"wandb": None, "tensorboard": False}))

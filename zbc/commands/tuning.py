@@ -1,0 +1,123 @@
+"""`tune`: measure, plan, run a few steps, plan with what they took, and keep what was fastest."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc.commands.console import labelled, show, show_json, table, tell
+from zbc.commands.opening import Changes
+from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.commands.planning import run_command
+from zbc.commands.summary import throughput_lines
+from zbc.commands.tuner import Tried, Tuner
+from zbc.errors import EXIT_INTERRUPTED, ZbcError
+from zbc.text import aligned, short
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def tune(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The fastest plan.")] = Path(
+        "plan-tuned"
+    ),
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Plans, profile and runs; default: in log.dir.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=4, metavar="N", help="Steps of each plan.")] = 8,
+    best: Annotated[int, typer.Option(min=1, metavar="N", help="Schedules to run beside the job's own.")] = 2,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the plan that runs fastest here, by trying the best few.
+
+    Profiles the layers, plans, runs some steps of each plan, plans again with what they took, and keeps the plan whose
+    steps were fastest. Ctrl-C keeps what was found so far.
+    """
+    changes = Changes(settings, schedule, profile, budget)
+    loaded = changes.job(job)
+    from zbc.plan.directory import refuse_unwritable
+
+    refuse_unwritable(output)
+    if "RANK" in os.environ:
+        hint = "start it once, as `zbc tune JOB.toml`, on the machine with the devices"
+        raise ZbcError("E604", "tune: inside of torchrun, which it starts itself", hint=hint)
+    place = out or _free(Path(loaded.log.dir), f"tune-{job.stem}")
+    with _saying(quiet=quiet or json) as say:
+        tuner = Tuner(job, changes, place, steps, best, say)
+        tuner.run()
+    fastest = tuner.fastest
+    assert fastest is not None
+    manifest = fastest.compiled.write(output)
+    if json:
+        show_json({**_document(tuner, fastest), "plan": str(output), "plan_id": manifest.id})
+    elif not quiet:
+        show(*_told(tuner, fastest), "")
+        show(labelled("plan", f"{output}: id {manifest.id}"), labelled("next", run_command(loaded, output)))
+        if verbose:
+            show(labelled("more", *(f"zbc report {shlex.quote(str(run))}" for one in tuner.tried for run in one.runs)))
+    if tuner.stopped:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _free(parent: Path, name: str) -> Path:
+    """The first folder of that name that is not there yet."""
+    return next(folder for number in count(1) if not (folder := parent / f"{name}-{number}").exists())
+
+
+@contextmanager
+def _saying(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Tells what is going on: a line on stderr for each thing that takes its time."""
+    yield (lambda text: None) if quiet else tell
+
+
+def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:
+    first = tuner.tried[0]
+    meant = aligned([one.compiled.settled_ms for one in tuner.tried])
+    known = [one.measured for one in tuner.tried if one.measured is not None]
+    measured = iter(aligned(known))
+    rows = []
+    for one, ms in zip(tuner.tried, meant, strict=True):
+        shown = [f"{one.error or 'not run'}", ""]
+        if one.measured is not None:
+            factor = "" if first.measured is None else f"{first.measured / one.measured:.2f}x"
+            shown = [next(measured), factor]
+        rows.append((one.compiled.schedule, one.source, ms, *shown, "<" if one is fastest else ""))
+    yield table(("schedule", "planned", "predicted ms", "measured ms", "vs first", ""), rows, left=2)
+    yield ""
+    if tuner.stopped:
+        yield "stopped; this is the fastest so far"
+    took = fastest.measured or 0.0
+    rates = fastest.compiled.rates(took)
+    yield labelled("fastest", f"{fastest.compiled.schedule}: {short(took)} ms a step", *throughput_lines(rates))
+
+
+def _document(tuner: Tuner, fastest: Tried) -> dict[str, Any]:
+    tried = [
+        {
+            "schedule": one.compiled.schedule,
+            "planned": one.source,
+            "predicted_ms": round(one.compiled.settled_ms, 9),
+            "measured_ms": one.measured,
+            "runs": [str(run) for run in one.runs],
+            "error": one.error,
+        }
+        for one in tuner.tried
+    ]
+    rates = fastest.compiled.rates(fastest.measured or 0.0)._asdict()
+    head = {"format": "zbc-tuning", "version": 1, "stopped": tuner.stopped, "schedule": fastest.compiled.schedule}
+    return {**head, "measured_ms": fastest.measured, **rates, "tried": tried}

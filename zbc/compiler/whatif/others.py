@@ -1,0 +1,90 @@
+"""What a job would cost under other schedules, as far as can be said at once: for the summary of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from zbc.compiler.check.memory import excess
+from zbc.compiler.compile import Compiled
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition.auto import best_of_one
+from zbc.compiler.partition.evaluate import Evaluator
+from zbc.compiler.partition.setup import Ordered
+from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
+from zbc.compiler.steps import settled
+from zbc.errors import ZbcError
+from zbc.job.spec import Job
+
+BASELINE = "1f1b"
+TRIED = ("v-auto", "zb-auto", "chimera-zb", "zb-h1")  # what is the fastest of most jobs, for little time
+LARGE = 20_000  # F, B and W of a step beyond which nothing but 1F1B is tried
+WORTH = 0.01  # of a step, below which a schedule is not named
+
+
+class Other(NamedTuple):
+    """Another schedule: its name and the ms of a step with its optimizer."""
+
+    schedule: str
+    ms: float
+    bytes: float | None = None  # of its fullest rank, where known
+
+
+class Others(NamedTuple):
+    """None where there is none."""
+
+    baseline: Other | None
+    faster: Other | None
+
+
+def others(compiled: Compiled) -> Others:
+    """1F1B, and the fastest of a few schedules if it is clearly faster, as the fastest search finds them."""
+    job, schedule = compiled.job, compiled.job.schedule
+    named = schedule.plugin is None and schedule.file is None
+    if named and compiled.schedule == BASELINE:
+        base: Other | None = Other(BASELINE, compiled.settled_ms)
+    else:
+        base = baseline(job)
+    found = [] if base is None else [base]
+    small = 3 * compiled.program.placement.stages * schedule.microbatches <= LARGE
+    if small and (schedule.kind or "").lower() != AUTO:
+        tried = (name for name in TRIED if name != compiled.schedule)
+        found += [other for name in tried if (other := _quick(job, name)) is not None]
+    best = min(found, key=lambda other: other.ms, default=None)
+    worth = best is not None and best.ms < compiled.settled_ms * (1 - WORTH)
+    return Others(base, best if worth else None)
+
+
+def baseline(job: Job) -> Other | None:
+    """1F1B."""
+    return _quick(job, BASELINE)
+
+
+def speedup(base: Other | None, ms: float) -> float | None:
+    """How many times as fast as 1F1B a step of so many ms is, as reports have it."""
+    return None if base is None or not ms else round(base.ms / ms, 9)
+
+
+def _quick(job: Job, name: str) -> Other | None:
+    """None where it cannot be, does not fit, or where it takes a search to find out whether it does."""
+    card = SCHEDULES[name]
+    chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
+    changes: dict[str, Any] = {"kind": name, "chunks": chunks, "plugin": None, "file": None, "ramp": []}
+    other = replace(job, schedule=job.schedule.model_copy(update=changes))
+    try:
+        made = _ordered(other, card, chunks)
+        if made is None or excess(other, made.memory, made.costs) > 0:
+            return None
+        held = None if made.costs.bytes is None else max(rank.bytes for rank in made.memory)
+        return Other(name, settled(made.complete.program, made.costs), held)
+    except ZbcError:
+        return None
+
+
+def _ordered(job: Job, card: ScheduleCard, chunks: int | None) -> Ordered | None:
+    table = estimate.layers(job)
+    if not card.searched:
+        return best_of_one(job, table, card, chunks, 0.0)
+    evaluator = Evaluator(job, table, card, chunks)
+    fitting = evaluator.fitting if evaluator.free else [evaluator.start]
+    return evaluator.setup(fitting[0]).make(0.0) if fitting else None

@@ -1,0 +1,53 @@
+"""What a step of so many ms means for a user: samples and tokens per second, MFU, and how idle the ranks are.
+
+Predictions and measured runs both come here, so they differ by the time of a step and by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zbc.job.flops import training_flops
+from zbc.job.model_section import Model
+
+
+class Throughput(NamedTuple):
+    """Of all ranks together, but where a name says otherwise; None for what is not known.
+
+    `mfu`: operations of the model per second and rank, as a share of a rank's peak.
+    """
+
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_rank: float | None = None
+    mfu: float | None = None
+
+
+NOTHING_KNOWN = Throughput()
+
+
+def throughput(model: Model, samples: int, ms: float, world: int, peak_tflops: float | None) -> Throughput:
+    """Of steps that train on `samples` sequences in `ms`, on `world` ranks.
+
+    No tokens without model.seq_len, no MFU without `peak_tflops` or of layers whose operations nobody has counted.
+    """
+    if not ms > 0 or not math.isfinite(ms):
+        return Throughput()
+    rate = 1e3 * samples / ms
+    tokens = None if model.seq_len is None else rate * model.seq_len
+    flops = training_flops(model)
+    mfu = None if flops is None or not peak_tflops else flops * rate / (world * peak_tflops * 1e12)
+    return Throughput(rate, tokens, None if tokens is None else tokens / world, mfu)
+
+
+def idle_rate(busy: Sequence[float], whole: float) -> float:
+    """The mean over ranks of 1 - busy / whole: what a user's GPUs lose, imbalance included."""
+    return 1 - sum(busy) / len(busy) / whole if busy and whole > 0 else 0.0
+
+
+def balance(busy: Sequence[float]) -> float:
+    """The mean work of a rank over that of the busiest: 1 where all have equally much to do."""
+    most = max(busy, default=0.0)
+    return sum(busy) / len(busy) / most if most > 0 else 1.0

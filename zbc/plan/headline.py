@@ -1,0 +1,32 @@
+"""The first numbers of a plan directory, which follow from what it predicts and the job it was made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbc.job.model_section import Model
+from zbc.job.throughput import Throughput, balance, idle_rate, throughput
+from zbc.plan.directory import Manifest
+
+
+def throughput_of(manifest: Manifest, ms: float) -> Throughput:
+    """Of steps of this plan that take `ms`."""
+    model = Model.model_validate(manifest.planning["model"], strict=False)
+    world, peak = manifest.topology.world, manifest.training.get("log", {}).get("peak_tflops")
+    samples = manifest.microbatches * manifest.microbatch_size * manifest.topology.dp
+    return throughput(model, samples, ms, world, peak)
+
+
+def settled_ms(manifest: Manifest) -> float:
+    """What a step is predicted to take with its optimizer."""
+    sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
+    ahead = manifest.predicted.get("ahead_ms") if sync == "post-validate" else None
+    return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
+
+
+def headline(manifest: Manifest) -> dict[str, Any]:
+    """`idle_rate`, `balance` and the throughput that is predicted, under the keys of a report."""
+    busy = [rank["busy_ms"] for rank in manifest.predicted["per_rank"]]
+    idle = idle_rate(busy, manifest.predicted["makespan_ms"])
+    values = {"idle_rate": idle, "balance": balance(busy), **throughput_of(manifest, settled_ms(manifest))._asdict()}
+    return {key: None if value is None else round(value, 9) for key, value in values.items()}
