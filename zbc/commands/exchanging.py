@@ -114,12 +114,16 @@ def import_order(
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, max=1024, help="For a class: pipeline ranks.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, max=1024, metavar="N", help="For a class: pipeline ranks.")
+    ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", min=1, max=65536, help="For a class: microbatches per step.")
+        int | None,
+        typer.Option("--microbatches", min=1, max=65536, metavar="N", help="For a class: microbatches per step."),
     ] = None,
     chunks: Annotated[
-        int, typer.Option("--chunks", min=1, max=64, help="For a class that takes several: stages per rank.")
+        int,
+        typer.Option("--chunks", min=1, max=64, metavar="N", help="For a class that takes several: stages per rank."),
     ] = 2,
     json: AsJson = False,
     quiet: Quiet = False,
