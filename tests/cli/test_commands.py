@@ -652,3 +652,16 @@ def test_json_output_is_one_document_and_nothing_else(zbc, job):
         ran = zbc(*command, "--json")
         json.loads(ran.out)
         assert ran.err == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "expected"), [("zb-auto", "1.0x", "met"), ("v-auto", "0.5x", "loose"), ("gpipe", None, "close")]
+)
+def test_a_plan_says_whose_the_gap_to_its_bound_is(zbc, job, kind, limit, expected):
+    asked = [] if limit is None else ["--set", f"schedule.memory_limit={limit}"]
+    words = ("plan", job(pp=4, layers=8, m=8), "--schedule", kind, *asked)
+    costs = ["--set", "costs.f=1", "--set", "costs.b=1", "--set", "costs.w=1"]
+    assert zbc(*words, *costs, "--json").json()["bound_is"] == expected
+    said = zbc(*words, *costs).out
+    assert ("a loose lower bound" in said) == (expected == "loose")
+    assert ("proven optimal" in said) == (expected == "met")

@@ -17,6 +17,7 @@ from zbc.ir import Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
+_MET = 5e-7
 VERSION = 1
 _NOT_PREDICTED = (
     *("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"),
@@ -132,6 +133,7 @@ class Report:
         data: dict[str, Any] = _plain(asdict(self))
         del data["rates"]
         people = {"idle_rate": self.idle_rate, "balance": self.balance, **self.rates._asdict()}
+        people["bound_is"] = self.bound_is
         return {"format": FORMAT, "version": VERSION, **data, **_plain(people)}
 
     def predicted(self) -> dict[str, Any]:
@@ -158,6 +160,21 @@ class Report:
     def lower_bound_ms(self, objective: str) -> float:
         """What no order of the placement can beat, by the same."""
         return Bounds(self.lower_bound_makespan_ms, self.lower_bound_span_ms).of(objective)
+
+    @property
+    def bound_is(self) -> str:
+        """ "met": no order takes less; "loose": what is between is mostly the bound's; "close": it is the order's.
+
+        The bound follows work, ways and one rank's memory. Where activations are limited to less than 1F1B holds, or
+        to as much with several stages per rank, ranks must take turns in ways it does not see: of small problems the
+        search finds the optimum there, 4 to 30% above it (`bench/long_steps.py --truth`); else it is met within 0.5%.
+        """
+        if self.makespan_ms <= self.lower_bound_makespan_ms * (1 + _MET):
+            return "met"
+        limit = self.limits.activation_units
+        if limit is None or (limit > self.ranks + _MET if self.stages > self.ranks else limit >= self.ranks - _MET):
+            return "close"
+        return "loose"
 
     @property
     def survives(self) -> Survival:
