@@ -21,7 +21,7 @@ from zbc.runtime.execute import run_step
 from zbc.runtime.progress import Progress
 from zbc.runtime.slot import Slot
 from zbc.runtime.state import Worker
-from zbc.training.checkpoint.arena import Arena
+from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.warm import warm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -130,8 +130,12 @@ def test_what_is_copied_aside_for_a_checkpoint_is_pinned_and_whole():
     arena, tensor = Arena(pinned=True), torch.randn(1000, device=GPU)
     place = arena.places({"a": tensor})["a"]
     assert place.is_pinned()
+    expected = tensor.cpu()
     with waits("error"):
-        place.copy_(tensor, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(place, tensor.cpu())
+        torch.cuda._sleep(CYCLES)
+        event = copy_beside(GPU, [(place, tensor)])
+        event.wait()
+        tensor.zero_()  # an update, behind the copy
+    event.synchronize()
+    assert torch.equal(place, expected)
     arena.close()
