@@ -297,6 +297,46 @@ def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
         assert beside.read_bytes() == between.read_bytes()
 
 
+class Late:
+    """An event of copies that a GPU makes as late as it may: when the next update waits for them, or after a while."""
+
+    def __init__(self, pairs):
+        self.pairs, self.asked, self.lock = pairs, threading.Event(), threading.Lock()
+        self.waited = False
+
+    def wait(self):
+        self.waited = True
+        self._copy()
+        self.asked.set()
+
+    def synchronize(self):
+        self.asked.wait(0.3)  # the last one of a run is waited for by no update
+        self._copy()
+
+    def _copy(self):
+        with self.lock:
+            for place, tensor in self.pairs:
+                place.copy_(tensor)
+            self.pairs = ()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_update_waits_for_what_a_gpu_copies_beside_the_steps(ahead, monkeypatch, tmp_path):
+    events = []
+
+    def copy(device, pairs):
+        events.append(Late(pairs))
+        return events[-1]
+
+    options = {"ahead": ahead, "checkpoint": {"every": 1, "keep": 9}}
+    train(plan(**options), 4, tmp_path / "plain")
+    monkeypatch.setattr(saving, "copy_beside", copy)
+    train(plan(**options), 4, tmp_path / "late")
+    assert sum(event.waited for event in events) == 2 * 3  # on two ranks, by all but the last
+    for step in range(1, 5):
+        same(at(tmp_path / "late", step), at(tmp_path / "plain", step))
+
+
 @pytest.mark.parametrize("ahead", few([False, True], (True,)))
 def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path):
     """Nothing is written before the step behind the checkpoint has changed everything."""

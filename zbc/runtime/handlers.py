@@ -218,6 +218,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     verdict, optimizer = worker.verdict, worker.optimizers[op.stage]
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
+    worker.before_update()
     if not verdict.skipped:
         set_rate(optimizer, worker.rate(worker.phases, worker.step))
         optimizer.step(verdict.clip(worker.clip))

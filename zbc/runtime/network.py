@@ -5,8 +5,9 @@ Every ordered pair of ranks that exchange tensors has a 2-rank process group of 
 direction are FIFO, which is what the compiler proves. On gloo each message of a step also has its own tag: a plan whose
 order is wrong hangs, where the watchdog sees it, instead of handing a tensor to the wrong receive.
 
-On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead until
-VALIDATE reads its result.
+On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead as far as
+clock.py lets it. NCCL raises nothing there; what failed shows in its work objects (sends.py). Only the watchdog is to
+end a run that stands still, so the limits of groups lie far above its own.
 
 Sums of gradients have groups of their own, one for each set of ranks that hold copies of a stage, and start without
 waiting. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each

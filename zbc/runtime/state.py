@@ -163,6 +163,7 @@ class Worker:
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
     def __post_init__(self) -> None:
@@ -226,6 +227,12 @@ class Worker:
         verdict = self.layout.read(vector)
         self.progress.waiting = False
         return verdict
+
+    def before_update(self) -> None:
+        """Have the device wait until the state before is copied, if a checkpoint does so beside the steps."""
+        if self.copied is not None:
+            self.copied.wait()
+            self.copied = None
 
     def finish_sums(self) -> None:
         """Block until every sum of gradients that was started is there."""

@@ -45,7 +45,11 @@ Letter = Message | Again | Signal
 
 
 class Pending(Protocol):
-    """A collective that was started. Those of one rank happen in the order in which it starts them."""
+    """A collective that was started. Those of one rank happen in the order in which it starts them.
+
+    Whoever starts one holds its tensors until it has waited: on cuda another stream works on them, and memory that is
+    given back is used again at once.
+    """
 
     def wait(self) -> None:
         """Block until it has happened (on cuda: make the current stream wait)."""

@@ -173,6 +173,7 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         _save(worker, board, context, options.save_hf, limit)
     watchdog.phase("ending")
     if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)  # groups end only when nothing is on its way in them
         memory = board.meet("memory", limit, devices.in_use(context.device))
         if context.rank == 0:
             context.emit(devices.fullest(memory, manifest.topology.name))

@@ -198,11 +198,11 @@ def _signal(worker: Worker) -> None:
     part, last = worker.plan.rank, worker.topology.pp - 1
     for letter, source, target in ((NORM, part - 1, part + 1), (VERDICT, part + 1, part - 1)):
         if 0 <= source <= last:
-            _take(worker, letter, torch.empty_like(numbers), worker.topology.rank(worker.replica, source))
+            numbers += _take(worker, letter, torch.empty_like(numbers), worker.topology.rank(worker.replica, source))
         if letter is VERDICT and part == last:
             worker.all_reduce(numbers.clone(), judges(worker.plan.manifest))
         if 0 <= target <= last:
-            worker.transport.send(letter, numbers, worker.topology.rank(worker.replica, target))
+            worker.transport.send(letter, numbers.clone(), worker.topology.rank(worker.replica, target))
 
 
 def _transfer(worker: Worker) -> None:
@@ -236,6 +236,6 @@ def _tensor(worker: Worker, op: Op) -> Tensor:
     return (stage.empty_grad() if as_output else stage.empty_input()).zero_()
 
 
-def _take(worker: Worker, letter: Letter, buffer: Tensor, peer: int) -> None:
+def _take(worker: Worker, letter: Letter, buffer: Tensor, peer: int) -> Tensor:
     worker.transport.post(letter, buffer, peer)
-    worker.wait(letter)
+    return worker.wait(letter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -55,6 +55,24 @@ class Arena:
         if self._pinned and self._memory.nbytes:
             torch.cuda.check_error(int(_driver().cudaHostUnregister(self._memory.data_ptr())))
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    """Copy the second of each pair into the first, which is on the CPU.
+
+    A GPU does so beside what it computes: then what is copied must be held, and not change, until the event is over.
+    """
+    if device.type != "cuda":
+        for place, tensor in pairs:
+            place.copy_(tensor)
+        return None
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for place, tensor in pairs:
+            place.copy_(tensor, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+    return event
 
 
 def _driver() -> Any:

@@ -26,7 +26,7 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint import folder as disk
-from zbc.training.checkpoint.arena import Arena
+from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.checkpoint.files import digest, put_together, write_parts
 from zbc.training.checkpoint.state import HeldPart, entries
 from zbc.training.checkpoint.together import together
@@ -80,8 +80,8 @@ class Checkpoints:
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
         found = entries(self.worker)
         if self.options.asynchronous:
-            staged = self._stage(found)
-            self._running = _beside(lambda: self._save(staged, step + 1))
+            staged, copied = self._stage(found)
+            self._running = _beside(lambda: self._save_copied(found, staged, copied, step + 1))
         else:
             self._tell(self._save(found, step + 1))
 
@@ -111,18 +111,27 @@ class Checkpoints:
 
     # ---- what happens beside the steps ---------------------------------------------------------------------------
 
-    def _stage(self, found: Sequence[HeldPart]) -> list[HeldPart]:
-        """Copies on the CPU, in memory that is used again by the next save."""
+    def _stage(self, found: Sequence[HeldPart]) -> tuple[list[HeldPart], torch.cuda.Event | None]:
+        """Copies on the CPU, in memory that is used again by the next save; on a GPU when the event is over, for which
+        the next update of weights waits."""
         if self._aside is None:
             self._aside = Arena(pinned=self.worker.device.type == "cuda")
         places = self._aside.places({entry.part.key: entry.part.tensor for entry in found})
-        staged = []
-        for entry in found:
-            aside = places[entry.part.key].copy_(entry.part.tensor, non_blocking=True)
-            staged.append(replace(entry, part=entry.part._replace(tensor=aside)))
-        if self.worker.device.type == "cuda":
-            torch.cuda.current_stream(self.worker.device).synchronize()
-        return staged
+        pairs = [(places[entry.part.key], entry.part.tensor) for entry in found]
+        self.worker.copied = copied = copy_beside(self.worker.device, pairs)
+        staged = [
+            replace(entry, part=entry.part._replace(tensor=place))
+            for entry, (place, _) in zip(found, pairs, strict=True)
+        ]
+        return staged, copied
+
+    def _save_copied(
+        self, found: list[HeldPart], staged: Sequence[HeldPart], copied: torch.cuda.Event | None, step: int
+    ) -> str:
+        if copied is not None:
+            copied.synchronize()
+        found.clear()  # held until here, since buffers are replaced by what forwards make of them
+        return self._save(staged, step)
 
     def _save(self, found: Sequence[HeldPart], step: int) -> str:
         """Write, meet, complete; what is said when it is done."""

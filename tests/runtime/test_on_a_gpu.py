@@ -1,0 +1,141 @@
+"""What only a GPU can show; without one all of this is skipped. Ranks are threads on its default stream.
+
+Written without a GPU at hand: what fails here first may be the test.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import run_threads
+from zbc.ir import Kind
+from zbc.runtime.clock import LEAD, CudaClock
+from zbc.runtime.execute import run_step
+from zbc.runtime.progress import Progress
+from zbc.runtime.slot import Slot
+from zbc.runtime.state import Worker
+from zbc.training.checkpoint.arena import Arena, copy_beside
+from zbc.training.warm import warm
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+GPU = torch.device("cuda", 0)
+CYCLES = 200_000_000  # of torch.cuda._sleep: some tenth of a second
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def waits(mode):
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_step_waits_for_its_device_in_the_verdict_only(monkeypatch, sync, model):
+    learn = Worker.learn
+
+    def allowed(worker, vector):
+        with waits("default"):
+            return learn(worker, vector)
+
+    monkeypatch.setattr(Worker, "learn", allowed)
+
+    def step(worker):
+        def run(worker, number, **how):
+            if number == 0:
+                warm(worker)
+            with waits("default" if number == 0 else "error"):  # the optimizer makes its state
+                return run_step(worker, number, **how)
+
+        return run
+
+    plan = make_plan(make_program("zb-h1", 1, 4, sync=sync), model=model, optimizer={"sync": sync})
+    assert len(run_threads(plan, 4, device=GPU, step=step)[0].results) == 4
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_schedule_has_the_bits_of_one_rank(schedule, activations, dtype):
+    model = {**GPT, "dtype": dtype}
+
+    def train(kind, p):
+        plan = make_plan(make_program(kind, p, 8), model=model, activations=activations)
+        return [(r.loss, r.grad_norm) for r in run_threads(plan, 3, device=GPU)[0].results]
+
+    assert train(schedule, 4) == train("1f1b", 1)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_work_is_deferred_by_layers_that_run_their_forward_again_in_backward(monkeypatch):
+    found, run = [], Slot.run
+    monkeypatch.setattr(Slot, "run", lambda slot: (found.append(len(slot)), run(slot)))
+    plan = make_plan(make_program("zb-h1", 2, 4), model=user("reentrant"), **VECTORS)
+    run_threads(plan, 1, device=GPU)
+    assert found == [4] * sum(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+def test_warming_up_changes_no_bit(sync):
+    def warmed(worker):
+        def run(worker, number, **how):
+            if number == 0:
+                warm(worker)
+            return run_step(worker, number, **how)
+
+        return run
+
+    plan = make_plan(make_program("zb-h1", 2, 4, sync=sync), optimizer={"sync": sync, "clip_grad_norm": 0.1})
+    plain, found = (run_threads(plan, 3, device=GPU, **how)[0].results for how in ({}, {"step": warmed}))
+    assert [(r.loss, r.grad_norm) for r in found] == [(r.loss, r.grad_norm) for r in plain]
+
+
+def test_the_host_stays_near_its_device_and_says_where_that_is():
+    progress = Progress()
+    clock, began = CudaClock(GPU, progress), time.monotonic()
+    took = []
+    for index in range(6):
+        progress.index, progress.op = index, f"F s0 m{index}"
+        start = clock.start()
+        torch.cuda._sleep(CYCLES)
+        clock.stop(start)
+        took.append(time.monotonic() - began)
+        assert index - progress.seen(time.monotonic()).index < LEAD
+    busy = clock.read()()
+    assert took[LEAD - 1] < busy / 12 < took[-1]
+    assert busy == pytest.approx(time.monotonic() - began, rel=0.1)
+
+
+def test_what_is_copied_aside_for_a_checkpoint_is_pinned_and_whole():
+    arena, tensor = Arena(pinned=True), torch.randn(1000, device=GPU)
+    place = arena.places({"a": tensor})["a"]
+    assert place.is_pinned()
+    expected = tensor.cpu()
+    with waits("error"):
+        torch.cuda._sleep(CYCLES)
+        event = copy_beside(GPU, [(place, tensor)])
+        event.wait()
+        tensor.zero_()  # an update, behind the copy
+    event.synchronize()
+    assert torch.equal(place, expected)
+    arena.close()
