@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sleeping import Points, calibrate, layers, sleep_until
+from sleeping import calibrate, layers, sleep_until
 
 from zbc.runtime.network import Network
 from zbc.runtime.transport import Signal
@@ -170,9 +170,7 @@ def main() -> None:
                 told, times = run_case(Path(name), kind, chunks, 8, share, steps)
                 low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
                 errors.append(told / middle - 1)
-                record(
-                    f"{kind:18} {share:11} {told:10.1f} {middle:12.1f} {errors[-1]:+7.1%}   {low:.1f} to {high:.1f}"
-                )
+                record(f"{kind:18} {share:11} {told:10.1f} {middle:12.1f} {errors[-1]:+7.1%}   {low:.1f} to {high:.1f}")
     record(f"# off by {statistics.median(map(abs, errors)):.1%} at the median, {max(map(abs, errors)):.1%} at most")
     record()
     record("# the job:")
