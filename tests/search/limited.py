@@ -9,7 +9,6 @@ from tests.jobs import job
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.job.spec import Job
-from zbc.text import GIB
 
 OWN = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
 
@@ -52,6 +51,9 @@ def wrong_limits(seed: int) -> str | None:
         if share >= 1 and plan.step_ms > free.step_ms * (1 + 1e-9):  # other partitions are tried, too
             return f"a longer step with {share:g} of the bytes"
         limits = plan.report.limits
-        if abs((limits.activation_units or 0.0) - units) > 1e-9 or abs((limits.device_bytes or 0) - (small.room or 0)) > 1:
+        if (
+            abs((limits.activation_units or 0.0) - units) > 1e-9
+            or abs((limits.device_bytes or 0) - (small.room or 0)) > 1
+        ):
             return f"reported limits are {limits}"
     return None

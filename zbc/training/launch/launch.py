@@ -70,6 +70,8 @@ def run(
         _check_world(folder, manifest, local)
         _check_plan(manifest, steps, save_hf, trace)
         device = device or str(manifest.planning["hardware"]["device"])
+        if device == "cuda":
+            set_queues(folder, manifest)  # before anything asks the driver
         place = _place(manifest) if started else None
         if device == "cuda" and place is None:
             _check_cuda(manifest, threads=threads)
@@ -96,8 +98,6 @@ def run(
     )
     live = LiveLine(sys.stderr)
     shown = live.around(emit) if terminal else emit
-    if device == "cuda":
-        set_queues(folder, manifest)
     _flight_recorder(manifest)
     try:
         if place is not None:
