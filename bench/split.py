@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from gpu import JOB, halved, planned
+from gpu_job import halved, job_text, planned
 from record import Record
 
 from zbc.ir import Kind
@@ -63,7 +63,7 @@ def main() -> None:
     record = Record("split-compile" if options.compile else "split")
     (_compile if options.compile else _split)(record, options.steps)
     record()
-    record(JOB.rstrip())
+    record(_job("float32", "keep").rstrip())
     if not options.no_file:
         record.write()
 
@@ -85,7 +85,7 @@ def _compile(record: Record, steps: int) -> None:
     for family in ("gpt", "llama"):
         for dtype in ("float32", "bfloat16"):
             job = _job(dtype, "keep").replace("[model]", f'[model]\nfamily = "{family}"')
-            plans = [planned(text) for text in (job, job.replace("[model]", "[model]\ncompile = true"))]
+            plans = [planned(text) for text in (job, job.replace("compile = false", "compile = true"))]
             for name, pair in (
                 ("BW", plans),
                 ("B + W", [StoredPlan(one.manifest, halved(one.program)) for one in plans]),
@@ -95,7 +95,7 @@ def _compile(record: Record, steps: int) -> None:
 
 
 def _job(dtype: str, activations: str) -> str:
-    return JOB.format(**STAGE, pp=1, kind="1f1b", sync="before-step", dtype=dtype, activations=activations)
+    return job_text(**STAGE, pp=1, kind="1f1b", dtype=dtype, activations=activations)
 
 
 def _compared(sides: tuple[Timed, Timed], steps: int) -> str:

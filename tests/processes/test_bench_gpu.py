@@ -1,32 +1,60 @@
-"""bench/gpu.py is for a person with a GPU; that it works is tested here, without one."""
+"""bench/gpu.py is for a person with a GPU; that it works, and finds what is wrong, is tested here without one."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import gpu
+def job(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_job
 
-    yield gpu
-    sys.modules.pop("gpu", None)
+    yield gpu_job
+    for name in ("gpu_job", "gpu_right", "gpu_cost"):
+        sys.modules.pop(name, None)
 
 
-def test_halves_have_the_gradients_of_plain_autograd_and_times_of_their_own(gpu):
-    case = gpu.Case(CPU, apart=True, pp=2, kind="1f1b", activations="recompute")
-    assert case.gradient_error() == 0.0
+@pytest.fixture
+def bench(job):
+    return job.Bench(CPU, lambda line="": None)
+
+
+def test_halves_have_the_gradients_of_plain_autograd_and_times_of_their_own(bench, job):
+    from zbc.training.probing.checkup import plain_gradients
+
+    case = bench.case(apart=True, pp=2, kind="1f1b", activations="recompute")
+    assert job.apart_by(case.gradients(), plain_gradients(case.plan)[1]) == 0.0
     assert {"F", "B", "W", "VALIDATE", "STEP"} <= case.timed().keys()
     assert case.held()["activations"] > 0
 
 
-def test_an_optimizer_without_a_barrier_has_its_ops_timed(gpu):
-    case = gpu.Case(CPU, pp=2, kind="zb-h1", sync="post-validate")
+def test_an_optimizer_without_a_barrier_has_its_ops_timed(bench):
+    case = bench.case(pp=2, kind="zb-h1", optimizer='sync = "post-validate"')
     assert {"TENTATIVE", "COMMIT", "NORM", "VERDICT"} <= case.timed().keys()
+
+
+def test_an_experiment_stops_where_something_is_wrong(bench, job, monkeypatch):
+    import gpu_right
+
+    monkeypatch.setattr(job.Case, "told", lambda case, steps=3, hub=None: [(float(case.job.count("pp = 4")), 1.0)])
+    with pytest.raises(job.FoundError, match=r"1f1b .*float32 keep: \[\(1.0, 1.0\)\], expected \[\(0.0, 1.0\)\]"):
+        gpu_right.schedules(bench)
+
+
+@pytest.mark.repeats
+@pytest.mark.limit(400)
+@pytest.mark.parametrize("part", ["1", "2"])
+def test_every_experiment_runs_on_a_cpu(part):
+    command = [sys.executable, str(BENCH / "gpu.py"), "all", "--part", part, "--device", "cpu", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCH.parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.stdout.count("= as expected") == (6 if part == "1" else 7)

@@ -9,7 +9,6 @@ from tests.jobs import job
 from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.job.spec import Job
-from zbc.text import GIB
 
 OWN = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
 
@@ -37,7 +36,7 @@ def wrong_limits(seed: int) -> str | None:
     own, asked, p = OWN.get(made.schedule.kind or ""), made.schedule.memory_limit, made.parallel.pp
     units = min(own(p) if own else 1e9, float(asked[:-1]) * p if asked else 1e9)
     for share in (1000.0, 1.0 + 1e-9, rng.uniform(0.6, 1.0)):
-        device = most * share / GIB
+        device = made.memory_for(most * share)
         small = replace(made, hardware=made.hardware.model_copy(update={"memory_gib": device}))
         try:
             plan = compile_job(small, suggest=False, budget=0.0)
@@ -47,11 +46,14 @@ def wrong_limits(seed: int) -> str | None:
             continue
         if max(rank.units for rank in plan.memory) > units + 1e-6:
             return f"above {units:g} units with {share:g} of the bytes"
-        if max(rank.bytes for rank in plan.memory) > device * GIB:
+        if max(rank.bytes for rank in plan.memory) > (small.room or 0):
             return f"above the bytes with {share:g} of them"
         if share >= 1 and plan.step_ms > free.step_ms * (1 + 1e-9):  # other partitions are tried, too
             return f"a longer step with {share:g} of the bytes"
         limits = plan.report.limits
-        if abs((limits.activation_units or 0.0) - units) > 1e-9 or abs((limits.device_bytes or 0) - device * GIB) > 1:
+        if (
+            abs((limits.activation_units or 0.0) - units) > 1e-9
+            or abs((limits.device_bytes or 0) - (small.room or 0)) > 1
+        ):
             return f"reported limits are {limits}"
     return None

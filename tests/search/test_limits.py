@@ -26,7 +26,7 @@ def test_a_device_with_room_changes_no_plan(kind):
     )
     assert roomy.program == free.program
     assert roomy.report.limits.activation_units == free.report.limits.activation_units
-    assert (free.report.limits.device_bytes, roomy.report.limits.device_bytes) == (None, 100000 * GIB)
+    assert (free.report.limits.device_bytes, roomy.report.limits.device_bytes) == (None, roomy.job.room)
 
 
 def test_a_search_for_given_op_times_keeps_to_a_device():

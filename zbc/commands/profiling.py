@@ -142,6 +142,8 @@ def summary(found: Profile) -> Iterator[RenderableType]:
             f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"
         )
         yield labelled("device", speeds)
+    if found.reserve_bytes is not None:
+        yield labelled("reserve", f"{size(found.reserve_bytes)} of the device in use beside what plans predict")
     host = found.host
     rest = f"{short(host.f_us, 3)} us on F, {short(host.b_us, 3)} on B, {short(host.w_us, 3)} on W, "
     yield labelled("each op", f"{rest}{short(host.transfer_us, 3)} for each transfer around it")

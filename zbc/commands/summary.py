@@ -235,7 +235,7 @@ def outlives(found: Survival, *, verbose: bool) -> Iterator[str]:
 
 
 def _ranks_note(compiled: Compiled) -> list[str]:
-    notes = ["units: peak activations, in shares of one microbatch per rank", *_limits(compiled.report)]
+    notes = ["units: peak activations, in shares of one microbatch per rank", *_limits(compiled)]
     if compiled.report.bytes_known:
         most = max(compiled.report.per_rank, key=lambda rank: rank.peak_bytes)
         notes.insert(0, f"memory at most {size(most.peak_bytes)}, on rank {most.rank}")
@@ -247,14 +247,16 @@ def _ranks_note(compiled: Compiled) -> list[str]:
     return notes
 
 
-def _limits(report: Report) -> Iterator[str]:
+def _limits(compiled: Compiled) -> Iterator[str]:
     """What a rank may hold."""
-    most = report.limits
+    most, job = compiled.report.limits, compiled.job
     told = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
     told += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
     told += [] if most.device_bytes is None else [f"{size(most.device_bytes)} of everything"]
     if told:
         yield f"limits of a rank: {', '.join(told)}"
+    if most.device_bytes is not None and job.reserve_gib:
+        yield f"of {short(job.hardware.memory_gib or 0.0)} GiB a reserve of {short(job.reserve_gib)} stays free"
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:

@@ -25,6 +25,9 @@ from zbc.job.sections import (
     Schedule,
     Train,
 )
+from zbc.text import GIB
+
+RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,34 @@ class Job:
     def objective(self) -> str:
         """`makespan` or `span`: what one step costs with this optimizer, unless the job says otherwise."""
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
+
+    @property
+    def reserve_gib(self) -> float:
+        """What is kept free of hardware.memory_gib on each rank."""
+        return self._reserve(self.hardware.memory_gib or 0.0)
+
+    @property
+    def room(self) -> float | None:
+        """Bytes that all a rank holds may take; None for no limit."""
+        memory = self.hardware.memory_gib
+        return None if memory is None else (memory - self._reserve(memory)) * GIB
+
+    def memory_for(self, held: float) -> float:
+        """The least hardware.memory_gib in which a rank can hold so many bytes."""
+        gib = held / GIB
+        if self.hardware.reserve_gib is not None or self.hardware.device == "cpu":
+            return gib + self._reserve(gib)
+        return max(gib / (1 - RESERVE), gib + self._measured_reserve)
+
+    def _reserve(self, memory_gib: float) -> float:
+        if self.hardware.reserve_gib is not None or self.hardware.device == "cpu":
+            return self.hardware.reserve_gib or 0.0
+        return max(RESERVE * memory_gib, self._measured_reserve)
+
+    @property
+    def _measured_reserve(self) -> float:
+        found = None if self.profile is None else self.profile.reserve_bytes
+        return 0.0 if found is None else found / GIB
 
     def planning(self) -> dict[str, Any]:
         """What decides the plan, as plain data: the sections, and what is in the profile instead of where it lies.

@@ -174,6 +174,9 @@ class Profile(Section):
     order: list[str]
     link: LinkProfile | None = None
     copies: Copy | None = Field(None, description="between host and device; on cuda")
+    reserve_bytes: Bytes | None = Field(
+        None, description="of a GPU, in use beside torch's own memory: context, workspaces, communicators"
+    )
     host: Host = Host()
 
     def plain(self) -> dict[str, Any]:

@@ -217,6 +217,16 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {parts * copies}")
 
 
+def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
+    hardware: Hardware | None = draft.sections.get("hardware")
+    if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
+        return
+    if hardware.reserve_gib >= hardware.memory_gib:
+        text = f"config: hardware.reserve_gib = {hardware.reserve_gib:g} leaves nothing of memory_gib"
+        hint = f"memory_gib is {hardware.memory_gib:g}; keep less of it free"
+        yield ZbcError("E110", text, where=draft.document.where(("hardware", "reserve_gib")), hint=hint)
+
+
 def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
     memory: Memory | None = draft.sections.get("memory")
     if memory is None:
@@ -294,6 +304,7 @@ RULES = (
     _rate_rules,
     _ramp_rules,
     _node_rule,
+    _reserve_rule,
     _evaluation_rules,
     _idle_rules,
     _writing_rules,

@@ -73,6 +73,11 @@ class Hardware(Section):
 
     device: Literal["cuda", "cpu"] = "cpu"
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
+    reserve_gib: NotNegative | None = Field(
+        None,
+        description="of memory_gib, kept free on each rank for what no plan predicts: the context of CUDA, workspaces, "
+        "communicators; default 6% on cuda, or what the profile found if that is more; 0 on cpu",
+    )
     tflops: Rate | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
     memory_gbps: Rate | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
     kernel_us: Us | None = Field(None, description="least time of a kernel; default 3, on cpu 5")

@@ -50,6 +50,16 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 # ---- what torch has no public way for ------------------------------------------------------------------------
 
+
+def workspaces(device: torch.device) -> int:
+    """Bytes that cuBLAS holds of torch's own memory on a GPU; they are let go, and made again when they are needed."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    before = torch.cuda.memory_allocated(device)
+    if clear is not None:
+        clear()
+    return before - torch.cuda.memory_allocated(device)
+
+
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 # Whether torch.vmap or another transform of torch.func runs; 35 ns.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)

@@ -1,6 +1,7 @@
 """Does every rank's peak fit what the job allows?
 
-`schedule.memory_limit` bounds activations, `hardware.memory_gib` everything a rank holds.
+`schedule.memory_limit` bounds activations, `hardware.memory_gib`, less what is kept
+free of it, everything a rank holds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
     """By what share of a limit the rank that is furthest above it exceeds it; 0 or less where all fit."""
     found = [-1.0]
-    if job.hardware.memory_gib is not None and costs.bytes is not None:
-        found.append(max(rank.bytes for rank in memory) / (job.hardware.memory_gib * GIB) - 1)
+    if job.room is not None and costs.bytes is not None:
+        found.append(max(rank.bytes for rank in memory) / job.room - 1)
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if limit is not None and limit[1] == "x":
         found.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
@@ -33,14 +34,15 @@ def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
-    limit = job.hardware.memory_gib
-    if limit is None or costs.bytes is None:
+    limit, room = job.hardware.memory_gib, job.room
+    if limit is None or room is None or costs.bytes is None:
         return
     rank = max(range(len(memory)), key=lambda r: memory[r].bytes)
     worst = memory[rank]
-    if worst.bytes <= limit * GIB:
+    if worst.bytes <= room:
         return
     there = "" if limit >= 1 else f" ({size(limit * GIB)})"
+    there += f" less a reserve of {short(job.reserve_gib)}" if job.reserve_gib else ""
     text = f"does not fit: rank {rank} needs {size(worst.bytes)}, hardware.memory_gib is {limit:g}{there}"
     flight = f"{worst.in_flight} microbatch{'es' if worst.in_flight != 1 else ''}"
     parts = [
@@ -53,7 +55,7 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     ]
     where = job.where("hardware", "memory_gib")
     easier = 'memory.activations = "auto", ' if job.memory.chosen() == {"keep"} else ""
-    hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(worst.bytes / GIB)}"
+    hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
     yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 
 

@@ -1,7 +1,7 @@
 """How much a rank may hold, from the job: what a search is given as its limit.
 
 `schedule.memory_limit` counts activations, as a multiple of 1F1B's peak or in bytes. Without it, the limit is what
-`hardware.memory_gib` leaves beside weights, gradients, optimizer state and buffers.
+`hardware.memory_gib` leaves beside its reserve, weights, gradients, optimizer state and buffers.
 """
 
 from __future__ import annotations
@@ -89,11 +89,10 @@ def limits_of(job: Job, schedule: str) -> MemoryLimits:
     units = [float(own)] if (own := own_limit(schedule, p)) is not None else []
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
-    device = job.hardware.memory_gib
     return MemoryLimits(
         activation_units=min(units, default=None),
         activation_bytes=asked[0] if asked is not None and asked[1] == "bytes" else None,
-        device_bytes=None if device is None else device * GIB,
+        device_bytes=job.room,
     )
 
 
@@ -116,8 +115,8 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
         if max(least) > asked[0] + 1e-9 * unit:
             raise _too_small(job, [need / unit for need in least], asked[0] / unit, unit)
         sizes = (asked[0],) * p
-    if job.hardware.memory_gib is not None:
-        left = [job.hardware.memory_gib * GIB - _fixed(costs, placement, rank) for rank in range(p)]
+    if job.room is not None:
+        left = [job.room - _fixed(costs, placement, rank) for rank in range(p)]
         room = tuple(map(max, left, least))
         sizes = room if sizes is None else tuple(map(min, sizes, room))
     return units, sizes
@@ -176,9 +175,9 @@ def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], 
     if costs.bytes is not None:
         if asked is not None and asked[1] == "bytes":
             found.append(max(sizes) / asked[0] - 1)
-        if job.hardware.memory_gib is not None:
+        if job.room is not None:
             whole = max(_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
-            found.append(whole / (job.hardware.memory_gib * GIB) - 1)
+            found.append(whole / job.room - 1)
     return max(found)
 
 

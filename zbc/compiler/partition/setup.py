@@ -24,7 +24,6 @@ from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
 from zbc.ir import Placement, Program
 from zbc.job.spec import Job
-from zbc.text import GIB
 
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
@@ -125,11 +124,11 @@ class Setup:
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
             return replace(self, limit=tighter).make(budget, **search)
-        device, units = self.job.hardware.memory_gib, self.limit.units
+        device, units = self.job.room, self.limit.units
         for _ in range(RETRIES):
             if device is None or units is None or not self.limit.unit:
                 break
-            over = [max(0.0, rank.bytes - device * GIB) for rank in found.memory]
+            over = [max(0.0, rank.bytes - device) for rank in found.memory]
             if not any(over):
                 break
             held = [rank.units for rank in peaks(found.program, replace(self.limit.costs, bytes=None))]

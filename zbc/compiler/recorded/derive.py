@@ -75,6 +75,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
         order=FAMILY if {*work.kinds} == {*FAMILY} else work.kinds,
         link=work.link(),
         copies=None if base is None else base.copies,
+        reserve_bytes=None if base is None else base.reserve_bytes,
         host=work.host(),
     )
     return Derived(profile, tuple(work.notes))

@@ -13,7 +13,6 @@ from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.job.spec import Job, parse_limit
-from zbc.text import GIB
 
 SAME = 1e-9
 
@@ -135,7 +134,7 @@ def _full(compiled: Compiled) -> bool:
     """Whether some rank has no room for one more F."""
     job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
-    gib = job.hardware.memory_gib
+    room = job.room
     kept, kept_bytes = costs.units("kept"), costs.bytes_of("kept")
     for rank, held in enumerate(compiled.memory):
         stages = placement.stages_of(rank)
@@ -144,7 +143,7 @@ def _full(compiled: Compiled) -> bool:
             return True
         if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
             return True
-        if gib is not None and held.bytes + size > gib * GIB:
+        if room is not None and held.bytes + size > room:
             return True
     return False
 

@@ -61,21 +61,19 @@ def run(
     transfers that never end.
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    alone = [] if device is None else ["--device"]
-    alone += ["--threads"] if threads else []
-    _check_start(folder, local, max_restarts, alone, started=started)
+    _check_start(folder, local, max_restarts, started=started)
+    _check_alone(local, max_restarts, device, threads=threads)
     try:
         _check_torch()
         manifest = read_manifest(folder)
         _check_world(folder, manifest, local)
         _check_plan(manifest, steps, save_hf, trace)
         device = device or str(manifest.planning["hardware"]["device"])
+        if device == "cuda":
+            set_queues(folder, manifest)  # before anything asks the driver
         place = _place(manifest) if started else None
         if device == "cuda" and place is None:
             _check_cuda(manifest, threads=threads)
-        if threads and max_restarts:
-            hint = "leave out --threads: then each rank is a process"
-            raise ZbcError("E604", "run: ranks that are threads cannot be started again", hint=hint)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
             time.sleep(_MOMENT_S)
@@ -96,8 +94,6 @@ def run(
     )
     live = LiveLine(sys.stderr)
     shown = live.around(emit) if terminal else emit
-    if device == "cuda":
-        set_queues(folder, manifest)
     _flight_recorder(manifest)
     try:
         if place is not None:
@@ -125,19 +121,26 @@ def _check_cuda(manifest: Manifest, *, threads: bool) -> None:
     check_cuda(f"--local {manifest.topology.world} --device cpu{more}")
 
 
-def _check_start(folder: Path, local: int | None, max_restarts: int, alone: list[str], *, started: bool) -> None:
-    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones; `alone` are the
-    options given that only ranks which zbc starts have."""
+def _check_start(folder: Path, local: int | None, max_restarts: int, *, started: bool) -> None:
+    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones."""
     if started and local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
-    if alone and local is None:
-        text = f"run: {' and '.join(alone)} {'is' if len(alone) == 1 else 'are'} for runs with --local"
-        raise ZbcError("E604", text, hint="add --local N; torchrun's ranks compute where the plan says")
     if max_restarts and local is None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
         named = shlex.quote(str(folder))
         raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
+
+
+def _check_alone(local: int | None, max_restarts: int, device: str | None, *, threads: bool) -> None:
+    """Raise E604 for options that only ranks which zbc starts have, or only those that are processes."""
+    given = [name for name, there in (("--device", device is not None), ("--threads", threads)) if there]
+    if given and local is None:
+        text = f"run: {' and '.join(given)} {'is' if len(given) == 1 else 'are'} for runs with --local"
+        raise ZbcError("E604", text, hint="add --local N; torchrun's ranks compute where the plan says")
+    if threads and max_restarts:
+        hint = "leave out --threads: then each rank is a process"
+        raise ZbcError("E604", "run: ranks that are threads cannot be started again", hint=hint)
 
 
 def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:

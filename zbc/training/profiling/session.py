@@ -31,6 +31,7 @@ from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, 
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.network import bind_loopback
+from zbc.runtime.private import workspaces
 from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import Pair, fit, host_copy
@@ -78,6 +79,7 @@ class Measurements:
     link: LinkSamples
     copies: tuple[float, float] | None
     name: str
+    reserve: int | None = None  # bytes of the device in use beside torch's own
 
 
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
@@ -114,6 +116,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         layers={kind: _layer(times, kind, host, found.bytes.get(kind)) for kind in dict.fromkeys(found.order)},
         order=FAMILY if job.model.builtin else list(found.order),
         link=fit(found.link),
+        reserve_bytes=found.reserve,
         copies=None if found.copies is None else Copy(to_device_gbps=found.copies[0], to_host_gbps=found.copies[1]),
         host=Host(
             f_us=1e3 * host["f"],
@@ -191,6 +194,7 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
         pipe.send(max(0, count - WARM_UP))
     pipe.recv()
     watch.close()
+    reserve = unpredicted(device) if device.type == "cuda" and how.together == 1 else None
     sizes = {torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in rig.inputs[1:]}
     return {
         "times": dict(watch.samples),
@@ -198,8 +202,17 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
         "order": rig.order,
         "sizes": tuple(sorted(sizes)),
         "copies": host_copy(device) if device.type == "cuda" else None,
+        "reserve": reserve,
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
     }
+
+
+def unpredicted(device: torch.device) -> int:
+    """Bytes of a GPU that are in use for what no plan predicts: beside torch's memory, and of it for cuBLAS. Of this
+    process, where no other one uses the GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    beside = total - free - torch.cuda.memory_reserved(device)
+    return max(0, beside) + workspaces(device)
 
 
 def processor() -> str:

@@ -1,0 +1,72 @@
+"""What is kept free of a rank's memory for what no plan predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.recall import job_of
+from zbc.errors import ZbcError
+from zbc.job.job import RESERVE
+from zbc.job.profile import Profile
+from zbc.text import GIB
+
+
+@pytest.fixture
+def job(tmp_path):
+    def load(kind="zb-v", **hardware):
+        path = tmp_path / "zbc.toml"
+        path.write_text(toml_text(kind=kind, layers=24, hardware=hardware))
+        return load_job(path)
+
+    return load
+
+
+def test_a_gpu_keeps_6_percent_free_a_cpu_nothing_and_a_job_says_otherwise(job):
+    assert job(memory_gib=80).room == 80 * GIB
+    assert job(memory_gib=80, device="cuda").room == pytest.approx((1 - RESERVE) * 80 * GIB)
+    assert job(memory_gib=80, device="cuda", reserve_gib=0).room == 80 * GIB
+    assert job(memory_gib=80, reserve_gib=2.5).room == 77.5 * GIB
+    assert job(device="cuda").room is None and job(device="cuda", reserve_gib=1).room is None
+
+
+def test_a_profile_that_found_more_counts(job):
+    made = Profile.model_construct(reserve_bytes=6 * GIB)
+    on_gpu = replace(job(memory_gib=80, device="cuda"), profile=made)
+    assert on_gpu.room == 74 * GIB
+    assert replace(on_gpu, profile=Profile.model_construct(reserve_bytes=GIB)).room == pytest.approx(75.2 * GIB)
+    assert replace(job(memory_gib=80), profile=made).room == 80 * GIB
+
+
+@pytest.mark.parametrize("more", [{"device": "cuda"}, {"reserve_gib": 0.001}, {"device": "cuda", "reserve_gib": 0.002}])
+def test_the_memory_that_a_refusal_names_is_the_least_that_fits(job, more):
+    reserve = more.get("reserve_gib", 0.0)
+    with pytest.raises(ZbcError) as caught:
+        compile_job(job(kind="gpipe", memory_gib=1e-4 + reserve, **more), suggest=False)
+    assert caught.value.code == "E301"
+    assert "less a reserve of" in caught.value.message
+    named = float(caught.value.hint.rpartition("= ")[2])
+    compile_job(job(kind="gpipe", memory_gib=named, **more))
+    with pytest.raises(ZbcError, match="does not fit"):
+        compile_job(job(kind="gpipe", memory_gib=0.98 * (named - reserve) + reserve, **more), suggest=False)
+
+
+def test_what_fits_all_memory_but_not_the_rest_is_refused_and_searches_keep_to_the_rest(job, tmp_path):
+    free = compile_job(job())
+    most = max(rank.bytes for rank in free.memory)
+    exactly = {"memory_gib": 1.02 * most / GIB}
+    compile_job(job(**exactly))
+    found = compile_job(job(**exactly, reserve_gib=0.15 * most / GIB, device="cpu"))
+    assert max(rank.bytes for rank in found.memory) <= 0.87 * most + 1
+    assert found.report.limits.device_bytes == pytest.approx(0.87 * most)
+    manifest = found.write(tmp_path / "plan")
+    assert job_of(manifest).room == pytest.approx(found.job.room)
+
+
+def test_a_reserve_that_leaves_nothing_is_refused(job):
+    with pytest.raises(ZbcError, match="leaves nothing of memory_gib") as caught:
+        job(memory_gib=4, reserve_gib=4)
+    assert caught.value.code == "E110"

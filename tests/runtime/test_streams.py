@@ -1,0 +1,111 @@
+"""The hub between streams, with streams that only write down what they wait for: is everything waited for in time?"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program
+from tests.threads import run_threads
+from zbc.runtime.streams import StreamHub
+
+_here = threading.local()
+
+
+class Stream:
+    """A stream of a thread: events it has recorded, and which events of others it has waited for."""
+
+    def __init__(self):
+        self.knows = Counter()  # stream -> how far the work of it is known to be done
+        self.done = 0
+
+    def wait_event(self, event):
+        for stream, count in event.knows.items():
+            self.knows[stream] = max(self.knows[stream], count)
+
+
+class Event:
+    def record(self):
+        stream = current()
+        stream.done += 1
+        stream.knows[stream] = stream.done
+        self.knows = Counter(stream.knows)
+
+
+def current():
+    if not hasattr(_here, "stream"):
+        _here.stream = Stream()
+    return _here.stream
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Every tensor carries what its last writer knew; whoever reads it has to know as much."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append((id(tensor), stream)))
+    return used
+
+
+class Watched(StreamHub):
+    """Notes the end of what each rank had done when it offered something, and looks whether its readers know of it."""
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.sent, self.offers, self.checked, self.missed = {}, {}, Counter(), []
+
+    def put(self, source, message, tensor, peer):
+        stream = current()
+        self.sent[peer, message] = stream, stream.done + 1
+        super().put(source, message, tensor, peer)
+
+    def take(self, rank, message, peer):
+        tensor = super().take(rank, message, peer)
+        self._look("message", *self.sent.pop((rank, message)))
+        return tensor
+
+    def join(self, rank, offer, ranks):
+        stream = current()
+        self.offers[id(offer.target)] = stream, stream.done + 1
+        return super().join(rank, offer, ranks)
+
+    def _happen(self, meeting):
+        super()._happen(meeting)
+        for offer in meeting.offers.values():
+            self._look("offer", *self.offers[id(offer.target)])
+        meeting.by = current(), current().done
+
+    def complete(self, rank, meeting):
+        super().complete(rank, meeting)
+        self._look("result", *meeting.by)
+
+    def _look(self, what, stream, done):
+        self.checked[what] += 1
+        if current().knows[stream] < done:
+            self.missed.append(what)
+
+
+@pytest.mark.parametrize(("schedule", "sync"), [("zb-v", "before-step"), ("zb-h1", "post-validate")])
+def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync):
+    program = make_program(schedule, 2, 4, sync=sync, copies=2, sharded=True)
+    plan = make_plan(program, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": True, "sync": sync})
+    hub = Watched(4)
+    workers = run_threads(plan, 2, hub=hub)
+    assert workers[0].results == [] or all(result.loss for result in workers[0].results)
+    assert not hub.missed
+    assert min(hub.checked[what] for what in ("message", "offer", "result")) >= 4, hub.checked
+    assert streams
+    plain = run_threads(plan, 2)
+    assert [r.loss for r in plain[0].results] == [r.loss for r in workers[0].results]
+
+
+def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):
+    """As they were before: made on the stream of whoever came last, whatever the others had still to do."""
+    monkeypatch.setattr("zbc.runtime.streams._after", lambda event, *tensors: None)
+    hub = Watched(2)
+    run_threads(make_plan(make_program("1f1b", 2, 4)), 1, hub=hub)
+    assert {"message", "offer"} <= set(hub.missed)
