@@ -609,7 +609,9 @@ def test_a_failed_plan_leaves_the_plan_before_it_alone(zbc, plan):
 
 def test_running_another_file_names_the_commands(zbc, folder):
     (folder / "order.csv").write_text("")
-    fails(zbc("run", "order.csv"), 4, "E401", hint="first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml")
+    fails(
+        zbc("run", "order.csv"), 4, "E401", hint="first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
+    )
 
 
 def test_running_with_another_number_of_ranks_is_refused(zbc, plan):
