@@ -17,6 +17,7 @@ EXIT_BUG = 1
 RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
 _OPTION = re.compile(r"(?<![\w`-])--(?P<name>set|sweep|schedule|profile|budget) (?P<value>'[^']*'|[^\s,;)`]+)")
+_SHOWN, _LONGEST = 20, 1200  # problems at once, and characters of a line, on a console
 _LINE = 90  # characters of a place and a hint that still share a line
 # family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
 _EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": RUN_FAILED}
@@ -72,7 +73,7 @@ class ZbcError(Exception):
         lines += [f"   {line}" for line in self.details]
         if hint and not beside:
             lines.append(f"   = {hint}")
-        return "\n".join(lines)
+        return "\n".join(map(_clipped, lines))
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -102,6 +103,11 @@ def _argument(found: re.Match[str]) -> str:
         quoted = value if value[0] in "\"'" else repr(value)
         return f"{'settings' if name == 'set' else 'sweep'}=[{quoted}]"
     return f"{name}={value if name == 'budget' else repr(value)}"
+
+
+def _clipped(line: str) -> str:
+    """A line without the middle of what is far too long to read: the value of somebody's who pasted a file."""
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}"
 
 
 def _rebuild(code: str, message: str, where: str | None, hint: str | None, details: tuple[str, ...]) -> ZbcError:
@@ -134,11 +140,13 @@ class Problems(ZbcError):
 
     def render(self) -> str:
         """As of each alone, but a hint that one has in common with the next is shown there."""
-        nexts = [*(error.hint for error in self._errors[1:]), None]
-        return "\n".join(
-            error._text(error.hint if error.hint != other else None)
-            for error, other in zip(self._errors, nexts, strict=True)
-        )
+        shown = self._errors[:_SHOWN]
+        nexts = [*(error.hint for error in shown[1:]), None]
+        texts = [
+            error._text(error.hint if error.hint != other else None) for error, other in zip(shown, nexts, strict=True)
+        ]
+        more = len(self._errors) - len(shown)
+        return "\n".join([*texts, *([f"and {more} more problems; --json has all of them"] if more else [])])
 
 
 def raise_all(errors: Iterable[ZbcError]) -> None:

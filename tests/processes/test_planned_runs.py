@@ -23,10 +23,10 @@ ZBC = [sys.executable, "-m", "zbc"]
 SLEEPING = """zbc = 1
 [model]
 family = "sleeping:drawn"
-layers = 6
+layers = 4
 loss = "mse"
 [model.args]
-count = 6
+count = 4
 seed = 5
 least = 1.0
 most = 8.0
@@ -77,7 +77,7 @@ def test_under_torchrun_the_first_rank_plans_and_the_others_take_its_plan(tmp_pa
 def test_tuning_finds_a_plan_that_is_no_slower_than_the_first(tmp_path):
     """Layers that sleep for times of their own, in GPipe with all layers taken to be alike: there is much to find."""
     (tmp_path / "zbc.toml").write_text(SLEEPING)
-    done = ran(tmp_path, "tune", "zbc.toml", "--best", "1", "--steps", "6", "--json", "-o", "tuned")
+    done = ran(tmp_path, "tune", "zbc.toml", "--best", "1", "--steps", "4", "--json", "-o", "tuned")
     told = json.loads(done.stdout)
     first, *others = told["tried"]
     assert first["schedule"] == "gpipe" and others and told["measured_ms"] <= first["measured_ms"]
@@ -163,3 +163,33 @@ def test_stopping_keeps_what_was_found(pretending):
     with pytest.raises(KeyboardInterrupt):
         tuner.run()
     assert tuning.SETTLING == 2
+
+
+OWN = """import os
+from torch import nn
+def leaving():
+    os._exit(3)
+def layers():
+    return [nn.Linear(8, 8) for _ in range(4)]
+class Empty:
+    def __len__(self):
+        return 0
+    def __getitem__(self, index):
+        raise IndexError(index)
+"""
+
+
+def test_a_rank_whose_factory_ends_the_process_was_building_its_stages(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    text = toml_text(pp=2, m=2, layers=4, model={"family": "own:leaving", "loss": "mse"}, data={"kind": "own:Empty"})
+    (tmp_path / "job.toml").write_text(text)
+    told = ran(tmp_path, "run", "job.toml", code=7).stderr
+    assert "ended with exit code 3\n   it was last heard outside of a step: building its stages" in told
+
+
+def test_an_empty_dataset_is_told_without_lines_of_zbc(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    text = toml_text(pp=2, m=2, layers=4, model={"family": "own:layers", "loss": "mse"}, data={"kind": "own:Empty"})
+    (tmp_path / "job.toml").write_text(text)
+    told = ran(tmp_path, "run", "job.toml", code=6).stderr
+    assert "error[E504] data: own:Empty returned a dataset without samples" in told and "data.py" not in told

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from zbc.commands.console import progress, show, show_json, table
+from zbc.commands.opening import say_if_compiling
 from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, Settings, Verbose, complete_schedule
 from zbc.commands.shortlist import Shortlist, failures, next_command
 from zbc.text import GIB, aligned, percent, short, wrap
@@ -123,6 +124,7 @@ def compare(
     names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
     wanted = combinations(names, sweep or ())
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    say_if_compiling(None, quiet=quiet or json or csv or md)
     with progress("planning", len(wanted), quiet=quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
     named_all = all(name != "all" for name in named)

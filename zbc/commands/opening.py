@@ -40,6 +40,20 @@ def is_job(path: Path) -> bool:
     return path.suffix == ".toml"
 
 
+def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
+    """A word on stderr where the search of a job (None: of several schedules) has to compile its kernels first."""
+    from zbc.commands.console import tell
+    from zbc.compiler.schedules import AUTO, SCHEDULES, find
+    from zbc.compiler.search.engine import compiles_first
+
+    if quiet:
+        return
+    kind = "" if job is None else (job.schedule.kind or "").lower()
+    searches = job is None or kind == AUTO or (bool(kind) and find(kind).name in SCHEDULES and find(kind).searched)
+    if searches and compiles_first():
+        tell("compiling the search, once: some 20 s ...")
+
+
 def opened(path: Path, changes: Changes) -> Plan | Run:
     """What a path stands for; a job is changed and planned. Raises E1xx to E4xx."""
     from zbc import api

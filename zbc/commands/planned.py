@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zbc.commands.opening import Changes
+from zbc.commands.opening import Changes, say_if_compiling
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def planned(path: Path, changes: Changes) -> Planned:
 def _made(path: Path, job: Job, changes: Changes, place: Path) -> Planned:
     from zbc.compiler.compile import compile_job
 
+    say_if_compiling(job, quiet=False)
     compiled = compile_job(job, budget=changes.budget)
     return Planned(keep(compiled, place, path.stem), compiled)
 

@@ -10,6 +10,7 @@ import typer
 
 from zbc.commands.console import labelled, show, show_json, write_text
 from zbc.commands.console import refuse_unwritable as refuse_unwritable_file
+from zbc.commands.opening import say_if_compiling
 from zbc.commands.options import (
     AsJson,
     Budget,
@@ -56,6 +57,7 @@ def plan(
     refuse_unwritable(output)  # before a search that may take long
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
+    say_if_compiling(loaded, quiet=quiet or json)
     compiled = compile_job(loaded, budget=budget)
     beside = others(compiled) if json or not quiet else Others(None, None)
     if dump_ir is not None:

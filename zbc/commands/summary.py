@@ -222,7 +222,8 @@ _COSTS = {
     "estimated": ("estimated from [model] and [hardware]; `zbc profile` measures them",),
     "assumed equal": (
         "assumed equal for all layers: what they cost is not known before",
-        "the model is built; `zbc profile JOB.toml` measures it",
+        "the model is built: `zbc profile JOB.toml` measures it, and",
+        "`zbc doctor --model JOB.toml` says whether it can be built and trained",
     ),
 }
 

@@ -13,7 +13,7 @@ from zbc.compiler.check import check_graph
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.memory import check_memory
+from zbc.compiler.check.memory import EASIER, check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
@@ -32,7 +32,7 @@ from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
 from zbc.plan.forward import forward_only
-from zbc.text import short, size, wrap
+from zbc.text import GIB, at_least, short, size, wrap
 
 
 class RampStart(NamedTuple):
@@ -127,7 +127,18 @@ def load_job(
         draft.profile = draft.profile or recall.job_of(plans.read_manifest(path)).profile
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
+    draft.problems += _pretrained(draft)
     return draft.finish()
+
+
+def _pretrained(draft: Draft) -> list[ZbcError]:
+    """E520 for a folder of weights that is not there; a run reads it, and should not be the first to find out."""
+    model = draft.sections.get("model")
+    if model is None or model.pretrained is None or Path(model.pretrained).is_dir():
+        return []
+    text = f"model: {model.pretrained} is not a folder"
+    hint = "name a folder with config.json and *.safetensors; a relative name starts in the current directory"
+    return [ZbcError("E520", text, where=draft.document.where(("model", "pretrained")), hint=hint)]
 
 
 def _set_limit(draft: Draft) -> list[ZbcError]:
@@ -177,7 +188,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
         if suggest and not _unknown(job, compiled):
-            raise _with_alternatives(error, compiled) from None
+            raise _with_alternatives(error, compiled, budget) from None
         raise
     return replace(compiled, ramp=tuple(_starts(compiled, budget)))
 
@@ -243,7 +254,7 @@ class _Alternative(NamedTuple):
     memory: list[RankMemory]
 
 
-def _with_alternatives(error: ZbcError, compiled: Compiled) -> ZbcError:
+def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None) -> ZbcError:
     """The error with the schedules that would fit, the fastest first, beside what they cost against this one."""
     found = sorted(_alternatives(compiled.job, compiled.schedule), key=lambda other: other.step_ms)
     words = [
@@ -252,7 +263,12 @@ def _with_alternatives(error: ZbcError, compiled: Compiled) -> ZbcError:
     lines = wrap([f"= would fit: {words[0]}", *words[1:]], 90, between=", ") if words else []
     details = [lines[0], *(f"  {line}" for line in lines[1:])] if lines else ["= no other schedule would fit"]
     last = error.errors[-1]
-    extended = ZbcError(last.code, last.message, where=last.where, hint=last.hint, details=[*last.details, *details])
+    hint = last.hint
+    if hint is not None and hint.startswith(EASIER) and not _fits_by_recompute(compiled.job):
+        hint = hint.removeprefix(EASIER)
+    if hint is not None and last.code == "E301":
+        hint = _enough(compiled, hint, budget)
+    extended = ZbcError(last.code, last.message, where=last.where, hint=hint, details=[*last.details, *details])
     return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
 
 
@@ -285,6 +301,34 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         except ZbcError:
             continue
         yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
+
+
+def _fits_by_recompute(job: Job) -> bool:
+    """Whether `memory.activations = "auto"` makes room enough, as the fastest search has it."""
+    other = replace(job, memory=job.memory.model_copy(update={"activations": "auto"}))
+    try:
+        found = order(other, estimate.layers(other), budget=0.0)
+        check_memory(other, found.memory, found.costs)
+    except ZbcError:
+        return False
+    return True
+
+
+def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:
+    """The hint with an amount of memory that does: with more room a search may find an order that needs more."""
+    head, key, amount = hint.rpartition("memory_gib = ")
+    table = estimate.layers(compiled.job)
+    for _ in range(4):
+        job = replace(compiled.job, hardware=compiled.job.hardware.model_copy(update={"memory_gib": float(amount)}))
+        try:
+            found = order(job, table, budget)
+        except ZbcError:
+            return hint
+        most = max(rank.bytes for rank in found.memory) / GIB
+        if most <= float(amount):
+            break
+        amount = at_least(most * 1.01)
+    return f"{head}{key}{amount}"
 
 
 def _boundary(job: Job) -> plans.Boundary | None:

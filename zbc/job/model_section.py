@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from zbc.errors import ZbcError
-from zbc.job.section import FACTORY, Count, Positive, Section
+from zbc.job.section import FACTORY, Count, Positive, Section, Width
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
@@ -48,23 +48,23 @@ class Model(Section):
     family: str = Field(
         "gpt", description='"gpt", "llama", or "package.module:factory", a callable that returns the layers'
     )
-    layers: Count = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
-    hidden: Count | None = Field(None, description="width of the residual stream")
-    heads: Count | None = Field(None, description="attention heads")
-    kv_heads: Count | None = Field(None, description="llama: heads of keys and values; default heads")
-    head_size: Count | None = Field(None, description="llama: width of a head; default hidden / heads")
+    layers: Width = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
+    hidden: Width | None = Field(None, description="width of the residual stream")
+    heads: Width | None = Field(None, description="attention heads")
+    kv_heads: Width | None = Field(None, description="llama: heads of keys and values; default heads")
+    head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
     variant: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(
         "llama", description="llama: whose blocks these are; the differences are in docs/models.md"
     )
     attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
-    ffn_hidden: Count | None = Field(
+    ffn_hidden: Width | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
     )
-    experts: Count | None = Field(None, description="MLPs per block, each token meets top_k of them; planned, not run")
-    top_k: Count | None = Field(None, description="experts that a token meets; default 2")
-    expert_hidden: Count | None = Field(None, description="width inside an expert; default ffn_hidden")
-    vocab: Count | None = Field(None, description="size of the vocabulary")
-    seq_len: Count | None = Field(None, description="tokens per sequence")
+    experts: Width | None = Field(None, description="MLPs per block, each token meets top_k of them; planned, not run")
+    top_k: Width | None = Field(None, description="experts that a token meets; default 2")
+    expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
+    vocab: Width | None = Field(None, description="size of the vocabulary")
+    seq_len: Width | None = Field(None, description="tokens per sequence")
     positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="gpt: inside the MLP; GPT-2 has gelu_tanh")
     norm_eps: Positive = Field(1e-5, description="added to the variance in norms")

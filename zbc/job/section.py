@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model: more is a slip of the pen
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Beyond these a number is a slip: sums over a step would leave what floats can tell apart, or be infinite.

@@ -86,6 +86,10 @@ _BOUNDS = {
 }
 
 
+def _limit(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def sentence(problem: Any) -> str:
     """What a pydantic problem says was expected."""
     kind, context = problem["type"], problem.get("ctx", {})
@@ -93,7 +97,7 @@ def sentence(problem: Any) -> str:
         return _WANTED[kind]
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
-        return f"must be {words} {context[key]:g}"
+        return f"must be {words} {_limit(context[key])}"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     return str(problem["msg"]).lower()
@@ -122,9 +126,9 @@ def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
     if kind in ("int_type", "int_from_float", "float_type") and number is not None:
         return f"write {key} = {number if kind == 'float_type' else round(number)}"
     if kind == "greater_than_equal":
-        return f"use {context['ge']:g} or more"
+        return f"use {_limit(context['ge'])} or more"
     if kind == "less_than_equal":
-        return f"use {context['le']:g} or less"
+        return f"use {_limit(context['le'])} or less"
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     if field is not None and field.description is not None:
         return f"{path[1]}: {field.description}"

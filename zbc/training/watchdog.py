@@ -32,6 +32,7 @@ _MUTE = "it was stopped, its machine is gone, or native code holds Python's lock
 _ALONE_S = 5.0  # for what took the store with it to show in this rank itself
 _LATE = "it did not answer in time"
 _DEAF_S = 10.0  # without a sign of life of itself, after which a rank goes by what it heard of others before
+_HEARD_S = 0.5  # for the others to hear that a phase begins
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
 
 
@@ -103,6 +104,7 @@ class Watchdog:
         self._awake_since = time.monotonic()
         self._standing_down = self._nearly_done = False
         self._main = threading.get_ident()  # the thread that is watched
+        self._changed, self._heard = threading.Event(), threading.Event()  # a phase began; the others may know
         self._done = threading.Event()
         self._listener = Listener(board, self.tick)
         self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
@@ -114,12 +116,17 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching; the run is over for this rank."""
         self._done.set()
+        self._changed.set()
         self._thread.join(timeout=1.0)
         self._listener.stop()
 
     def phase(self, text: str, *, waiting: bool = False) -> None:
         """What the rank does outside of training steps."""
         self._progress, self._patience = Progress(op=text, waiting=waiting, since=time.monotonic()), self._long
+        self._heard.clear()
+        self._changed.set()
+        if not waiting and self._thread.is_alive():
+            self._heard.wait(_HEARD_S)  # what runs now, a user's code, may end the process without a word
 
     def watch(self, progress: Progress) -> None:
         """From here on the rank trains, and all others do too."""
@@ -161,16 +168,23 @@ class Watchdog:
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
+    def _over(self, seconds: float) -> bool:
+        """Wait until then, or until a phase begins; whether the watchdog has been stopped."""
+        self._changed.wait(seconds)
+        self._changed.clear()
+        return self._done.is_set()
+
     def _run(self) -> None:
         count, ticked, failed_at, alone_since = 0, time.monotonic(), None, None
         board: Board | None = self._connect()
-        while not self._done.wait(self.tick if count else 0.0):
+        while not self._over(self.tick if count else 0.0):
             now = time.monotonic()
             if now - ticked > 3 * self.tick + 2.0:
                 self._awake_since = now  # this whole process was stopped; nothing it knows is about the others
             count, ticked = count + 1, now
             if board is not None and not _told(board, self._beat(count, now)):
                 board = None
+            self._heard.set()
             if failed_at is not None or self._listener.failed not in (None, self.rank):
                 if failed_at is None:
                     failed_at = now

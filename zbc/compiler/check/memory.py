@@ -14,6 +14,8 @@ from zbc.errors import ZbcError, raise_all
 from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
+EASIER = 'memory.activations = "auto", '  # the first of the ways out of E301, which compile_job tries
+
 
 def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
     """Raise E301 if a rank needs more than its device has, E302 if it holds more activations than the limit."""
@@ -54,7 +56,7 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
         f"of gradients, activations and buffers {size(worst.together)} at a time",
     ]
     where = job.where("hardware", "memory_gib")
-    easier = 'memory.activations = "auto", ' if job.memory.chosen() == {"keep"} else ""
+    easier = EASIER if job.memory.chosen() == {"keep"} else ""
     hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
     yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from zbc.compiler.search import anneal, listing, moves, retiming, timing
@@ -88,14 +90,28 @@ def _compile() -> dict[str, Any]:
     import numba
 
     names = _names()
-    text = "".join(map(inspect.getsource, _MODULES)) + repr(_INLINED)
-    version = hashlib.sha256(text.encode()).hexdigest()[:12]
+    version = _version()
     for name in _KERNELS:
         function = names[name]
         copy = type(function)(function.__code__, names, name, function.__defaults__)
         copy.__qualname__ = f"{name}_{version}"
         names[name] = numba.njit(copy, cache=True, forceinline=name in _INLINED)
     return names
+
+
+def _version() -> str:
+    """The name that compiled kernels are kept under."""
+    text = "".join(map(inspect.getsource, _MODULES)) + repr(_INLINED)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def compiles_first() -> bool:
+    """Whether the first search here compiles the kernels, which takes some 20 s, as far as numba's folders tell."""
+    if not available():
+        return False
+    kept = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [Path(kept)] if kept else sorted({Path(inspect.getfile(one)).parent / "__pycache__" for one in _MODULES})
+    return not any(found for folder in folders for found in folder.rglob(f"*_{_version()}-*.nbi"))
 
 
 def engine_name() -> str:

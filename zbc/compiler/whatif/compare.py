@@ -21,6 +21,7 @@ from zbc.job.spec import Job, chooser_of
 from zbc.text import percent, short, size
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
+MISTYPED = {"E101", "E102", "E103"}  # of what no schedule could take
 WORLD = ("hardware.", "costs.", "model.")
 
 
@@ -135,9 +136,19 @@ def compare(
     reasons = {one.error and tuple((each.code, each.message) for each in one.error.errors) for one in rows}
     if len(reasons) == 1 and rows[0].error is not None:
         raise rows[0].error
+    _refuse_mistyped(rows)
     worlds = {world: place for place, world in enumerate(dict.fromkeys(one.world for one in rows))}
     ranked = sorted(rows, key=lambda one: (one.error is not None, worlds[one.world], one.sequence_ms, _held(one, rows)))
     return [replace(one, front=_undominated(one, rows)) for one in ranked]
+
+
+def _refuse_mistyped(rows: Sequence[ComparedPlan]) -> None:
+    """Raise what a swept value is refused for as such, under whatever schedule: it was meant otherwise."""
+    for row in rows:
+        if row.error is not None and {each.code for each in row.error.errors} <= MISTYPED:
+            alike = [other.error for other in rows if other.settings == row.settings]
+            if all(error is not None and error.render() == row.error.render() for error in alike):
+                raise row.error
 
 
 def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[ComparedPlan]:

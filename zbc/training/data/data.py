@@ -267,6 +267,9 @@ def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
 def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> TensorSpec:
     """The model input of one microbatch; a factory's dataset is asked for its first sample."""
     if data.kind not in KINDS and samples is not None:
+        if len(samples) == 0:
+            text = f"data: {data.kind} returned a dataset without samples"
+            raise ZbcError("E504", text, hint="its __len__ is 0: does it find its files?")
         name = f"{data.kind}, asked for its first sample,"
         first = userobject.call(partial(samples.inputs, [0]), {}, name, "data.kind")
         return TensorSpec((size, *first.shape[1:]), first.dtype)

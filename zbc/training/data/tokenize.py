@@ -114,10 +114,15 @@ def tokenize(
             _alone(target, out)
             journal = _resume(part, _fingerprint(files, tokenizer), array.array(_CODES[dtype]).itemsize)
             done(sum(_size(file) for file in files[: journal.file]) + journal.byte)
-            for file in files[journal.file :]:
-                for piece in _pieces(file, journal.byte):
-                    journal = _write(target, part, piece, tokenizer, dtype, journal)
-                    done(piece.size)
+            try:
+                for file in files[journal.file :]:
+                    for piece in _pieces(file, journal.byte):
+                        journal = _write(target, part, piece, tokenizer, dtype, journal)
+                        done(piece.size)
+            except ZbcError:
+                if not journal.tokens:  # nothing to go on from
+                    part.unlink()
+                raise
             os.fsync(target.fileno())
         made = Tokens(dtype, journal.tokens, tokenizer.vocab, tokenizer.end, journal.documents, tokenizer.name)
         write_sidecar(out, made)

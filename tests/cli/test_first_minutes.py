@@ -1,0 +1,100 @@
+"""What goes wrong in the first ten minutes, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.commands import summary
+from zbc.compiler.search import engine
+
+
+def test_a_swept_value_of_the_wrong_type_is_one_error(zbc, job):
+    ran = zbc("compare", job(), "--schedules", "1f1b,zb-h1,gpipe", "--sweep", "schedule.microbatches=4,x")
+    assert (ran.code, ran.out) == (3, "") and ran.err.count("E103") == 1
+    assert "--sweep schedule.microbatches=x" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
+def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
+    """Recomputation is offered where it makes room enough, and only there."""
+    path = job(kind=kind, layers=16)
+    peak = max(rank["peak_bytes"] for rank in zbc("plan", path, "--json").json()["per_rank"]) / 2**30
+    offered = []
+    for share in (0.3, 0.6, 0.9):
+        limit = ("--set", f"hardware.memory_gib={share * peak:.9f}")
+        ran = zbc("plan", path, *limit)
+        if ran.code == 0:
+            continue
+        easier = 'memory.activations = "auto"' in ran.err
+        again = zbc("plan", path, *limit, "--set", 'memory.activations="auto"')
+        offered.append(easier)
+        assert easier is (again.code == 0), again.err
+        enough = re.search(r"memory_gib = ([\d.]+)", ran.err)[1]
+        assert zbc("plan", path, "--set", f"hardware.memory_gib={enough}", "-q").code == 0
+    assert False in offered
+
+
+def test_very_many_problems_are_told_as_some_and_a_number(zbc, job, folder):
+    text = toml_text().replace("[train]", "[train]\n" + "\n".join(f"k{n} = 1" for n in range(4000)))
+    (folder / "zbc.toml").write_text(text)
+    ran = zbc("plan", "zbc.toml")
+    assert ran.code == 3 and ran.err.count("error[E102]") == 20 and "and 3980 more problems" in ran.err
+    assert len(zbc("plan", "zbc.toml", "--json").json()["errors"]) == 4000
+
+
+def test_what_is_far_too_long_is_not_echoed(zbc, job):
+    for change in (f'schedule.kind="{"x" * 100_000}"', f'model.family="{"y" * 100_000}"'):
+        ran = zbc("plan", job(), "--set", change)
+        assert ran.code == 3 and len(ran.err) < 10_000 and " ... " in ran.err
+
+
+def test_sizes_that_no_model_has_are_refused(zbc, job):
+    ran = zbc("plan", job(), "--set", "model.hidden=4000000000")
+    assert ran.code == 3 and "E103" in ran.err and "at most 10000000" in ran.err
+
+
+def test_weights_that_are_nowhere_are_missed_before_the_run(zbc, job):
+    for command in ("plan", "check"):
+        ran = zbc(command, job(model={"pretrained": "/nonexistent"}))
+        assert ran.code == 6 and "E520" in ran.err and "zbc.toml:" in ran.err
+    assert not Path("plan").exists()
+
+
+def test_tokenizing_what_is_no_text_leaves_nothing(zbc, folder):
+    (folder / "data.txt").write_bytes(b"\xff\xfe\x00" * 1000)
+    ran = zbc("data", "tokenize", "data.txt", "-o", "out.bin")
+    assert ran.code == 6 and "E503" in ran.err
+    assert [path.name for path in folder.iterdir()] == ["data.txt"]
+
+
+def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monkeypatch):
+    """On one core, what all ranks compute one after the other."""
+    monkeypatch.setattr(summary, "cores", lambda: 1)
+    ran = zbc("plan", job(hardware={"link_us": 0}))
+    busy = sum(rank["busy_ms"] for rank in zbc("plan", "zbc.toml", "--json").json()["per_rank"])
+    told = re.search(r"4 ranks share one core: expect ([\d.]+) ms a step or more", ran.out)
+    assert told and float(told[1]) == pytest.approx(busy, rel=0.05)
+    monkeypatch.setattr(summary, "cores", lambda: 4)
+    assert "ranks share" not in zbc("plan", "zbc.toml").out
+    monkeypatch.setattr(summary, "cores", lambda: 1)
+    assert "ranks share" not in zbc("plan", job(costs={"f": 1.0, "b": 1.0, "w": 1.0})).out, "given times are given"
+
+
+def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
+    said = "compiling the search, once"
+    monkeypatch.setattr(engine, "compiles_first", lambda: True)
+    assert said in zbc("plan", job(kind="zb-v")).err
+    assert said not in zbc("plan", "zbc.toml", "-q").err
+    assert said not in zbc("plan", job(kind="1f1b")).err
+    monkeypatch.undo()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "none"))
+    assert engine.compiles_first() is engine.available()
+
+
+def test_layers_that_nobody_has_seen_are_said_to_be_tried_by_doctor(zbc, job):
+    out = zbc("plan", job(model={"family": "somewhere:layers"}, data={"kind": "somewhere:data"})).out
+    assert "`zbc doctor --model JOB.toml` says whether it can be built" in out
