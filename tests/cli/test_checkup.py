@@ -25,10 +25,15 @@ JOBS = {
     "noise": zoo("noise", kind="zb-h1"),
     "buffers": zoo("averages", kind="zb-h1"),
     "whole numbers": zoo("integers", kind="zb-h1"),
+    "several tensors": {
+        **ZOO,
+        "kind": "zb-v",
+        "model": {"family": "tests.runtime.user_models:several", "loss": "mse", "args": {"width": 8, "count": 4}},
+    },
 }
 
 
-@pytest.mark.parametrize("name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers")))
+@pytest.mark.parametrize("name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "several tensors")))
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     ran = zbc("doctor", "--model", job(**JOBS[name]))
     assert ran.code == 0, ran.err

@@ -56,6 +56,20 @@ def test_views_that_are_conjugated_or_negated_in_name_only_arrive_as_what_they_s
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
+def test_several_tensors_between_layers_change_no_bit(pool, schedule):
+    family = {
+        "family": "tests.runtime.user_models:several",
+        "layers": 8,
+        "loss": "mse",
+        "args": {"width": 8, "count": 8},
+    }
+    plan = make_plan(make_program(schedule, 4, 4), model=family, **VECTORS, keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [expected.losses] * 4
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+
+
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
 def test_weights_after_clipped_steps_are_those_of_one_process(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     expected, found = reference(plan, 3), pool.run(train, plan, 3)

@@ -140,7 +140,7 @@ def reference(plan: StoredPlan, steps: int = 1) -> Reference:
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
                 for name, module in layers:
                     with drawing(CPU, seed_of(seed, step, mb, name)):
-                        x = module(x)
+                        x = module(*x) if isinstance(x, tuple) else module(x)
                 loss = criterion(x, target)
             losses.append(loss.item())
             if loss.requires_grad:

@@ -107,7 +107,7 @@ def by_one_process(plan, workers):
         x = x.bfloat16() if low and x.is_floating_point() else x
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
             for module in layers:
-                x = module(x)
+                x = module(*x) if isinstance(x, tuple) else module(x)
             losses.append(model.loss(settings.model.loss)(x, batches.targets(step, mb)).item())
     return sum(losses) / len(losses), len(losses) * plan.manifest.microbatch_size
 

@@ -93,7 +93,7 @@ def test_layers_that_look_at_values_are_run_for_real():
 @pytest.mark.parametrize(
     ("factory", "text"),
     [
-        ("returns_a_tuple", "layer layers.1 returned tuple, not one tensor"),
+        ("returns_a_tuple", "layer layers.2 cannot take the tensors (float32 [2, 8], float32 [2, 8])"),
         ("narrow", "layer layers.1 cannot take a tensor float32 [2, 8]"),
     ],
 )

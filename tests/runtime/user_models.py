@@ -251,3 +251,86 @@ class NoLength:
 class Singles(Vectors):
     def __getitem__(self, index: int) -> Tensor:
         return self.x[index]
+
+
+class Encode(nn.Module):
+    """(B, W) -> a state, an encoding that lies transposed in memory, a mask, whole numbers, and a number of 64 bits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.state, self.encoding = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        encoding = self.encoding(x).t().contiguous().t()
+        return self.state(x), encoding, x > 0, torch.arange(x.shape[-1], device=x.device), encoding.double().mean()
+
+
+class Decode(nn.Module):
+    """Uses all of them and passes them on, the mask turned round; the last one gives the state alone."""
+
+    def __init__(self, width: int, last: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.last, self.drop = last, nn.Dropout(dropout)
+        self.norm, self.mix, self.places = nn.LayerNorm(width), nn.Linear(width, width), nn.Embedding(width, 1)
+
+    def forward(self, state: Tensor, encoding: Tensor, mask: Tensor, places: Tensor, scale: Tensor):
+        assert encoding.dtype != torch.float32 or encoding.stride() == (1, len(encoding)), "as it lies in one process"
+        shown = torch.where(mask, encoding, encoding.tanh() * scale.to(encoding.dtype))
+        mixed = self.drop(self.mix(self.norm(state + shown)) + self.places(places).squeeze(-1))
+        state = state + mixed
+        return state if self.last else (state, encoding, ~mask, places, scale)
+
+
+def several(width: int = 8, count: int = 4, dropout: float = 0.0):
+    return [
+        lambda: Encode(width),
+        *(lambda last=i == count - 2: Decode(width, last, dropout) for i in range(count - 1)),
+    ]
+
+
+class MaskOnly(nn.Module):
+    """Two tensors that no gradient flows through; behind it nothing before it trains."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.detach().clone(), x > 0
+
+
+class Masked(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x) * mask
+
+
+def masks(width: int = 8):
+    return [nn.Linear(width, width), MaskOnly(), Masked(width), nn.Linear(width, width)]
+
+
+class Returns(nn.Module):
+    """What no next layer can be given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *more: Tensor):
+        y = self.linear(x)
+        made = {
+            "dict": {"a": y},
+            "list": [y, y],
+            "none": (y, None),
+            "nothing": (),
+            "sparse": (y, torch.eye(8).to_sparse()),
+            "pair": (y, y),
+        }
+        return made[self.what]
+
+
+def returning(what: str, last: bool = False):
+    return [nn.Linear(8, 8), Returns(what), nn.Linear(8, 8), nn.Linear(8, 8)]
+
+
+def ends_in_two():
+    return [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Returns("pair")]

@@ -100,9 +100,11 @@ def backward(worker: Worker, op: Op) -> None:
         raise ZbcError("E703", f"run: {op}: its F has not run") from None
     if not last:
         grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
-        gives = stage.gives
+        gives = stage.returned
         if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
             raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
+        if stage.goes is not None:
+            grad = stage.goes.widened(grad)
     clock = worker.clock
     began = clock.start()
     if op.kind is Kind.B:
@@ -115,7 +117,9 @@ def backward(worker: Worker, op: Op) -> None:
     if not first:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
-        store[place] = torch.zeros_like(x) if found is None else found
+        if found is None:
+            found = torch.zeros_like(x)
+        store[place] = found if stage.came is None else found[: stage.came.back]
     clock.stop(began)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.alone import Alone
+from zbc.runtime.bundle import Layout
 from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.slot import Slot, swap_slot
@@ -76,6 +77,8 @@ class Stage:
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
     laid: Laid | None = None
+    came: Layout | None = None  # how its input is packed, if it is several tensors
+    goes: Layout | None = None  # how its output is
 
     def __post_init__(self) -> None:
         self.parameters = {
@@ -142,7 +145,12 @@ class Stage:
     @functools.cached_property
     def empty_grad(self) -> Callable[[], Tensor]:
         """A buffer for the gradient of a stage output."""
-        return (self.gives or self.takes).maker(self.device)
+        return (self.returned or self.takes).maker(self.device)
+
+    @functools.cached_property
+    def returned(self) -> TensorSpec | None:
+        """The gradient of its output as it comes: of several tensors those alone that have one."""
+        return self.gives if self.goes is None else self.goes.gradient
 
     def arrived(self, x: Tensor) -> Tensor:
         """An input that a transfer brought, which is contiguous, as it lies in one process: layers may look at that."""

@@ -243,6 +243,8 @@ def _build_stages(
             [by_name[name] for name in manifest.layers[s]],
             takes=shapes.inputs[s],
             gives=next((shapes.inputs[other] for other in placement.sinks(s)), None),
+            came=shapes.layouts[s],
+            goes=next((shapes.layouts[other] for other in placement.sinks(s)), None),
             traits=shapes.traits,
             seed=settings.train.seed,
             device=device,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.bundle import Layout, is_adapted
 from zbc.runtime.remembered import places
 from zbc.runtime.seeding import draws
 from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
@@ -33,6 +34,8 @@ def build_stage(
     needed: bool,
     compiles: bool = False,
     laid: Laid | None = None,
+    came: Layout | None = None,
+    goes: Layout | None = None,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
@@ -53,15 +56,18 @@ def build_stage(
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid)
+    return Stage(
+        index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid, came, goes
+    )
 
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
-    """None where there is nothing to compile: a layer that its user compiled, or that is one of those left outside."""
+    """None where there is nothing to compile: a layer that its user compiled, that takes or returns several tensors, or
+    that is one of those left outside."""
     from zbc.runtime.private import is_compiled
     from zbc.training.models.compiled import compile_layer  # takes a second or two to import
 
-    if is_compiled(module) or any(patch.module is module for patch in patches):
+    if is_compiled(module) or is_adapted(module) or any(patch.module is module for patch in patches):
         return None
     return compile_layer(module, patches)
 

@@ -23,6 +23,7 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.model_section import check_runnable
+from zbc.runtime.bundle import Link, adapt
 from zbc.runtime.private import mse_kernel
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
@@ -41,7 +42,8 @@ class LayerPlan:
     Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
     overwrites the initial weights of a layer that has been built.
     `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
-    `compiles`: it is one of those that `model.compile` is about.
+    `compiles`: it is one of those that `model.compile` is about. `takes` and `gives`: what it has between it and its
+    neighbours, one tensor or several.
     """
 
     name: str
@@ -50,6 +52,8 @@ class LayerPlan:
     fill: Callable[[nn.Module], None] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
+    takes: Link = field(default_factory=Link, compare=False)
+    gives: Link = field(default_factory=Link, compare=False)
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -58,6 +62,7 @@ class LayerPlan:
         refuse_wrapped(self.name, module)
         if self.fill is not None:
             self.fill(module)
+        adapt(self.name, module, self.takes, self.gives)
         return module
 
     def on_meta(self, owners: Owners | None = None) -> nn.Module:
@@ -74,7 +79,9 @@ class LayerPlan:
         refuse_untrainable(self.name, module)
         if owners is not None:
             owners.add(self.name, module)
-        return hollow(module, "meta")
+        made = hollow(module, "meta")
+        adapt(self.name, made, self.takes, self.gives)
+        return made
 
     def _call(self) -> nn.Module:
         module = userobject.call(self.make, {}, self.name, "model layer")
@@ -175,7 +182,11 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found)
-    return [LayerPlan(f"layers.{i}", _builder(item), compiles=True) for i, item in enumerate(found)]
+    links = [Link() for _ in range(len(found) + 1)]
+    return [
+        LayerPlan(f"layers.{i}", _builder(item), compiles=True, takes=links[i], gives=links[i + 1])
+        for i, item in enumerate(found)
+    ]
 
 
 def _as_list(made: Any, family: str) -> list[Any]:

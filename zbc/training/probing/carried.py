@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.userobject import FAILURES
+from zbc.runtime.bundle import example_for
 from zbc.runtime.private import tree_leaves
 from zbc.runtime.remembered import as_before, places, present
 from zbc.runtime.seeding import seeded
@@ -57,7 +58,8 @@ def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
     x, other = torch.zeros(takes.shape, dtype=takes.dtype), torch.ones(takes.shape, dtype=takes.dtype)
     if x.is_floating_point() or x.is_complex():  # whole numbers stay words of any vocabulary
         with seeded(0):
-            x, other = torch.randn_like(x), torch.randn_like(x)
+            several = [example_for(module, x.device) for _ in range(2)]
+            x, other = (torch.randn_like(x) if one is None else one for one in several)
     try:
         first = _there_and_back(copy.deepcopy(module), x, None)
         _warm(module, other)

@@ -162,7 +162,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
         with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
             for name, module in modules.items():
                 with drawing(device, seed_of(seed, 0, mb, name)):
-                    x = module(x)
+                    x = module(*x) if isinstance(x, tuple) else module(x)
             loss = model.loss(settings.model.loss)(x, target)
         if loss.requires_grad:
             (loss / count).backward()  # type: ignore[no-untyped-call]

@@ -40,7 +40,9 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
     with seeded(seed_of(stage.seed, "compile", stage.index)), _left_alone(stage), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
         warnings.simplefilter("ignore", DeprecationWarning)  # of what it does itself
-        x = stage.arrived(_example(stage.takes, stage.device)).requires_grad_(stage.flows)
+        came = stage.came
+        given = _example(stage.takes, stage.device) if came is None else came.example(stage.device)
+        x = stage.arrived(given).requires_grad_(stage.flows)
         for layer in stage.layers:
             plain = _run(stage, layer, layer.module, x, None)
             if layer.compiled is not None:

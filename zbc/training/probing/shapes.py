@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
+from zbc.runtime.bundle import Layout, adapt
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import FakeTensorMode
 from zbc.runtime.seeding import seeded
@@ -38,7 +39,7 @@ from zbc.training.probing.probe import observe, reaches, union
 class Shapes:
     """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
     per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
-    a cut; transfers make tensors contiguous.
+    a cut; transfers make tensors contiguous. `layouts`: per stage, how its input is packed if it is several tensors.
 
     `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
     a layer passes none on. `needed`: whether its output gets one.
@@ -51,6 +52,7 @@ class Shapes:
     sizes: tuple[int, ...]
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
+    layouts: tuple[Layout | None, ...]
 
 
 class _Seen(NamedTuple):
@@ -110,17 +112,20 @@ def derive(
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
         flow = seen[plan.name].trains
+    _refuse_several_at_the_end(plans)
     inputs, laid, position = [first], [Laid(first)], 0
+    layouts: list[Layout | None] = [None]
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
         free = autocast is not None
         laid.append(behind[position])
+        layouts.append(plans[position - 1].gives.layout)
         inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free))
     names = sorted(sizes)
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
     counts = tuple(sizes[name] for name in names)
-    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid))
+    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts))
 
 
 def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -181,9 +186,11 @@ def _output(
     except ZbcError:
         raise
     except FAILURES as error:
-        text = f"run: layer {plan.name} cannot take a tensor {takes.spec}"
+        several = plan.takes.layout
+        what = f"a tensor {takes.spec}" if several is None else f"the tensors {several}"
+        text = f"run: layer {plan.name} cannot take {what}"
         details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
-        hint = "each layer takes the one tensor that the layer before returns"
+        hint = "each layer takes what the layer before returns: the tensor, or those of a tuple as its arguments"
         if mixed:
             hint += '; with model.parameters = "bfloat16" its buffers stay as they are, try "float32"'
         raise ZbcError("E505", text, hint=hint, details=details) from error
@@ -211,16 +218,31 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
     x = takes.zeros(device).requires_grad_(differentiable and flow)
     with torch.enable_grad():
         y, traits, made = observe(plan.name, module, x)
-        if not isinstance(y, Tensor):
-            text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
-            raise ZbcError("E505", text, hint="layers pass one tensor on; put what belongs together into one layer")
-        if y.layout is not torch.strided or y.is_nested or y.is_quantized:
-            layout = str(y.layout).removeprefix("torch.")
-            kind = "nested" if y.is_nested else "quantized" if y.is_quantized else layout
-            text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
-            raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
+        if isinstance(y, tuple) and plan.gives.layout is None:
+            plan.gives.layout = Layout.of([_sendable(plan, one) for one in y] or [_sendable(plan, y)])
+            adapt(plan.name, module, plan.takes, plan.gives)
+            return _looked_at(plan, module, takes, flow, device)
+        y = _sendable(plan, y)
     passes = reaches(y, x) if x.requires_grad else differentiable
     return Laid.of(y), _Seen(traits, y.requires_grad, passes, made)
+
+
+def _sendable(plan: LayerPlan, y: object) -> Tensor:
+    """What a layer returned, or one of several. Raises E505 for what no message can bring."""
+    if not isinstance(y, Tensor):
+        text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
+        raise ZbcError("E505", text, hint="layers return a tensor, or a tuple of tensors, which the next one takes")
+    if y.layout is not torch.strided or y.is_nested or y.is_quantized:
+        kind = "nested" if y.is_nested else "quantized" if y.is_quantized else str(y.layout).removeprefix("torch.")
+        text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
+        raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
+    return y
+
+
+def _refuse_several_at_the_end(plans: Sequence[LayerPlan]) -> None:
+    if plans and plans[-1].gives.layout is not None:
+        text = f"run: layer {plans[-1].name}, the last one, returned {len(plans[-1].gives.layout.parts)} tensors"
+        raise ZbcError("E505", text, hint="the last layer returns one tensor, which the loss takes")
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:

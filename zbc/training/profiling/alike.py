@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.bundle import Adapted
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
 
@@ -56,6 +57,8 @@ def _setting(value: Any, depth: int) -> Hashable:
         return type(value).__name__, value
     if isinstance(value, torch.dtype | torch.device | torch.Size):
         return str(value)
+    if isinstance(value, Adapted):
+        return str(value.takes.layout), str(value.gives.layout)
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, nn.Module):

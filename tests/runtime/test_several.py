@@ -1,0 +1,120 @@
+"""Several tensors between two layers: what one process computes, bit by bit, and no gradient for what has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program
+from tests.runtime.test_evaluate import by_one_process, plan_for, results
+from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, user, without_step
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.runtime.bundle import Layout
+
+SEVERAL = user("several", layers=8, count=8, width=8)
+
+
+def plan_of(schedule="zb-v", p=2, m=4, *, model=SEVERAL, **how):
+    return make_plan(make_program(schedule, p, m), model=model, data=VECTORS["data"], **how)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")))
+def test_gradients_are_those_of_one_process_bit_by_bit(schedule, activations):
+    pipes = len(SCHEDULES[schedule].placement(4, SCHEDULES[schedule].default_chunks).pipes)
+    plan = plan_of(schedule, 4, 4, keep=without_step, activations=activations)
+    check_gradients(plan, tolerance=0.0 if pipes == 1 else 1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"args": {"width": 8, "count": 8, "dropout": 0.5}}])
+def test_under_autocast_and_with_dropout_too(changes):
+    check_gradients(plan_of(model={**SEVERAL, **changes}, keep=without_step))
+
+
+def test_training_is_that_of_one_process():
+    check_training(plan_of("1f1b", 4, optimizer={"lr": 1e-2, "clip_grad_norm": 0.1}))
+    check_training(plan_of("zb-h1", 2, optimizer={"lr": 1e-2}, activations="recompute"))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_where_nothing_flows_back_nothing_does(p):
+    check_gradients(plan_of("1f1b", p, model=user("masks"), keep=without_step))
+
+
+def test_messages_bring_all_of_them_and_gradients_of_those_alone_that_have_one(monkeypatch):
+    """Per sample a state, an encoding (both of 8 numbers of 4 bytes) and 8 bytes of a mask; beside them 8 whole numbers
+    of 8 bytes, and one number of 8."""
+    from zbc.runtime import hub
+
+    sent = {}
+    real = hub.HubTransport.send
+
+    def send(self, message, tensor, peer):
+        sent.setdefault(type(message).__name__, []).append((message, tensor.numel() * tensor.itemsize))
+        return real(self, message, tensor, peer)
+
+    monkeypatch.setattr(hub.HubTransport, "send", send)
+    run_threads(plan_of("1f1b", 2, size=2), 1)
+    sizes = {bytes_ for messages in sent.values() for _, bytes_ in messages}
+    flowing = 2 * (2 * 8 * 4) + 16
+    assert sizes == {flowing, flowing + 16 + 64}, "each begins at a multiple of 16 bytes"
+
+
+def test_a_tuple_is_packed_and_unpacked_without_a_change():
+    tensors = (
+        torch.randn(3, 5).t(),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 2, dtype=torch.complex128),
+        torch.tensor(7),
+        torch.zeros(0, 4),
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.tensor([float("nan"), -0.0, float("inf")]),
+    )
+    tensors = tuple(t.requires_grad_(t.dtype.is_floating_point) for t in tensors)
+    layout = Layout.of(tensors)
+    found = layout.unpack(layout.pack(tensors, "x"))
+    for one, other in zip(tensors, found, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and one.requires_grad == other.requires_grad
+        assert (
+            one.detach()
+            .resolve_conj()
+            .contiguous()
+            .flatten()
+            .view(torch.uint8)
+            .equal(other.detach().contiguous().flatten().view(torch.uint8))
+        )
+    assert found[0].stride() == tensors[0].stride()
+    with pytest.raises(ZbcError, match="layer x returned"):
+        layout.pack(tensors[::-1], "x")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"what": "dict"}, "layers.1 returned dict, not one tensor"),
+        ({"what": "list"}, "layers.1 returned list, not one tensor"),
+        ({"what": "none"}, "layers.1 returned NoneType"),
+        ({"what": "nothing"}, "layers.1 returned tuple"),
+        ({"what": "sparse"}, "layers.1 returned a sparse_coo tensor"),
+        ({"what": "pair"}, r"layers.2 cannot take the tensors \(float32 \[2, 8\], float32 \[2, 8\]\)"),
+        ({"what": "pair", "last": True}, "layers.3, the last one, returned 2 tensors"),
+    ],
+)
+def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
+    model = user("returning", **args)
+    if args.get("last"):
+        model = user("ends_in_two")
+    with pytest.raises(ZbcError, match=said) as caught:
+        run_threads(plan_of("1f1b", 2, model=model), 1)
+    assert caught.value.code == "E505"
+
+
+def test_an_evaluation_has_the_loss_of_one_process():
+    model = {**SEVERAL, "data": {**VECTORS["data"], "validation": 0.3}}
+    plan = plan_for("zb-v", 2, None, section=model, optimizer={"lr": 1e-2})
+    workers = run_threads(plan, 2)
+    loss, samples = by_one_process(plan, workers)
+    assert results(workers) == [(1, pytest.approx(loss, rel=1e-6), samples)]
