@@ -104,9 +104,8 @@ class Sharded:
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
                 parameter.data = self._view(piece)
-        # What a collective reads and writes is held until it is over. The flag: all of its gradients were here.
-        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None
-        self._weights: tuple[Pending, Tensor, Tensor] | None = None
+        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
+        self._weights: tuple[Pending, Tensor] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -169,6 +168,16 @@ class Sharded:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         first = next(iter(self._trained.values()))
         parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
+        there = self._move(parts)
+        most = self._width - self._length
+        present = [index < len(share) and share[index].name in there for share in self._shares for index in range(most)]
+        parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
+        mine = torch.empty_like(parts[0])
+        every = all(piece.name in there for piece in self._own)
+        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
+
+    def _move(self, parts: Tensor) -> set[str]:
+        """Move the gradients into their rows; the names of those there were."""
         there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         targets, sources = list[Tensor](), list[Tensor]()
         for row, share in zip(parts, self._shares, strict=True):
@@ -177,14 +186,9 @@ class Sharded:
                     targets.append(place)
                     sources.append(_part(there[piece.name], piece))
         copy_all(targets, sources)
-        most = self._width - self._length
-        present = [index < len(share) and share[index].name in there for share in self._shares for index in range(most)]
-        parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
         for parameter in self._trained.values():
             parameter.grad = None
-        mine = torch.empty_like(parts[0])
-        every = all(piece.name in there for piece in self._own)
-        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
+        return set(there)
 
     def finish(self) -> None:
         if self._sum is None:
@@ -206,13 +210,13 @@ class Sharded:
         mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
         copy_all(_places(mine, self._own), [p.detach().reshape(-1) for p in self._own.values()])
         parts = torch.empty(len(self._ranks), self._length, dtype=first.dtype, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts, mine
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts  # what was started holds `mine`
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
         if self._weights is None:
             return
-        pending, parts, _ = self._weights
+        pending, parts = self._weights
         pending.wait()
         targets, sources = list[Tensor](), list[Tensor]()
         for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):

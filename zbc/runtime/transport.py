@@ -47,8 +47,8 @@ Letter = Message | Again | Signal
 class Pending(Protocol):
     """A collective that was started. Those of one rank happen in the order in which it starts them.
 
-    Whoever starts one holds its tensors until it has waited: on cuda another stream works on them, and memory that is
-    given back is used again at once.
+    It holds its tensors until it was waited for: on cuda another stream works on them, and memory that is given back is
+    used again at once.
     """
 
     def wait(self) -> None:

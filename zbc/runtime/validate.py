@@ -206,7 +206,8 @@ def _chunks_of(grad: Tensor) -> Sequence[Tensor]:
 
 
 def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
-    return {name: torch.stack([_square(part.double()) for part in some]) for name, some in parts.items()}
+    found = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
+    return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in found.items()}
 
 
 def _square(wide: Tensor) -> Tensor:

@@ -128,6 +128,8 @@ class Checkpoints:
     def _save_copied(
         self, found: list[HeldPart], staged: Sequence[HeldPart], copied: torch.cuda.Event | None, step: int
     ) -> str:
+        if self.worker.device.type == "cuda":
+            torch.cuda.set_device(self.worker.device)  # which each thread has to be told
         if copied is not None:
             copied.synchronize()
         found.clear()  # held until here, since buffers are replaced by what forwards make of them
