@@ -70,3 +70,15 @@ def test_a_reserve_that_leaves_nothing_is_refused(job):
     with pytest.raises(ZbcError, match="leaves nothing of memory_gib") as caught:
         job(memory_gib=4, reserve_gib=4)
     assert caught.value.code == "E110"
+
+
+@pytest.mark.parametrize("kind", ["zb-v", "auto"])
+def test_a_plan_with_a_reserve_is_that_of_a_device_smaller_by_it(job, kind):
+    """Partition, search and check count the same."""
+    free = compile_job(job(kind), budget=0.0)
+    tight = 0.8 * max(rank.bytes for rank in free.memory) / GIB
+    small = compile_job(job(kind, memory_gib=tight), budget=0.0)
+    kept = compile_job(job(kind, memory_gib=4 * tight, reserve_gib=3 * tight), budget=0.0)
+    loose = compile_job(job(kind, memory_gib=4 * tight), budget=0.0)
+    assert kept.program == small.program and kept.report.cut == small.report.cut
+    assert (loose.program, loose.report.cut) != (small.program, small.report.cut)
