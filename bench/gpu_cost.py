@@ -32,29 +32,21 @@ def layers(bench: Bench) -> None:
         ("float32, TF32", {}, True),
         ("bfloat16", {"dtype": "bfloat16"}, False),
         ("bfloat16, recompute", {"dtype": "bfloat16", "activations": "recompute"}, False),
-        ("bfloat16, compiled", {"dtype": "bfloat16", "compile": "true"}, False),
     ]
-    for hidden in sizes:
-        for name, options, tf32 in ways:
-            if not bench.cuda and ("TF32" in name or "compiled" in name):
-                continue
-            if ("compiled" in name and hidden != 2048) or (hidden > 4096 and name != "bfloat16"):
-                continue
-            torch.set_float32_matmul_precision("high" if tf32 else "highest")
-            small = {
-                "hidden": hidden,
-                "layers": 1,
-                "vocab": 1024,
-                "m": 4,
-                "size": 2,
-                "heads": max(2, hidden // 128),
-                **options,
-            }
-            whole = bench.case(pp=1, kind="1f1b", **small).timed()
-            parts = bench.case(pp=1, kind="1f1b", apart=True, **small).timed()
-            ratio = (parts["B"] + parts["W"]) / whole["BW"]
-            shown = " ".join(f"{ms:9.3f}" for ms in (parts["F"], parts["B"], parts["W"], whole["BW"], ratio))
-            bench.say(f"{hidden:6} {name:24} {shown}")
+    rows = [(hidden, *way) for hidden in sizes for way in ways if hidden <= 4096 or way[0] == "bfloat16"]
+    if bench.cuda:  # last, since it may fail by itself
+        rows.append((2048, "bfloat16, compiled", {"dtype": "bfloat16", "compile": "true"}, False))
+    for hidden, name, options, tf32 in rows:
+        if tf32 and not bench.cuda:
+            continue
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        heads = max(2, hidden // 128)
+        small = {"hidden": hidden, "layers": 1, "vocab": 1024, "m": 4, "size": 2, "heads": heads, **options}
+        whole = bench.case(pp=1, kind="1f1b", **small).timed()
+        parts = bench.case(pp=1, kind="1f1b", apart=True, **small).timed()
+        ratio = (parts["B"] + parts["W"]) / whole["BW"]
+        shown = " ".join(f"{ms:9.3f}" for ms in (parts["F"], parts["B"], parts["W"], whole["BW"], ratio))
+        bench.say(f"{hidden:6} {name:24} {shown}")
     torch.set_float32_matmul_precision("highest")
 
 

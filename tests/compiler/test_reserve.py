@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import zbc
 from tests.jobs import toml_text
+from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recall import job_of
 from zbc.errors import ZbcError
@@ -70,3 +73,23 @@ def test_a_reserve_that_leaves_nothing_is_refused(job):
     with pytest.raises(ZbcError, match="leaves nothing of memory_gib") as caught:
         job(memory_gib=4, reserve_gib=4)
     assert caught.value.code == "E110"
+
+
+@pytest.mark.parametrize("kind", few(["zb-v", "auto"], 1))
+def test_a_plan_with_a_reserve_is_that_of_a_device_smaller_by_it(job, kind):
+    """Partition, search and check count the same."""
+    free = compile_job(job(kind), budget=0.0)
+    tight = 0.8 * max(rank.bytes for rank in free.memory) / GIB
+    small = compile_job(job(kind, memory_gib=tight), budget=0.0)
+    kept = compile_job(job(kind, memory_gib=4 * tight, reserve_gib=3 * tight), budget=0.0)
+    loose = compile_job(job(kind, memory_gib=4 * tight), budget=0.0)
+    assert kept.program == small.program and kept.report.cut == small.report.cut
+    assert (loose.program, loose.report.cut) != (small.program, small.report.cut)
+
+
+@pytest.mark.parametrize("name", few(["llama-8b", "gpt-1.5b"], 1))
+def test_templates_for_gpus_fit_with_the_reserve(name):
+    template = Path(zbc.__file__).parent / "job" / "templates" / f"{name}.toml"
+    found = compile_job(load_job(template), budget=0.0)
+    assert found.job.reserve_gib == pytest.approx(RESERVE * 80)
+    assert max(rank.bytes for rank in found.memory) <= (1 - RESERVE) * 80 * GIB

@@ -31,7 +31,7 @@ from zbc.training.profiling import times
 from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit
 from zbc.training.profiling.rig import IDLE, build_rig
-from zbc.training.profiling.session import Measurements, Sampling, assemble, effort
+from zbc.training.profiling.session import Measurements, Sampling, assemble, effort, unpredicted
 from zbc.training.profiling.statistics import measured, quick
 from zbc.training.profiling.times import Stopwatch
 from zbc.training.profiling.weigh import weigh
@@ -419,3 +419,13 @@ def test_a_link_never_gets_faster_with_larger_messages():
 def test_of_a_call_that_is_often_interrupted_the_quick_ones_count():
     assert quick([900.0, 10.0, 11.0, 700.0]) == 10.0
     assert quick([]) == 0.0
+
+
+def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(monkeypatch):
+    """100 bytes, 10 free, 60 torch's, of which cuBLAS gives back 8."""
+    allocated = [50, 42]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    assert unpredicted(torch.device("cuda", 0)) == 30 + 8

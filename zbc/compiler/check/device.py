@@ -47,33 +47,35 @@ def survival(g: Graph) -> Survival:
 def device_waits(g: Graph) -> dict[int, list[int]]:
     """Per op that takes its rank's time the events that its rank has started since the last one."""
     found: dict[int, list[int]] = {}
+    lanes, row_of, party = _lanes(g), g.row_of, g.party
     for rank in range(len(g.first) - 1):
         started: list[int] = []
         for i in g.mine(rank):
-            lane = _lane(g, i)
-            if lane is Lane.COMPUTE and started:
-                found[i], started = started, []
-            if lane in (Lane.LINK, Lane.COLLECTIVE) and g.party[i] >= 0:
-                started.append(g.party[i])
+            lane = lanes[row_of[i]]
+            if lane is Lane.COMPUTE:
+                if started:
+                    found[i], started = started, []
+            elif party[i] >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
+                started.append(party[i])
     return found
 
 
 def one_queue(g: Graph) -> dict[int, list[int]]:
-    """Per transfer or collective the event before it on its stream."""
+    """Per transfer or collective the event before it on its stream: that of its channel, or of all collectives."""
     found: dict[int, list[int]] = {}
+    lanes, row_of, party, line_of, n = _lanes(g), g.row_of, g.party, g.line_of, len(g.ops)
     for rank in range(len(g.first) - 1):
-        last: dict[object, int] = {}
+        last: dict[int, int] = {}
         for i in g.mine(rank):
-            lane, event = _lane(g, i), g.party[i]
-            if event < 0 or lane not in (Lane.LINK, Lane.COLLECTIVE):
-                continue
-            stream = g.layout.channel_of(event - len(g.ops)) if lane is Lane.LINK else lane
-            if stream in last:
-                found[i] = [last[stream]]
-            last[stream] = event
+            lane, event = lanes[row_of[i]], party[i]
+            if event >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
+                stream = line_of[event - n] if lane is Lane.LINK else -1
+                if stream in last:
+                    found[i] = [last[stream]]
+                last[stream] = event
     return found
 
 
-def _lane(g: Graph, op: int) -> Lane | None:
-    row = g.row(op)
-    return None if row is None else row.lane
+def _lanes(g: Graph) -> list[Lane | None]:
+    """The lane of each row; the last is for ops without one."""
+    return [*(row.lane for row in g.rows), None]

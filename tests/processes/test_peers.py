@@ -1,0 +1,81 @@
+"""Which ranks share a GPU, how they then talk, and which GPU each takes; GPUs are made up."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.processes.plans import write_plan
+from zbc.plan.directory import read_manifest
+from zbc.runtime.staged import Staged
+from zbc.training.launch import local, peers, torchrun
+from zbc.training.launch.options import RunOptions
+
+HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
+
+
+class Said:
+    """A board on which other ranks have said what this one says, but for the words that they change."""
+
+    rank = 0
+
+    def __init__(self, *changes: tuple[str, str]) -> None:
+        self.changes, self.ranks = changes, 1 + len(changes)
+
+    def meet(self, name: str, limit: timedelta, say: str) -> list[str]:
+        return [say, *(say.replace(*change) if change[0] else say for change in self.changes)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def there_are(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    return there_are
+
+
+@pytest.mark.parametrize(
+    ("count", "others", "shared"),
+    [
+        (2, [OTHER_GPU], False),
+        (1, [HERE], True),
+        (1, [OTHER_HOST], False),
+        (1, [OTHER_HOST, OTHER_HOST], True),
+    ],
+)
+def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatch, count, others, shared):
+    gpus(count)
+    begun = []
+    monkeypatch.setattr(peers.dist, "init_process_group", lambda backend, **how: begun.append(backend))
+    monkeypatch.setattr(peers, "prefixed", lambda name, store: store)
+    monkeypatch.setattr(
+        peers, "Network", lambda manifest, device, limit: SimpleNamespace(rank=0, manifest=manifest, device=device)
+    )
+    manifest = SimpleNamespace(topology=SimpleNamespace(name=str))
+    device = torch.device("cuda", 0)
+    transport, said = peers.connected(manifest, device, Said(*others), lambda: None, timedelta(seconds=1))
+    assert said is shared and begun == ["gloo" if shared else "nccl"]
+    assert isinstance(transport, Staged) is shared
+    if not shared:
+        assert transport.device == device
+
+
+def test_more_ranks_than_gpus_take_them_in_turn(gpus, tmp_path):
+    gpus(2)
+    options = RunOptions(device="cuda")
+    orders = [local.Order(rank, 4, 1, 1, Path(), options) for rank in range(4)]
+    assert [local._device(order).index for order in orders] == [0, 1, 0, 1]
+    assert local._device(local.Order(0, 4, 1, 1, Path(), RunOptions())) == torch.device("cpu")
+    manifest = read_manifest(write_plan(tmp_path, hardware={"device": "cuda"}))
+    places = [torchrun.Launched(r, 4, r, 4, True, "", 0, False, "", None) for r in range(4)]
+    for place in places:
+        torchrun.check_devices(manifest, place)
+    assert [torchrun._device(manifest, place).index for place in places] == [0, 1, 0, 1]
