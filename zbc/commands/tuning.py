@@ -19,7 +19,6 @@ from zbc.commands.planning import run_command
 from zbc.commands.summary import throughput_lines
 from zbc.commands.tuner import Tried, Tuner
 from zbc.errors import EXIT_INTERRUPTED, ZbcError
-from zbc.plan.directory import refuse_unwritable
 from zbc.text import aligned, short
 
 if TYPE_CHECKING:
@@ -49,6 +48,8 @@ def tune(
     Profiles the layers, plans, runs some steps of each plan, plans again with what they took, and keeps the plan whose
     steps were fastest. Ctrl-C keeps what was found so far.
     """
+    from zbc.plan.directory import refuse_unwritable
+
     changes = Changes(settings, schedule, profile, budget)
     loaded = changes.job(job)
     refuse_unwritable(output)
