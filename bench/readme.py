@@ -1,4 +1,4 @@
-"""Fill the marked blocks of README.md and docs/bidirectional.md with what zbc prints: `python bench/readme.py`.
+"""Fill the marked blocks of README.md and two pages of docs with what zbc prints: `python bench/readme.py`.
 
 A block stands between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed each time, and a
 test compares them with the README; the fidelity table comes from the newest file of bench/results.
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 BIDIRECTIONAL = ROOT / "docs" / "bidirectional.md"
+FIDELITY = ROOT / "docs" / "fidelity.md"
 UNIT = "\n[costs]\nf = 1\nb = 1\nw = 1\n"
 
 
@@ -51,9 +52,8 @@ def two_pipes(p: int, m: int) -> str:
     settings = [f"parallel.pp={p}", f"schedule.microbatches={m}", *(f"costs.{key}=1" for key in "fbw")]
     settings += ["costs.comm=0", "costs.act_w=1", "costs.reduce=0"]
     wanted = [part for setting in settings for part in ("--set", setting)]
-    table = _printed(
-        "compare", str(ROOT / "plans" / "paper-1.5b.toml"), "--schedules", f"{ONE_PIPE},{TWO_PIPES}", *wanted, "--md"
-    )
+    schedules = ("--schedules", f"{ONE_PIPE},{TWO_PIPES}")
+    table = _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), *schedules, *wanted, "--md", "-v")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     kept = [rows[0].index(name) for name in COLUMNS]
     return "\n".join("| " + " | ".join(row[k] for k in kept) + " |" for row in rows)
@@ -88,5 +88,6 @@ def _printed(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(fill(README.read_text(), ("picture", "compare", "fidelity")))
+    README.write_text(fill(README.read_text(), ("picture", "compare")))
+    FIDELITY.write_text(fill(FIDELITY.read_text(), ("fidelity",)))
     BIDIRECTIONAL.write_text(fill(BIDIRECTIONAL.read_text(), TWO_PIPES_BLOCKS))

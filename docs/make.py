@@ -216,7 +216,7 @@ def page(card: ScheduleCard, one: Drawn) -> str:
         f"On four ranks with eight microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\n"
         f"`zbc schedules {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
-        "[All schedules](README.md); [how to read the two bubble rates](../reading.md).\n"
+        "[All schedules](README.md); [how to read the bubble rates](../reading.md).\n"
     )
 
 

@@ -199,7 +199,7 @@ def test_numbers_that_are_none_are_refused_with_their_key(tmp_path, value):
 
 def test_sizes_that_are_huge_are_refused_at_once(tmp_path):
     found = problems(tmp_path, toml_text(model={"hidden": 10**15, "heads": 10**9 + 7}))
-    assert [code for code, _, _ in found] == ["E110"]
+    assert [code for code, _, _ in found] == ["E103", "E103"]
 
 
 def test_sizes_that_are_not_given_follow_from_others():

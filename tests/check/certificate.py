@@ -15,7 +15,7 @@ from zbc.ir import Kind, Op, Program, parse_line
 KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
 OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
 PLACE = re.compile(r"rank (\d+) step (\d+): (" + OP.pattern + r"(?: [<>]r\d+)?)")
-LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, behind step (\d+))?")
+LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, after step (\d+))?")
 FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
 
 

@@ -57,8 +57,8 @@ def test_two_blocking_sends_that_cross_are_named_with_the_receives_they_wait_for
     assert error.render() == "\n".join(
         [
             "error[E201] deadlock: 2 transfers wait for each other",
-            "   rank 0 step 3: SEND_F s0 m1 >r1  waits for  rank 1 step 4: RECV_F s1 m1 <r0, behind step 3",
-            "   rank 1 step 3: SEND_B s1 m0 >r0  waits for  rank 0 step 4: RECV_B s0 m0 <r1, behind step 3",
+            "   rank 0 step 3: SEND_F s0 m1 >r1  waits for  rank 1 step 4: RECV_F s1 m1 <r0, after step 3",
+            "   rank 1 step 3: SEND_B s1 m0 >r0  waits for  rank 0 step 4: RECV_B s0 m0 <r1, after step 3",
             "   10 of 16 ops never run",
             "   = post RECV_B s0 m0 <r1 on rank 0 before step 3, in the order of its channel",
         ]
@@ -90,8 +90,8 @@ def test_ranks_that_keep_back_what_the_other_needs_deadlock_without_blocking():
     assert error_of(program).render() == "\n".join(
         [
             "error[E201] deadlock: 2 ops wait for each other",
-            "   rank 0 step 5: BW s0 m0  waits for  rank 1 step 5: SEND_B s1 m0 >r0, behind step 3",
-            "   rank 1 step 3: F s1 m1  waits for  rank 0 step 6: SEND_F s0 m1 >r1, behind step 5",
+            "   rank 0 step 5: BW s0 m0  waits for  rank 1 step 5: SEND_B s1 m0 >r0, after step 3",
+            "   rank 1 step 3: F s1 m1  waits for  rank 0 step 6: SEND_F s0 m1 >r1, after step 5",
             "   8 of 16 ops never run",
             "   = on rank 0, bring step 6 and what it needs before step 5",
         ]
@@ -108,8 +108,8 @@ def test_schedules_deadlock_too():
     error = error_of(program)
     assert error.message == "deadlock: 2 ops wait for each other"
     assert error.details[:2] == (
-        "rank 0 step 1: BW s0 m0  waits for  rank 1 step 2: BW s1 m0, behind step 1",
-        "rank 1 step 1: F s1 m1  waits for  rank 0 step 2: F s0 m1, behind step 1",
+        "rank 0 step 1: BW s0 m0  waits for  rank 1 step 2: BW s1 m0, after step 1",
+        "rank 1 step 1: F s1 m1  waits for  rank 0 step 2: F s0 m1, after step 1",
     )
 
 
@@ -132,7 +132,7 @@ def test_the_shortest_of_several_circles_is_named():
     [lines] = circles(error_of(program))
     assert len(lines) == 2
     with_gap = error_of(program).details
-    assert "rank 0 step 2: BW s0 m1  waits for  rank 1 step 4: BW s1 m1, behind step 2" in with_gap
+    assert "rank 0 step 2: BW s0 m1  waits for  rank 1 step 4: BW s1 m1, after step 2" in with_gap
 
 
 def ring(p: int) -> Program:
@@ -173,8 +173,8 @@ def test_ranks_that_sum_in_different_orders_deadlock():
     program = listing(text.format("REDUCE s1, REDUCE s0"), both)
     error = error_of(program)
     assert error.details[:2] == (
-        "rank 0 step 4: REDUCE s0  waits for  rank 1 step 5: REDUCE s0, behind step 4",
-        "rank 1 step 4: REDUCE s1  waits for  rank 0 step 5: REDUCE s1, behind step 4",
+        "rank 0 step 4: REDUCE s0  waits for  rank 1 step 5: REDUCE s0, after step 4",
+        "rank 1 step 4: REDUCE s1  waits for  rank 0 step 5: REDUCE s1, after step 4",
     )
     assert error.hint.startswith("let all ranks meet in the same order")
 
@@ -209,7 +209,7 @@ def test_a_rank_that_judges_waits_for_the_sums_its_own_stand_behind():
     )
     assert not operational.run(program).ok
     error = error_of(program)
-    assert error.details[0] == "rank 1 step 5: VALIDATE  waits for  rank 1 step 6: REDUCE s1, behind step 5"
+    assert error.details[0] == "rank 1 step 5: VALIDATE  waits for  rank 1 step 6: REDUCE s1, after step 5"
 
 
 def test_a_message_after_the_barrier_that_is_needed_before_it_deadlocks():
@@ -220,8 +220,8 @@ def test_a_message_after_the_barrier_that_is_needed_before_it_deadlocks():
     check_complete(program)
     check_pairing(program)
     error = error_of(program)
-    assert error.details[0] == "rank 0 step 3: BW s0 m0  waits for  rank 1 step 4: SEND_B s1 m0 >r0, behind step 3"
-    assert error.details[1] == "rank 1 step 3: VALIDATE  waits for  rank 0 step 4: VALIDATE, behind step 3"
+    assert error.details[0] == "rank 0 step 3: BW s0 m0  waits for  rank 1 step 4: SEND_B s1 m0 >r0, after step 3"
+    assert error.details[1] == "rank 1 step 3: VALIDATE  waits for  rank 0 step 4: VALIDATE, after step 3"
 
 
 # ---- programs the other checks reject ----------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_a_channel_whose_ends_disagree_stands_still():
 def test_an_order_no_rank_can_run_is_a_circle_of_one():
     error = error_of(listing("rank 0: BW s0 m0, F s0 m0"))
     assert error.message == "deadlock: an op waits for a later op of its own rank"
-    assert error.details[0] == "rank 0 step 0: BW s0 m0  waits for  rank 0 step 1: F s0 m0, behind step 0"
+    assert error.details[0] == "rank 0 step 0: BW s0 m0  waits for  rank 0 step 1: F s0 m0, after step 0"
     assert error.hint == "on rank 0, bring step 1 and what it needs before step 0"
 
 
@@ -295,14 +295,14 @@ def test_a_message_that_came_does_not_make_up_for_a_slice_that_did_not():
     """)
     error = error_of(program)
     assert error.message == "deadlock: an op waits for a later op of its own rank"
-    assert error.details[0] == "rank 1 step 2: F s1 m0.1  waits for  rank 1 step 3: F s1 m0, behind step 2"
+    assert error.details[0] == "rank 1 step 2: F s1 m0.1  waits for  rank 1 step 3: F s1 m0, after step 2"
 
 
 @pytest.mark.parametrize("late", ["STEP s0, VALIDATE", "VALIDATE, REDUCE s0, STEP s0"])
 def test_a_step_level_op_before_what_it_closes_is_a_circle_of_one(late):
     error = error_of(listing(f"rank 0: F s0 m0, BW s0 m0, {late}"))
     first, second = late.split(", ")[:2]
-    assert error.details[0] == f"rank 0 step 2: {first}  waits for  rank 0 step 3: {second}, behind step 2"
+    assert error.details[0] == f"rank 0 step 2: {first}  waits for  rank 0 step 3: {second}, after step 2"
 
 
 def test_a_circle_and_what_never_comes_are_both_reported():

@@ -225,7 +225,7 @@ ANYWHERE = [
         "data tokenize zbc.toml -o {}.bin",
         "data tokenize zbc.toml -o o.bin --tokenizer {}",
     ),
-    *("export plan --to torch-csv -o {}", "run tokens --local 2", "run weights --local 2"),
+    *("export plan --to torch-csv -o {}", "run tokens --local 2", "plan zbc.toml -q --set=model.pretrained={}"),
 ]
 
 
@@ -238,7 +238,6 @@ def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, j
         "plan": (),
         "text": ('data.kind="text"', data, "model.vocab=256"),
         "tokens": (tokens, data),
-        "weights": (f"model.pretrained={LONG}",),
     }.items():
         assert zbc("plan", "zbc.toml", "-q", "-o", name, *(f"--set={value}" for value in values)).code == 0
     before = tree()

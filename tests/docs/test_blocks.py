@@ -120,7 +120,7 @@ def test_the_command_blocks_of_a_page_work(chain, clone):
 
 
 def test_blocks_that_go_on_with_what_another_made_are_one_chain():
-    assert [len(chains(README)), len(chains(ROOT / "docs" / "report.md"))] == [6, 1]
+    assert [len(chains(README)), len(chains(ROOT / "docs" / "report.md"))] == [5, 1]
     assert sum(len(block) for page in PAGES for block in commands(page)) == sum(len(chain.lines) for chain in CHAINS)
 
 

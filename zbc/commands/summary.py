@@ -294,7 +294,7 @@ def _unit(report: Report) -> tuple[str, float]:
 
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
 _MEMORY = (
-    "at most on each rank, and what fills it; grads: gradients; state: of",
+    "the most on each rank, and what fills it; grads: gradients; state: of",
     "the optimizer; kept: activations; logits: part of them",
 )
 _BYTES = {

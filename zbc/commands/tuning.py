@@ -48,6 +48,8 @@ def tune(
     Profiles the layers, plans, runs some steps of each plan, plans again with what they took, and keeps the plan whose
     steps were fastest. Ctrl-C keeps what was found so far.
     """
+    from zbc.plan.directory import refuse_unwritable
+
     changes = Changes(settings, schedule, profile, budget)
     loaded = changes.job(job)
     from zbc.plan.directory import refuse_unwritable

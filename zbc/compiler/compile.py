@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def load_job(
 def _pretrained(draft: Draft) -> list[ZbcError]:
     """E520 for a folder of weights that is not there; a run reads it, and should not be the first to find out."""
     model = draft.sections.get("model")
-    if model is None or model.pretrained is None or Path(model.pretrained).is_dir():
+    if model is None or model.pretrained is None or os.path.isdir(model.pretrained):
         return []
     text = f"model: {model.pretrained} is not a folder"
     hint = "name a folder with config.json and *.safetensors; a relative name starts in the current directory"

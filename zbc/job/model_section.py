@@ -48,7 +48,7 @@ class Model(Section):
     family: str = Field(
         "gpt", description='"gpt", "llama", or "package.module:factory", a callable that returns the layers'
     )
-    layers: Width = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
+    layers: Count = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
     hidden: Width | None = Field(None, description="width of the residual stream")
     heads: Width | None = Field(None, description="attention heads")
     kv_heads: Width | None = Field(None, description="llama: heads of keys and values; default heads")

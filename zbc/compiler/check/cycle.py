@@ -33,7 +33,7 @@ class CycleWait(NamedTuple):
     behind: int | None
 
     def text(self, g: Graph) -> str:
-        order = "" if self.behind is None else f", behind step {g.place(self.behind)[1]}"
+        order = "" if self.behind is None else f", after step {g.place(self.behind)[1]}"
         return f"{g.text(self.op)}  waits for  {g.text(self.target)}{order}"
 
 

@@ -34,7 +34,7 @@ def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
             raise _error(layout, where, f"stage {number} has {unknown!r}", f"letters are {known}")
     flat = "".join(stages)
     if flat.replace("t", "") != "EL" or not flat.startswith("E") or not flat.endswith("L"):
-        hint = "one E in front of all t, one L behind them, as in Et|t|tL"
+        hint = "one E in front of all t, one L after them, as in Et|t|tL"
         raise _error(layout, where, f"its layers are {_squeezed(flat)}", hint)
     return tuple(stage.count("t") for stage in stages)
 

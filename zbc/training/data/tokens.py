@@ -44,7 +44,7 @@ class TokenFile:
             raise ZbcError("E530", f"data: cannot read {self.path}: {error.strerror}") from None
         if len(raw) < count * width:
             end = os.fstat(self._file).st_size
-            text = f"data: {self.path} ends at byte {end}, token {start + count - 1} is behind it"
+            text = f"data: {self.path} ends at byte {end}, token {start + count - 1} lies after it"
             raise ZbcError("E531", text, hint="the file became shorter while it was read: make it again")
         return torch.frombuffer(bytearray(raw), dtype=_TYPES[self.about.dtype]).long()
 

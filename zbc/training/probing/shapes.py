@@ -251,10 +251,10 @@ def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_d
         return derived
     dtype = getattr(torch, planned.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ZbcError("E505", f"run: the plan's boundary behind stage {stage} has unknown dtype {planned.dtype!r}")
+        raise ZbcError("E505", f"run: the plan's boundary after stage {stage} has unknown dtype {planned.dtype!r}")
     told = TensorSpec(tuple(planned.shape), dtype)
     free = free_dtype and dtype.is_floating_point and derived.dtype.is_floating_point
     if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
-        text = f"run: the tensor behind stage {stage} is {derived}, the plan says {told}"
+        text = f"run: the tensor after stage {stage} is {derived}, the plan says {told}"
         raise ZbcError("E505", text, hint="the model or its data changed after planning: plan again")
     return told
