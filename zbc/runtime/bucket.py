@@ -53,6 +53,15 @@ class Bucket:
         self._flats.clear()
 
 
+def absent(size: int, device: torch.device) -> nn.Parameter:
+    """In place of a parameter of float32 that others of the ranks sum, and this one has not; it takes no room."""
+    return _Absent(torch.zeros((), device=device).expand(size))
+
+
+class _Absent(nn.Parameter):
+    """Has no gradient before a sum, nor after one."""
+
+
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
     """The type of a parameter's gradient, which may be wider than its own."""
     return parameter.grad_dtype or parameter.dtype
@@ -78,4 +87,5 @@ def _spread(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Make the parts of a summed vector the gradients."""
     *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
     for part, parameter, there in zip(parts, parameters, present.tolist(), strict=True):
-        parameter.grad = part.view(parameter.shape) if there != 0 else None
+        there = there and not isinstance(parameter, _Absent)
+        parameter.grad = part.view(parameter.shape) if there else None
