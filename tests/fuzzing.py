@@ -206,13 +206,16 @@ class Inputs:
             "high_freq_factor": 4.0,
         }
         llama = {"model_type": "llama", "num_attention_heads": 4, "head_dim": 8, "rope_parameters": rope}
-        good = rng.choice([llama, {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_inner": None}])
+        sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+        gpt = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_inner": None}
+        good = rng.choice([llama, sliding, {"model_type": "gemma", "layer_types": []}, gpt])
         path = self.folder / hfconfig.CONFIG
         path.write_text(json.dumps(swap_value(rng, good)))
         if rng.random() < 0.3:
             path.write_bytes(damage(rng, path.read_bytes()))
-        found = hfconfig.model_of(hfconfig.read_config(self.folder), "config.json")
-        hfconfig.check_fits(found, found, "config.json")
+        read = hfconfig.read_config(self.folder)
+        found = hfconfig.model_of(read, "config.json")
+        hfconfig.check_fits(found, read, "config.json")
         hfconfig.config_of(found)
 
     def index(self, rng: random.Random) -> None:

@@ -275,9 +275,10 @@ class Program:
     history: tuple[str, ...] = ()  # the schedule, then every pass that ran
     slices: int = 1
     dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
-    tied: bool = False  # the first and the last of several stages share a weight
+    tied: bool = False  # several stages share a weight
     sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
+    ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -317,8 +318,13 @@ class Program:
         if op.kind.everywhere:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
-            return tuple(sorted({rank for stage in placement.ends for rank in placement.holders(stage)}))
+            return tuple(sorted({rank for stage in self.tying for rank in placement.holders(stage)}))
         return tuple(sorted(set(placement.holders(op.stage))))
+
+    @property
+    def tying(self) -> tuple[int, ...]:
+        """The stages whose gradients TIE sums, ascending."""
+        return self.ties or self.placement.ends
 
     def holders(self, op: Op) -> int:
         """How many ranks, over all replicas of the pipeline, meet in a collective."""

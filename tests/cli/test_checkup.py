@@ -25,6 +25,15 @@ JOBS = {
     "noise": zoo("noise", kind="zb-h1"),
     "buffers": zoo("averages", kind="zb-h1"),
     "whole numbers": zoo("integers", kind="zb-h1"),
+    "shared weights": {
+        **ZOO,
+        "model": {
+            "family": "tests.runtime.user_models:sharing",
+            "loss": "mse",
+            "args": {"width": 8, "count": 4, "together": False},
+            "ties": {'"layers.3.up.weight"': "layers.0.up.weight"},
+        },
+    },
     "several tensors": {
         **ZOO,
         "kind": "zb-v",
@@ -33,7 +42,9 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "several tensors")))
+@pytest.mark.parametrize(
+    "name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "several tensors"))
+)
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     ran = zbc("doctor", "--model", job(**JOBS[name]))
     assert ran.code == 0, ran.err

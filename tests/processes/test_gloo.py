@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
+from tests.runtime import test_ties
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.tiers import few
@@ -67,6 +68,13 @@ def test_several_tensors_between_layers_change_no_bit(pool, schedule):
     expected, found = reference(plan), pool.run(train, plan, 1)
     assert [losses for losses, *_ in found] == [expected.losses] * 4
     same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+
+
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("1f1b",)))
+def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, schedule):
+    plan = test_ties.plan_of(schedule, 4, keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))

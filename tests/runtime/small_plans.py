@@ -124,9 +124,16 @@ def reference(plan: StoredPlan, steps: int = 1) -> Reference:
     layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
     if settings.model.tie_embeddings:
         layers[-1][1].logits.weight = layers[0][1].tokens.weight
+    modules = dict(layers)
+    for name, owner in settings.model.ties.items():
+        (_, one, path), (_, other, target) = (text.split(".", 2) for text in (name, owner))
+        inner, _, leaf = path.rpartition(".")
+        setattr(modules[f"layers.{one}"].get_submodule(inner), leaf, modules[f"layers.{other}"].get_parameter(target))
     named = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
     weights = {
-        name: p for name, p in named.items() if (name, settings.model.tie_embeddings) != ("head.logits.weight", True)
+        name: p
+        for name, p in named.items()
+        if (name, settings.model.tie_embeddings) != ("head.logits.weight", True) and name not in settings.model.ties
     }
     criterion = model.loss(settings.model.loss)
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights

@@ -272,6 +272,8 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
     [
         ({"model_type": "mixtral"}, 'model_type = "mixtral"'),
         ({"model_type": "gemma2"}, 'model_type = "gemma2"'),
+        ({"model_type": "mistral", "sliding_window": "far"}, 'sliding_window = "far"'),
+        ({"model_type": "qwen3", "sliding_window": 0, "use_sliding_window": True}, "sliding_window = 0"),
         ({"model_type": "gemma", "hidden_act": "silu"}, 'hidden_act = "silu"'),
         ({"model_type": None}, "model_type = null"),
         ({"model_type": "gpt2", "activation_function": "relu"}, 'activation_function = "relu"'),

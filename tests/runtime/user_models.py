@@ -334,3 +334,12 @@ def returning(what: str, last: bool = False):
 
 def ends_in_two():
     return [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Returns("pair")]
+
+
+def sharing(width: int = 8, count: int = 8, together: bool = False):
+    """Residual layers; `together`: of the first, the fifth and the last `down.weight` is one object already."""
+    made = [Residual(width) for _ in range(count)]
+    if together:
+        for index in (4, count - 1):
+            made[index].down.weight = made[0].down.weight
+    return made

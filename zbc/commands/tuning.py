@@ -52,7 +52,6 @@ def tune(
 
     changes = Changes(settings, schedule, profile, budget)
     loaded = changes.job(job)
-    from zbc.plan.directory import refuse_unwritable
 
     refuse_unwritable(output)
     if "RANK" in os.environ:

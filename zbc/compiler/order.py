@@ -92,7 +92,7 @@ def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer
     """What was made elsewhere, with the partition the job starts from."""
     stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs)
-    return Ordered(name, finished(job, program, costs), stages, costs, least, Lowering.of(job))
+    return Ordered(name, finished(job, program, costs, stages), stages, costs, least, Lowering.of(job))
 
 
 def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:

@@ -121,6 +121,9 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Of Llama and its variants. `seq_len` ends at a sliding window: up to there it is causal attention as any."""
     theta, scaling = _rope(config, source)
+    given = config.get("sliding_window")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise _refused(source, "sliding_window", given, "it is a number of positions")
     kind, window = config["model_type"], window_of(config)
     default = _VARIANTS[kind]
     longest = config.get("max_position_embeddings", default.seq_len)
@@ -147,14 +150,15 @@ def window_of(config: Mapping[str, Any]) -> int | None:
     """How many positions back a layer of the model looks at most; None where all of them see everything before."""
     kind = config.get("model_type")
     if kind == "mistral":
-        window = config.get("sliding_window", 4096)
+        window: int | None = config.get("sliding_window", 4096)
     else:
         window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         types, whole = config.get("layer_types"), config.get("max_window_layers", 28)
         layers = config.get("num_hidden_layers", 32)
-        if "sliding_attention" not in types if isinstance(types, list) else whole >= layers:
+        known = isinstance(whole, int) and isinstance(layers, int)
+        if "sliding_attention" not in types if isinstance(types, list) else known and whole >= layers:
             window = None
-    return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
+    return window
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] | None]:

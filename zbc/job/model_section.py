@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
+_TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias")
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = ("experts", "top_k", "expert_hidden")
@@ -29,6 +31,7 @@ _ONLY_BUILTIN = (
     *_ONLY_LLAMA,
     *_ONLY_GPT,
 )
+_PLAIN = ("variant", "attention_bias")  # whose defaults say what is so in other families too
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
 
@@ -84,11 +87,20 @@ class Model(Section):
     )
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+    ties: dict[str, str] = Field(
+        {},
+        description='a factory: parameters of other layers, in quotes: "layers.7.weight" = "layers.0.weight"',
+    )
 
     @property
     def builtin(self) -> bool:
         """Whether layers and sizes are known before the model is built."""
         return self.family in BUILTIN
+
+    @property
+    def tied_layers(self) -> set[int]:
+        """The layers of a factory that share a parameter with another one."""
+        return {int(name.split(".")[1]) for pair in self.ties.items() for name in pair}
 
     @property
     def rotary(self) -> bool:
@@ -136,6 +148,7 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     yield from _misplaced(model, document)
     yield from _precision(model, document)
     yield from _experts(model, document)
+    yield from _ties(model, document)
     if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))
@@ -147,6 +160,31 @@ def check_runnable(model: Model) -> None:
     if model.experts:
         text = f"run: model.experts = {model.experts} can be planned and compared, this version has no layers to run it"
         raise ZbcError("E107", text, hint='drop it, or bring such layers with family = "package.module:factory"')
+
+
+def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
+    """What is wrong with `ties` before the layers are known."""
+    if model.ties and model.builtin:
+        text = f"config: model.ties is for layers of a factory, family is {model.family}"
+        hint = "set tie_embeddings = true for embedding and head, or drop it"
+        yield ZbcError("E110", text, where=document.where(("model", "ties")), hint=hint)
+    for name, owner in model.ties.items():
+        where = document.where(("model", "ties", name))
+        places = [_TIE.fullmatch(text) for text in (name, owner)]
+        layers = [int(found[1]) for found in places if found]
+        if len(layers) < 2 or max(layers) >= model.layers:
+            text = f"config: model.ties has {name!r} = {owner!r}"
+            hint = f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'
+            yield ZbcError("E110", text, where=where, hint=hint)
+        elif layers[0] == layers[1] or owner in model.ties:
+            text = f"config: model.ties has {name!r} = {owner!r}, which {_why_not(layers, owner)}"
+            yield ZbcError(
+                "E110", text, where=where, hint="name one owner in another layer for all that share a weight"
+            )
+
+
+def _why_not(layers: list[int], owner: str) -> str:
+    return "is in the same layer" if layers[0] == layers[1] else f"is itself tied ({owner})"
 
 
 def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
@@ -195,7 +233,7 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
     if not model.builtin and not FACTORY.fullmatch(model.family):  # nobody knows what it was meant to be
         return
     for key in foreign(model):
-        if document.has(("model", key)):
+        if document.has(("model", key)) and (key not in _PLAIN or asks(model, key)):
             text = f"config: model.{key} is not for family {model.family}"
             hint = "drop it, or choose another family" if model.builtin else "drop it; a factory takes [model.args]"
             yield ZbcError("E110", text, where=document.where(("model", key)), hint=hint)

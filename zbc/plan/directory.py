@@ -76,7 +76,18 @@ def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
     m, run, history = manifest, manifest.topology, (manifest.schedule, *manifest.passes)
-    return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, run.dp, m.tied, m.sharded, run.node)
+    return Program(
+        m.to_placement(),
+        run.microbatches,
+        ranks,
+        history,
+        run.slices,
+        run.dp,
+        m.tied,
+        m.sharded,
+        run.node,
+        tuple(m.ties),
+    )
 
 
 def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
@@ -123,6 +134,7 @@ def assemble(
         copies=program.dp,
         tied=program.tied,
         sharded=program.sharded,
+        ties=list(program.ties),
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

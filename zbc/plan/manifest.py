@@ -56,7 +56,8 @@ class Manifest(_Strict):
     microbatch_size: Count
     slices: Count
     copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` are those of one
-    tied: bool = False  # the first and the last stage share a weight
+    tied: bool = False  # stages share a weight
+    ties: list[Index] = []  # those stages; none: the first and the last
     sharded: bool = False  # the copies of a stage share out the optimizer's work
     placement: list[list[Index]]  # stage -> rank per pipe
     layers: list[list[str]]  # stage -> layer names

@@ -127,7 +127,17 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
     for part, (below, its) in zip(manifest.ramp, found, strict=True):
         if its.sha256 != part.sha256:
             raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=REPLAN)
-        for key in ("placement", "layers", "boundaries", "microbatch_size", "copies", "tied", "sharded", "node"):
+        for key in (
+            "placement",
+            "layers",
+            "boundaries",
+            "microbatch_size",
+            "copies",
+            "tied",
+            "ties",
+            "sharded",
+            "node",
+        ):
             if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
                 raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)
     return found

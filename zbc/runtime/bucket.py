@@ -46,7 +46,7 @@ class Bucket:
         if self._flats:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         for parameters in self._groups:
-            every = all(p.grad is not None for p in parameters)
+            every = all(p.grad is not None or isinstance(p, _Absent) for p in parameters)
             flat = _flatten(parameters)
             self._flats.append((transport.start_sum(flat, self._ranks), flat, every))
 
@@ -55,6 +55,15 @@ class Bucket:
             pending.wait()
             _spread(flat, parameters, every)
         self._flats.clear()
+
+
+def absent(size: int, device: torch.device) -> nn.Parameter:
+    """In place of a parameter of float32 that others of the ranks sum, and this one has not; it takes no room."""
+    return _Absent(torch.zeros((), device=device).expand(size))
+
+
+class _Absent(nn.Parameter):
+    """Has no gradient before a sum, nor after one."""
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
@@ -92,4 +101,5 @@ def _spread(flat: Tensor, parameters: Sequence[nn.Parameter], every: bool) -> No
     *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
     found = [1.0] * len(parts) if every else present.tolist()
     for part, parameter, there in zip(parts, parameters, found, strict=True):
-        parameter.grad = part.view(parameter.shape) if there != 0 else None
+        there = there and not isinstance(parameter, _Absent)
+        parameter.grad = part.view(parameter.shape) if there else None

@@ -13,7 +13,7 @@ Where two neighbouring stages share a rank there is no transfer: the producer pu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -145,7 +145,7 @@ class Worker:
     clip: float | None
     rate: Callable[[Phases, int], float]  # the learning rate of a step
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
-    tied: str | None = None  # the name of the weight that the first and the last stage share
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
 
     step: int = 0
     stop: bool = False
@@ -272,16 +272,23 @@ class Worker:
         rank, placement = self.plan.rank, self.placement
         mine = [s for s in self.stages if self.replica == 0 and placement.rank_of(s) == rank]
         found = {name: p for s in mine for name, p in self.optimizers[s].parameters.items()}
-        if self.tied is not None and placement.rank_of(0) != rank:
-            found.pop(self.tied, None)
+        for name, stages in self.tied.items():
+            if placement.rank_of(stages[0]) != rank:
+                found.pop(name, None)
         return found
 
     def squares(self) -> dict[str, Tensor]:
         """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
         found = {name: value for optimizer in self.counted() for name, value in optimizer.squares().items()}
-        if self.tied is not None and self.tied not in self.primary():
-            found.pop(self.tied, None)
+        if self.tied:
+            own = self.primary()
+            found = {name: value for name, value in found.items() if name not in self.tied or name in own}
         return found
+
+    def sharing(self, name: str) -> tuple[int, ...]:
+        """The ranks of the run that hold a shared weight."""
+        ranks = {rank for stage in self.tied[name] for rank in self.placement.holders(stage)}
+        return self.topology.ranks(sorted(ranks))
 
     def prepare(self, ops: Iterable[Op]) -> None:
         """Look up where further ops find their things."""

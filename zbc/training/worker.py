@@ -15,7 +15,7 @@ from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import Manifest, RankPlan, meeting
 from zbc.plan.phases import Phases
-from zbc.runtime.bucket import Bucket, GradientSum
+from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
@@ -107,16 +107,16 @@ def build_worker(
         if not ends or samples is None
         else _batches(settings, parts, phases, samples, transport.rank, device),
         loss=model.loss(settings.model.loss),
-        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank) for s in mine},
+        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
         ),
-        tied=model.TIED if manifest.tied else None,  # the weight that the first and the last stage share
+        tied=_shared(manifest, plans),
     )
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
-    worker.sums |= _sums(worker)
+    worker.sums |= _sums(worker, dict(zip(shapes.parameters, shapes.sizes, strict=True)))
     if settings.train.eval_every:
         kept = build_validation(settings.data, settings.model, settings.train.seed) if ends else None
         where = place(settings.data, settings.model, kept=True)
@@ -158,12 +158,28 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
     return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
-def _optimizer(settings: Settings, stage: Stage, manifest: Manifest, rank: int) -> StageOptimizer:
+def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, tuple[int, ...]]:
+    """The weights that stages share, with those stages, the owner's first."""
+    found: dict[str, tuple[int, ...]] = {}
+    if not manifest.tied:
+        return found
+    home = {name: stage for stage, names in enumerate(manifest.layers) for name in names}
+    for plan in plans:
+        for target in plan.ties.values():
+            owner = next(home[other.name] for other in plans if target.startswith(f"{other.name}."))
+            found[target] = (*dict.fromkeys((*found.get(target, (owner,)), home[plan.name])),)
+    return found
+
+
+def _optimizer(
+    settings: Settings, stage: Stage, manifest: Manifest, rank: int, plans: Sequence[model.LayerPlan]
+) -> StageOptimizer:
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index))
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
     if manifest.sharded and len(ranks) > 1:
-        whole = frozenset({model.TIED} & stage.parameters.keys()) if manifest.tied else frozenset()
+        tied = {target for plan in plans for target in plan.ties.values()} if manifest.tied else set[str]()
+        whole = frozenset(tied & stage.parameters.keys())
         return Sharded(
             options, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole, lowered=lowered, ahead=ahead
         )
@@ -183,16 +199,17 @@ def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
     return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
-def _sums(worker: Worker) -> dict[Op, GradientSum]:
-    """What each REDUCE and TIE of the plan sums."""
+def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
+    """What each REDUCE and TIE of the plan sums; `sizes` of all parameters of the model."""
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.TIE:
-            copies = {id(p): p for s in worker.stages.values() if (p := s.parameters.get(model.TIED)) is not None}
-            found[op] = Bucket(list(copies.values()), meeting(manifest, op))
+            mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
+            summed = [mine[n] if n in mine else absent(sizes[n], worker.device) for n in sorted(worker.tied)]
+            found[op] = Bucket(summed, meeting(manifest, op))
             continue
         optimizer = worker.optimizers[op.stage]
-        own = [p for name, p in optimizer.parameters.items() if name != worker.tied]
+        own = [p for name, p in optimizer.parameters.items() if name not in worker.tied]
         found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op))
     return found
 

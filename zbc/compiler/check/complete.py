@@ -304,7 +304,7 @@ def _wide_ops(program: Program) -> Iterator[Op]:
 
 _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
-    Kind.TIE: "every rank with the first or the last stage sums the shared weight's gradients, after both",
+    Kind.TIE: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
     Kind.GATHER: "one GATHER for each stage a rank holds, after its STEP or TENTATIVE",
     Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",

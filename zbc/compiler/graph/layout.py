@@ -14,7 +14,7 @@ from bisect import bisect_right
 from copy import copy
 from typing import NamedTuple
 
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Program
 from zbc.ops import ROWS, VALUES, At, Lane, Ref, Row, Rows, Scope
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
@@ -78,7 +78,7 @@ class Layout:
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
         self.shares = {stage: program.dp * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
-        self.tied = program.tied and (program.dp * len(ends(placement)) > 1 or Kind.TIE in self.kinds)
+        self.tied = program.tied and (program.dp * len(tying(program)) > 1 or Kind.TIE in self.kinds)
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):
@@ -107,7 +107,15 @@ class Layout:
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
         """With fresh cells; what programs of the same shape have compiled is taken over."""
         kinds = frozenset(op[0] for ops in program.ranks for op in ops)
-        shape = (program.placement, program.microbatches, program.slices, program.dp, program.tied, program.sharded)
+        shape = (
+            program.placement,
+            program.microbatches,
+            program.slices,
+            program.dp,
+            program.tied,
+            program.sharded,
+            program.ties,
+        )
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
         if made is None:
@@ -260,9 +268,9 @@ class Layout:
         return [self.column(CellKey(what, who.rank, 0), 1)]
 
     def _ties(self, who: _Who) -> bool:
-        """Whether an op has to do with the weight that two stages share."""
+        """Whether an op has to do with the weights that stages share."""
         by_stage = who.row.scope is Scope.STAGE
-        return who.stage in self.program.placement.ends if by_stage else who.rank in ends(self.program.placement)
+        return who.stage in self.program.tying if by_stage else who.rank in tying(self.program)
 
     def _edges(self, who: _Who, at: At) -> list[int]:
         """The edges into or out of an op's stage; of a transfer those that lead to another rank."""
@@ -313,9 +321,9 @@ class _Who(NamedTuple):
     row: Row
 
 
-def ends(placement: Placement) -> set[int]:
-    """The ranks that hold a stage without sources or without sinks."""
-    return {rank for stage in placement.ends for rank in placement.holders(stage)}
+def tying(program: Program) -> set[int]:
+    """The ranks that hold a stage which shares weights."""
+    return {rank for stage in program.tying for rank in program.placement.holders(stage)}
 
 
 def members(program: Program, kind: Kind, stage: int) -> set[int]:

@@ -155,7 +155,7 @@ class Setup:
             budget=self.schedule.budget if budget is None else budget,
             **search,
         )
-        program = finished(job, self.schedule.make(request), self.costs)
+        program = finished(job, self.schedule.make(request), self.costs, self.stages)
         found = bounds_of(job, self.placement, self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
 
@@ -205,13 +205,15 @@ def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) ->
     return stages, cost.build(with_recompute(job, (), placement), placement, stages, table)
 
 
-def finished(job: Job, program: Program, costs: Costs) -> Program:
-    """The program with what the job does to all its steps."""
+def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
+    """The program with what the job does to all its steps; `stages` are the layers of each."""
+    tied = [s for s, part in enumerate(stages) if job.model.tied_layers & set(part)]
     return replace(
         program,
         dp=job.parallel.dp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
-        tied=job.model.tie_embeddings and program.placement.stages > 1,
+        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
+        ties=tuple(tied) if len(tied) > 1 else (),
         sharded=job.optimizer.zero1,
     )
 

@@ -14,7 +14,7 @@ from zbc.ir import Kind, Op, Program, groups
 class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
-    A weight that two stages share is summed by `TIE`, after both. Stages with one holder need nothing. A sum is only
+    A weight that stages share is summed by `TIE`, after all of them. Stages with one holder need nothing. A sum is only
     started: it goes on beside the ops that follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
@@ -80,4 +80,4 @@ def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
-    return (op.stage,) if op.kind is Kind.REDUCE else program.placement.ends
+    return (op.stage,) if op.kind is Kind.REDUCE else program.tying

@@ -52,8 +52,8 @@ def _weights(worker: Worker, stage: int) -> Iterator[HeldPart]:
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
             continue
-        tied = held.name == worker.tied
-        holders = meeting(manifest, Op(Kind.TIE, 0)) if tied else usual
+        tied = held.name in worker.tied
+        holders = worker.sharing(held.name) if tied else usual
         if not held.shared:
             holders = (worker.rank,)
         writer = holders[0] if tied or not held.shared else shares[held.name]

@@ -75,8 +75,9 @@ def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor],
 def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:
     """Let layers that are tied to a parameter of another one use it, under its name.
 
-    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get a
-    copy with the same initial values. To be called with all stages of a rank, before anything holds their parameters.
+    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get one
+    copy with the same initial values, which belongs to the first of them. To be called with all stages of a rank,
+    before anything holds their parameters.
     """
     found = list(stages)
     owned = {name: p for stage in found for name, p in stage.parameters.items()}
@@ -87,7 +88,7 @@ def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, d
                 del stage.parameters[f"{layer.name}.{local}"]
                 shared = owned.get(target)
                 if shared is None:
-                    stage.parameters[target] = shared = _initial(target, plans, seed, device)
+                    stage.parameters[target] = owned[target] = shared = _initial(target, plans, seed, device)
                 path, _, leaf = local.rpartition(".")
                 setattr(layer.module.get_submodule(path), leaf, shared)
 

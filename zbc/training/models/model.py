@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ class LayerPlan:
                 module = self._call()
         refuse_untrainable(self.name, module)
         if owners is not None:
-            owners.add(self.name, module)
+            owners.add(self.name, module, self.ties)
         made = hollow(module, "meta")
         adapt(self.name, made, self.takes, self.gives)
         return made
@@ -97,9 +97,9 @@ class Owners:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
-    def add(self, name: str, layer: nn.Module) -> None:
-        """Raises E508 if another layer has one of its parameters."""
-        for parameter in layer.parameters():
+    def add(self, name: str, layer: nn.Module, tied: Collection[str] = ()) -> None:
+        """Raises E508 if another layer has one of its parameters, other than those that are `tied` to it."""
+        for parameter in [p for local, p in layer.named_parameters() if local not in tied]:
             other, owner = self._known.get(id(parameter), (None, name))
             if other is not None and other() is parameter:  # ids of parameters that are gone are used again
                 raise _shared([owner, name])
@@ -109,7 +109,8 @@ class Owners:
 def _shared(names: list[str]) -> ZbcError:
     """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
     text = f"model: {' and '.join(names)} share a parameter"
-    return ZbcError("E508", text, hint="shared parameters are not supported across layers: give each its own")
+    hint = 'say which are one in [model.ties], as "layers.3.weight" = "layers.0.weight", or give each its own'
+    return ZbcError("E508", text, hint=hint)
 
 
 def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
@@ -181,12 +182,20 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
     if len(found) != model.layers:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
-    _refuse_shared(found)
+    _refuse_shared(found, [_ties(model, i) for i in range(len(found))])
     links = [Link() for _ in range(len(found) + 1)]
     return [
-        LayerPlan(f"layers.{i}", _builder(item), compiles=True, takes=links[i], gives=links[i + 1])
+        LayerPlan(
+            f"layers.{i}", _builder(item), ties=_ties(model, i), compiles=True, takes=links[i], gives=links[i + 1]
+        )
         for i, item in enumerate(found)
     ]
+
+
+def _ties(model: spec.Model, layer: int) -> dict[str, str]:
+    """The parameters of a layer that `model.ties` says are another's."""
+    start = f"layers.{layer}."
+    return {name.removeprefix(start): owner for name, owner in model.ties.items() if name.startswith(start)}
 
 
 def _as_list(made: Any, family: str) -> list[Any]:
@@ -207,9 +216,13 @@ def _builder(item: Any) -> Callable[[], nn.Module]:
     return (lambda: item) if isinstance(item, nn.Module) else item
 
 
-def _refuse_shared(found: list[Any]) -> None:
+def _refuse_shared(found: list[Any], ties: Sequence[Mapping[str, str]]) -> None:
+    """Of the parameters of ready-made layers, those that `ties` does not say are another's."""
     owners = Counter(
-        id(p) for item in found if isinstance(item, nn.Module) for p in {id(p): p for p in item.parameters()}.values()
+        id(p)
+        for item, tied in zip(found, ties, strict=True)
+        if isinstance(item, nn.Module)
+        for p in {id(p): p for name, p in item.named_parameters() if name not in tied}.values()
     )
     if owners and max(owners.values()) > 1:
         shared = {key for key, count in owners.items() if count > 1}

@@ -126,7 +126,9 @@ def _single(plan: StoredPlan) -> StoredPlan:
         ops += [Op(Kind.B if s in split else Kind.BW, s, mb) for mb in mbs for s in reversed(stages)]
         ops += [Op(Kind.W, s, mb) for mb in mbs for s in reversed(stages) if s in split]
     placement = Placement(((0,) * len(stages),))
-    program = Program(placement, count, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied)
+    program = Program(
+        placement, count, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied, ties=tuple(manifest.ties)
+    )
     single, _ = assemble(
         program,
         parameters={},

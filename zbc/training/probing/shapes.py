@@ -97,7 +97,7 @@ def derive(
     behind = [Laid(first)]  # behind[i]: the input of layer i
     known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
-    owners, flow = Owners(), False
+    owners, flow, inners = Owners(), False, dict[str, dict[str, int]]()
     for plan in plans:
         place = (plan.like or plan.name, behind[-1], flow)
         if place not in known:
@@ -109,10 +109,12 @@ def derive(
                 found = found.judged(*carried(_with_values(plan, lowered), behind[-1].spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
+        inners[plan.name] = inner
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind.append(output)
         flow = seen[plan.name].trains
     _refuse_several_at_the_end(plans)
+    _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
     inputs, laid, position = [first], [Laid(first)], 0
     layouts: list[Layout | None] = [None]
     for stage, layers in enumerate(manifest.layers[:-1]):
@@ -243,6 +245,20 @@ def _refuse_several_at_the_end(plans: Sequence[LayerPlan]) -> None:
     if plans and plans[-1].gives.layout is not None:
         text = f"run: layer {plans[-1].name}, the last one, returned {len(plans[-1].gives.layout.parts)} tensors"
         raise ZbcError("E505", text, hint="the last layer returns one tensor, which the loss takes")
+
+
+def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
+    """Raise E508 for weights that cannot be one."""
+    for plan in plans:
+        for local, owner in plan.ties.items():
+            name = f"{plan.name}.{local}"
+            missing = next((one for one in (name, owner) if one not in sizes), None)
+            if missing is not None:
+                text = f"model: model.ties names {missing}, which is no parameter of the model"
+                raise ZbcError("E508", text, hint="names are those of named_parameters() behind layers.N.")
+            if sizes[name] != sizes[owner]:
+                text = f"model: {name} has {sizes[name]} numbers and {owner} {sizes[owner]}: they cannot be one"
+                raise ZbcError("E508", text, hint="tie parameters of the same shape")
 
 
 def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:

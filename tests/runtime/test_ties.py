@@ -1,0 +1,135 @@
+"""Weights that layers of a factory share: one weight everywhere, with the gradient of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from tests.runtime.test_checkpoints import at
+from tests.runtime.test_gradients import VECTORS, user, without_step
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.job.model_section import Model
+
+TIES = {
+    "layers.4.down.weight": "layers.0.down.weight",
+    "layers.7.down.weight": "layers.0.down.weight",
+    "layers.3.up.weight": "layers.2.up.weight",
+}
+WAYS = [("1f1b", 4), ("zb-h1", 2), ("zb-v", 4), ("interleaved-1f1b", 2), ("chimera", 4)]
+
+
+def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step", sharded=False, how=(), **options):
+    """Layers two by two on 4 stages, one by one on 8."""
+    model = {**user("sharing", layers=8, **dict(how)), "ties": ties}
+    layers = Model.model_validate(model).tied_layers
+    stages = make_program(schedule, p, m).placement.stages
+    tied = tuple(s for s in range(stages) if {i for i in layers if i * stages // 8 == s})
+    program = make_program(
+        schedule,
+        p,
+        m,
+        sync=sync,
+        copies=copies,
+        sharded=sharded,
+        tied=len(tied) > 1,
+        ties=tied if len(tied) > 1 else (),
+    )
+    return make_plan(program, model=model, data=VECTORS["data"], **options)
+
+
+def copies(workers, name):
+    """The weight in every stage that has it, once per object."""
+    owners = [name, *(other for other, owner in TIES.items() if owner == name)]
+    found = {}
+    for worker in workers:
+        for stage in worker.stages.values():
+            for layer in stage.layers:
+                for local, parameter in layer.module.named_parameters():
+                    if f"{layer.name}.{local}" in owners:
+                        found[id(parameter)] = parameter
+    return list(found.values())
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("schedule", "p"), few(WAYS, lambda way: way[0] != "zb-h1"))
+def test_gradients_are_those_of_one_process(schedule, p, together):
+    """Terms of a sum in another order, so 1e-6."""
+    plan = plan_of(schedule, p, keep=without_step, how={"together": together})
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    assert found.keys() == expected.grads.keys() and not found.keys() & TIES.keys()
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(found[name].grad, grad, rtol=1e-6, atol=1e-6, msg=name)
+    for worker in workers:
+        (result,) = worker.results
+        assert result.loss == pytest.approx(expected.losses[0], rel=1e-6)
+        assert result.grad_norm == pytest.approx(expected.norms[0], rel=1e-6), "each weight counts once"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "how"),
+    few(
+        [
+            ("1f1b", 4, {}),
+            ("zb-v", 2, {}),
+            ("1f1b", 2, {"copies": 2}),
+            ("1f1b", 2, {"copies": 2, "sharded": True}),
+            ("zb-h1", 4, {"sync": "post-validate"}),
+        ],
+        lambda way: way[0] != "zb-v",
+    ),
+)
+def test_all_copies_of_a_weight_stay_one(schedule, p, how):
+    plan = plan_of(
+        schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5, "sync": how.get("sync", "before-step")}
+    )
+    workers, expected = run_threads(plan, 3), reference(plan, 3)
+    for owner in set(TIES.values()):
+        held = copies(workers, owner)
+        assert all(torch.equal(held[0], one) for one in held)
+        torch.testing.assert_close(held[0].detach(), expected.weights[owner], rtol=1e-5, atol=1e-6)
+    for name, parameter in parameters(workers).items():
+        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert sum(op.kind is Kind.TIE for _, _, op in plan.program) > 0
+
+
+def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
+    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+    first, second = plan_of("1f1b", 4, **options), plan_of("zb-v", 2, **options)
+    run_threads(first, 2, folder=tmp_path / "before")
+    workers = run_threads(second, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
+    expected = reference(first, 4)
+    for name, parameter in parameters(workers).items():
+        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
+    plan = plan_of("1f1b", 2, ties={"layers.1.down.weight": "layers.0.down.weight"}, keep=without_step)
+    assert not plan.manifest.tied and not any(op.kind is Kind.TIE for _, _, op in plan.program)
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    name = "layers.0.down.weight"
+    torch.testing.assert_close(found[name].grad, expected.grads[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ties", "said"),
+    [
+        ({"layers.4.down.wait": "layers.0.down.weight"}, "names layers.4.down.wait, which is no parameter"),
+        ({"layers.4.down.weight": "layers.0.up.bias"}, "they cannot be one"),
+    ],
+)
+def test_weights_that_cannot_be_one_are_refused(ties, said):
+    with pytest.raises(ZbcError, match=said) as caught:
+        run_threads(plan_of(ties=ties), 1)
+    assert caught.value.code == "E508"
+
+
+def test_sharing_that_nobody_has_said_is_refused_with_the_way_to_say_it():
+    with pytest.raises(ZbcError, match=r"layers\.0 and layers\.4 and layers\.7 share a parameter") as caught:
+        run_threads(plan_of(ties={}, how={"together": True}), 1)
+    assert caught.value.code == "E508" and "[model.ties]" in caught.value.hint
