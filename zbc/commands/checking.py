@@ -164,11 +164,12 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
+    from zbc.compiler.report.report import bound_is
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.compiler.whatif.others import baseline, speedup
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
-    from zbc.plan.headline import headline, settled_ms
+    from zbc.plan.headline import headline, prediction, settled_ms
 
     folder = folder_of(target)
     manifest = plan.read_manifest(folder, verify=False)
@@ -204,10 +205,15 @@ def check_plan(target: Path) -> Checked:
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
     transfers = None if manifest.slices > 1 else either_transfer(graph, recall.costs_of(manifest))
-    more = {"limits": asdict(limits_of(recall.job_of(manifest), manifest.schedule))}
+    limits, told = limits_of(recall.job_of(manifest), manifest.schedule), manifest.predicted
+    more = {"limits": asdict(limits)}
     more |= {} if transfers is None else transfers._asdict()
     factor = speedup(baseline(recall.job_of(manifest)), settled_ms(manifest))
-    predicted = {**manifest.predicted, **headline(manifest), "speedup_over_1f1b": factor}
+    predicted = {**told, **headline(manifest), "speedup_over_1f1b": factor}
+    with prediction():
+        step, bound = told["makespan_ms"], told["lower_bound_makespan_ms"]
+        units = limits.activation_units
+        predicted["bound_is"] = bound_is(step, bound, units, manifest.ranks, manifest.stages)
     return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files)
 
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.job.throughput import Throughput, balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
+
+
+@contextmanager
+def prediction() -> Iterator[None]:
+    """Raises E404 where a plan's prediction, which no checksum covers once it is signed again, is not one."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
+        hint = "make it again with `zbc plan JOB.toml`"
+        raise ZbcError("E404", "plan: what it predicts is not what a plan has", hint=hint) from error
 
 
 def throughput_of(manifest: Manifest, ms: float) -> Throughput:
@@ -21,12 +34,15 @@ def settled_ms(manifest: Manifest) -> float:
     """What a step is predicted to take with its optimizer."""
     sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
     ahead = manifest.predicted.get("ahead_ms") if sync == "post-validate" else None
-    return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
+    with prediction():
+        return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
 
 
 def headline(manifest: Manifest) -> dict[str, Any]:
     """`idle_rate`, `balance` and the throughput that is predicted, under the keys of a report."""
-    busy = [rank["busy_ms"] for rank in manifest.predicted["per_rank"]]
-    idle = idle_rate(busy, manifest.predicted["makespan_ms"])
-    values = {"idle_rate": idle, "balance": balance(busy), **throughput_of(manifest, settled_ms(manifest))._asdict()}
-    return {key: None if value is None else round(value, 9) for key, value in values.items()}
+    settled = settled_ms(manifest)
+    with prediction():
+        busy = [rank["busy_ms"] for rank in manifest.predicted["per_rank"]]
+        idle = idle_rate(busy, manifest.predicted["makespan_ms"])
+        values = {"idle_rate": idle, "balance": balance(busy), **throughput_of(manifest, settled)._asdict()}
+        return {key: None if value is None else round(value, 9) for key, value in values.items()}

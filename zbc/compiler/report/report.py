@@ -163,18 +163,8 @@ class Report:
 
     @property
     def bound_is(self) -> str:
-        """ "met": no order takes less; "loose": what is between is mostly the bound's; "close": it is the order's.
-
-        The bound follows work, ways and one rank's memory. Where activations are limited to less than 1F1B holds, or
-        to as much with several stages per rank, ranks must take turns in ways it does not see: of small problems the
-        search finds the optimum there, 4 to 30% above it (`bench/long_steps.py --truth`); else it is met within 0.5%.
-        """
-        if self.makespan_ms <= self.lower_bound_makespan_ms * (1 + _MET):
-            return "met"
         limit = self.limits.activation_units
-        if limit is None or (limit > self.ranks + _MET if self.stages > self.ranks else limit >= self.ranks - _MET):
-            return "close"
-        return "loose"
+        return bound_is(self.makespan_ms, self.lower_bound_makespan_ms, limit, self.ranks, self.stages)
 
     @property
     def survives(self) -> Survival:
@@ -202,6 +192,20 @@ class Report:
     @property
     def peak_bytes(self) -> int:
         return max(rank.peak_bytes for rank in self.per_rank)
+
+
+def bound_is(ms: float, bound: float, limit: float | None, ranks: int, stages: int) -> str:
+    """ "met": no order takes less; "loose": what is between is mostly the bound's; "close": it is the order's.
+
+    The bound follows work, ways and the memory of one rank. Where activations are limited to less than 1F1B holds, or
+    to as much with several stages per rank, ranks must take turns in ways that it does not see: of small problems the
+    search finds the optimum there, 4 to 30% above it (`bench/long_steps.py --truth`); else it is met within 0.5%.
+    """
+    if ms <= bound * (1 + _MET):
+        return "met"
+    if limit is None or (limit > ranks + _MET if stages > ranks else limit >= ranks - _MET):
+        return "close"
+    return "loose"
 
 
 def _plain(value: Any) -> Any:
