@@ -214,3 +214,23 @@ def test_the_command_for_a_new_plan_survives_a_shell():
     words = shlex.split(replan_command(Path("runs/my run")))
     assert words[:4] == ["zbc", "profile", "--from-trace", "runs/my run"]
     assert words[words.index("plan") + 1] == "runs/my run/trace/plan"
+
+
+def test_idle_time_and_throughput_are_beside_what_was_predicted_and_bubbles_under_v(run, zbc):
+    """A step that takes longer by a share gets less done by the same."""
+    found = zbc("report", run, "--json").json()
+    for name in ("idle_rate", "balance", "samples_per_s", "tokens_per_s", "tokens_per_s_per_rank"):
+        assert found[name].keys() == {"predicted", "measured", "low", "high"}
+    assert found["mfu"] is None and 0 < found["idle_rate"]["measured"] < 1
+    step, rate = found["step"], found["tokens_per_s"]
+    assert rate["measured"] / rate["predicted"] == pytest.approx(step["predicted"] / step["measured"], rel=1e-4)
+    assert rate["measured"] == pytest.approx(4 * found["tokens_per_s_per_rank"]["measured"], rel=1e-4)
+    short, full = zbc("report", run).out, zbc("report", run, "-v").out
+    assert "idle" in short and "tokens/s per rank" in short and "bubble" not in short
+    assert "bubble of makespan" in full and "bubble of span" in full
+
+
+def test_the_log_of_a_run_tells_idle_time_too(unrecorded, zbc):
+    told = zbc("report", unrecorded, "--json").json()
+    assert told["idle_rate"]["measured"] == pytest.approx(1 - sum((80.0, 81.0, 90.9, 79.0)) / 4 / 103.0, abs=1e-3)
+    assert "bubble" not in zbc("report", unrecorded).out and "bubble" in zbc("report", unrecorded, "-v").out

@@ -127,8 +127,8 @@ def test_a_deadlock_is_explained_in_cells():
     (found,) = problems("0F0,,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     assert found.code == "E201"
     assert found.details[:2] == (
-        "row 1 column 3: 0B0  waits for  row 2 column 4: 1B0, behind column 1",
-        "row 2 column 1: 1F1  waits for  row 1 column 4: 0F1, behind column 3",
+        "row 1 column 3: 0B0  waits for  row 2 column 4: 1B0, after column 1",
+        "row 2 column 1: 1F1  waits for  row 1 column 4: 0F1, after column 3",
     )
 
 

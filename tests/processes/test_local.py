@@ -31,6 +31,7 @@ from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
 from zbc.plan.directory import StoredPlan
+from zbc.plan.headline import headline
 from zbc.training.checkpoint import folder as disk
 from zbc.training.launch import local
 from zbc.training.launch.board import Board
@@ -88,7 +89,8 @@ def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
     about = json.loads((tmp_path / "runs/plan-2/run.json").read_text())
     manifest = StoredPlan.read(plan).manifest
     assert about["plan"] == manifest.id and about["schedule"] == "1f1b" and about["steps"] == 1
-    assert about["predicted"] == manifest.predicted and about["training"] == manifest.training
+    assert about["predicted"] == {**manifest.predicted, **headline(manifest)}
+    assert about["training"] == manifest.training
     assert len(metrics(tmp_path / "runs/plan-2")) == 1
 
 

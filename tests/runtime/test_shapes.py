@@ -60,7 +60,7 @@ def test_a_plan_with_another_boundary_is_refused_with_both(boundary):
     plan = gpt_plan(boundaries=[None, boundary, None])
     with pytest.raises(ZbcError) as caught:
         make_worker(plan)
-    assert caught.value.code == "E505" and "behind stage 1" in caught.value.message
+    assert caught.value.code == "E505" and "after stage 1" in caught.value.message
     if boundary.dtype != "int7":
         assert "float32 [2, 16, 32]" in caught.value.message and str(boundary.shape) in caught.value.message
 

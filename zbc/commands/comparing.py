@@ -170,7 +170,7 @@ def as_shortlist(
     if planned:
         yield from found.legend()
         left = f"{found.left_out} more rows, " if found.left_out else ""
-        yield f"-v: {left}other columns; --budget 10s: search for longer, as `zbc plan` does"
+        yield f"-v: {left}other columns; --budget 10s: a longer search, as in zbc plan"
 
 
 def as_table(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> Iterator[RenderableType]:

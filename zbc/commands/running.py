@@ -72,7 +72,7 @@ def run(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train with a plan, or plan a job first.
+    """Train with a plan, or plan a job and train with that.
 
     torchrun --standalone --nproc-per-node 4 -m zbc run PLAN
     """

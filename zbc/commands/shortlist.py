@@ -144,7 +144,7 @@ def failures(rows: Sequence[ComparedPlan], label: Callable[[ComparedPlan], str])
     names = [label(row) for row in rows if row.error is not None]
     if names:
         words = ", ".join(names).split(" ")
-        yield from wrap([f"{len(names)} cannot be planned or", "do not fit (-v says why):", *words], 78, between=" ")
+        yield from wrap([f"{len(names)} not planned, or too large", "(-v says why):", *words], 78, between=" ")
 
 
 def next_command(best: ComparedPlan, job: str, more: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def tune(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find the plan that runs fastest here, by trying the best few.
+    """Find the fastest plan of a job by running the best few.
 
     Profiles the layers, plans, runs some steps of each plan, plans again with what they took, and keeps the plan whose
     steps were fastest. Ctrl-C keeps what was found so far.
