@@ -115,21 +115,21 @@ def import_order(
         typer.Option("--job", metavar="JOB.toml", help="Take model, costs and training from this job."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, max=1024, metavar="N", help="For a class: pipeline ranks.")
+        int | None, typer.Option("--ranks", metavar="P", min=1, max=1024, help="For a class: pipeline ranks.")
     ] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", min=1, max=65536, metavar="N", help="For a class: microbatches per step."),
+        typer.Option("--microbatches", metavar="M", min=1, max=65536, help="For a class: microbatches per step."),
     ] = None,
     chunks: Annotated[
         int,
-        typer.Option("--chunks", min=1, max=64, metavar="N", help="For a class that takes several: stages per rank."),
+        typer.Option("--chunks", metavar="V", min=1, max=64, help="For a class that takes several: stages per rank."),
     ] = 2,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a job with the order of a torch CSV or schedule class.
+    """Read a torch CSV or class and write a job that uses its order.
 
     The order is read strictly and proven. That of a class is written as CSV beside the job.
     """

@@ -85,8 +85,7 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
 
 def _watch(program: Program) -> Iterator[str]:
     """What goes wrong without a word, in lines for a comment."""
-    where = program.placement
-    last = where.rank_of(next(s for s in range(where.stages) if not where.sinks(s)))
+    last = program.placement.rank_of(program.placement.ends[-1])
     yield "The schedule's name says which rank holds which stage; the order is the CSV's. Do not change one alone."
     times = f" (with data parallelism: {last}/{program.placement.ranks} of all processes)" if last else ""
     yield f"The loss is on rank {last}{times}: LOG_RANK must name it."
