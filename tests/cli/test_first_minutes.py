@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import toml_text
-from zbc.commands import summary
+from zbc.commands import opening, summary
 from zbc.compiler.search import engine
 
 
@@ -87,6 +87,8 @@ def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monk
 def test_a_first_search_says_that_it_compiles(zbc, job, tmp_path, monkeypatch):
     said = "compiling the search, once"
     monkeypatch.setattr(engine, "compiles_first", lambda: True)
+    assert zbc("plan", job(kind="zb-v")).err == "", "nobody watches"
+    monkeypatch.setattr(opening, "_watched", lambda: True)
     assert said in zbc("plan", job(kind="zb-v")).err
     assert said not in zbc("plan", "zbc.toml", "-q").err
     assert said not in zbc("plan", job(kind="1f1b")).err

@@ -39,7 +39,9 @@ def result(step=0, **changes):
 
 
 @pytest.fixture
-def open_log(tmp_path):
+def open_log(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # whatever terminal these tests were started in
+
     def open_log(steps=12, out=tmp_path / "run", go_on=None, first=0, **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
         phases = Phases.of(read_manifest(plan))

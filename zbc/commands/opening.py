@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,17 +42,22 @@ def is_job(path: Path) -> bool:
 
 
 def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
-    """A word on stderr where the search of a job (None: of several schedules) has to compile its kernels first."""
+    """A word on a terminal where the search of a job (None: of several schedules) has to compile its kernels first."""
     from zbc.commands.console import tell
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
     from zbc.compiler.search.engine import compiles_first
 
-    if quiet:
+    if quiet or not _watched():
         return
     kind = "" if job is None else (job.schedule.kind or "").lower()
     searches = job is None or kind == AUTO or (bool(kind) and find(kind).name in SCHEDULES and find(kind).searched)
     if searches and compiles_first():
         tell("compiling the search, once: some 20 s ...")
+
+
+def _watched() -> bool:
+    """Whether somebody waits at a terminal."""
+    return sys.stderr.isatty()
 
 
 def opened(path: Path, changes: Changes) -> Plan | Run:

@@ -19,7 +19,7 @@ from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.ir import Op
-from zbc.job.throughput import Throughput, balance, idle_rate
+from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 from zbc.plan.directory import Manifest
 from zbc.plan.headline import settled_ms, throughput_of
 from zbc.text import percent, short
@@ -195,7 +195,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:
     """What of samples and tokens per second, and of MFU, is known, from the ms of steps."""
-    meant = throughput_of(manifest, settled_ms(manifest))
+    meant = throughput_of(manifest, settled_ms(manifest)) if "barrier_ms" in manifest.predicted else NOTHING_KNOWN
     measured = [throughput_of(manifest, ms) for ms in steps]
     for key in Throughput._fields:
         values = [value for one in measured if (value := getattr(one, key)) is not None]
