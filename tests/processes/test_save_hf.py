@@ -90,3 +90,20 @@ def test_a_target_in_the_way_is_found_before_any_step(folder, tmp_path):
     assert caught.value.code == "E525" and not (tmp_path / "run").exists()
     run_here(plan, 4, tmp_path / "run", steps=1, save_hf=tmp_path / "new")
     assert len(metrics(tmp_path / "run")) == 1 and len(list((tmp_path / "new").glob("*.safetensors"))) == 4
+
+
+def test_a_training_goes_on_under_another_plan_and_becomes_a_folder_for_transformers(tmp_path):
+    """Stopped at step 20 under 1F1B on two ranks, resumed under zb-v on four: the losses of a run that never stopped."""
+    train = {"model": {**SIZES, "layers": 8, "family": "llama"}, "train": {"steps": 24}}
+    saving = {"checkpoint": {"every": 20}}
+    two = write_plan(tmp_path, "two", parallel={"pp": 2}, schedule={"kind": "1f1b"}, **train, **saving)
+    four = write_plan(tmp_path, "four", parallel={"pp": 4}, schedule={"kind": "zb-v"}, **train)
+    run_here(two, 2, tmp_path / "whole")
+    run_here(two, 2, tmp_path / "begun", steps=20)
+    run_here(four, 4, tmp_path / "ended", resume=str(tmp_path / "begun"), save_hf=tmp_path / "hf")
+    whole, ended = metrics(tmp_path / "whole"), metrics(tmp_path / "ended")
+    assert [row["step"] for row in ended] == [21, 22, 23, 24]
+    assert [row["loss"] for row in ended] == pytest.approx([row["loss"] for row in whole[20:]], abs=1e-6)
+    weights = all_tensors(tmp_path / "hf")
+    assert hfconfig.read_config(tmp_path / "hf")["num_hidden_layers"] == 8
+    assert "model.layers.7.mlp.down_proj.weight" in weights and not any(w.isnan().any() for w in weights.values())
