@@ -39,6 +39,7 @@ from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations
 from zbc.compiler.whatif.compare import compare as rows_of
 from zbc.compiler.whatif.noise import Noise, Spread, spread
+from zbc.compiler.whatif.windows import Bubbles
 from zbc.errors import ZbcError
 from zbc.interop import as_json, megatron, torch_csv, torch_lowered, torchtitan
 from zbc.interop.sheet_check import check_sheet
@@ -140,6 +141,17 @@ class Plan:
     def simulate(self) -> Timeline:
         """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
         return self.timeline
+
+    def bubbles(self) -> Bubbles:
+        """When each rank idles, why, and how much memory is free then, as `zbc bubbles` lists it."""
+        return Bubbles.of(self.name, self.timeline, self.program, self.costs, self._room)
+
+    @property
+    def _room(self) -> float | None:
+        """Bytes that a rank may hold; None where nobody said."""
+        if self.compiled is not None:
+            return self.compiled.job.room
+        return None if self.manifest is None else recall.job_of(self.manifest).room
 
     def noisy(self, noise: Noise) -> Spread:
         """Steps with op times that jitter or a rank that is slow, as `zbc simulate` prints them. Raises E201, E411."""
@@ -278,6 +290,11 @@ class Run:
         Raises E430 if no step was recorded.
         """
         return build_report(self.recorded)
+
+    def bubbles(self) -> Bubbles:
+        """The same as `Plan.bubbles` of the median recorded step, as measured. Raises E430 if no step was recorded."""
+        found = self.drawn()[1]
+        return Bubbles.of(found.name, found.strip.steps[0], found.program, found.costs, self.plan._room)
 
     def drawn(self, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
         """What pictures of this run are made from: the prediction, and `steps` recorded steps from `first` on."""

@@ -23,6 +23,7 @@ from zbc.commands import (
     doctor,
     drawing,
     exchanging,
+    idling,
     jobs,
     planning,
     profiling,
@@ -38,7 +39,7 @@ from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_std
 # How `zbc --help` groups the commands.
 GROUPS = {
     "Plan": ("init", "plan", "compare", "profile"),
-    "Look": ("visualize", "check", "simulate", "diff", "report"),
+    "Look": ("visualize", "check", "simulate", "bubbles", "diff", "report"),
     "Train": ("run", "tune", "data"),
     "Exchange": ("export", "import"),
     "Help": ("schedules", "explain", "config", "doctor"),
@@ -87,6 +88,7 @@ for _name, _command in (
     ("compare", comparing.compare),
     ("profile", profiling.profile),
     ("simulate", simulating.simulate),
+    ("bubbles", idling.bubbles),
     ("visualize", drawing.visualize),
     ("check", checking.check),
     ("diff", differing.diff),

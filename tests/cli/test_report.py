@@ -234,3 +234,16 @@ def test_the_log_of_a_run_tells_idle_time_too(unrecorded, zbc):
     told = zbc("report", unrecorded, "--json").json()
     assert told["idle_rate"]["measured"] == pytest.approx(1 - sum((80.0, 81.0, 90.9, 79.0)) / 4 / 103.0, abs=1e-3)
     assert "bubble" not in zbc("report", unrecorded).out and "bubble" in zbc("report", unrecorded, "-v").out
+
+
+def test_bubbles_of_a_run_are_the_measured_ones_and_tile_its_step(run, zbc):
+    found = zbc("bubbles", run, "--json").json()
+    assert found["format"] == "zbc-bubbles" and found["of"].startswith("measured, step")
+    for rank in found["ranks"]:
+        idle = sum(one["length_ms"] for one in rank["windows"])
+        assert idle + rank["busy_ms"] == pytest.approx(found["makespan_ms"])
+        assert all(set(one) == {"start_ms", "length_ms", "cause", "before", "free_bytes"} for one in rank["windows"])
+    slow = found["ranks"][2]["busy_ms"]
+    assert slow == max(rank["busy_ms"] for rank in found["ranks"]), "rank 2 is slow"
+    shown = zbc("bubbles", f"{run}/trace/plan").out
+    assert "longest" in shown and zbc("bubbles", run, "-v").out.count("of rank") == 4

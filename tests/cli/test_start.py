@@ -23,6 +23,7 @@ COMMANDS = [
     "compare zbc.toml --schedules 1f1b,zb-h1",
     "export plan --to json",
     "visualize plan",
+    "bubbles plan",
     "visualize zbc.toml --by slot",
     "config show zbc.toml",
     "config schema",

@@ -93,7 +93,7 @@ def test_a_target_in_the_way_is_found_before_any_step(folder, tmp_path):
 
 
 def test_a_training_goes_on_under_another_plan_and_becomes_a_folder_for_transformers(tmp_path):
-    """Stopped at step 20 under 1F1B on two ranks, resumed under zb-v on four: the losses of a run that never stopped."""
+    """Stopped at step 20 under 1F1B on two ranks, resumed under zb-v on four: losses of a run that never stopped."""
     train = {"model": {**SIZES, "layers": 8, "family": "llama"}, "train": {"steps": 24}}
     saving = {"checkpoint": {"every": 20}}
     two = write_plan(tmp_path, "two", parallel={"pp": 2}, schedule={"kind": "1f1b"}, **train, **saving)

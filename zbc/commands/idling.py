@@ -1,0 +1,91 @@
+"""`bubbles`: the windows in which ranks idle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbc.commands.console import indented, labelled, show, show_json, table
+from zbc.commands.opening import Changes, opened
+from zbc.commands.options import AsJson, Budget, PlanJobCsvOrRun, ProfileFile, Quiet, ScheduleName, Settings, Verbose
+from zbc.text import aligned, percent, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.whatif.windows import Bubbles, Window
+
+_CAUSES = ("warm_up", "message", "sums", "drain")
+
+
+def bubbles(
+    target: PlanJobCsvOrRun,
+    schedule: ScheduleName = None,
+    settings: Settings = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """List when ranks idle, why, and how much memory is free then.
+
+    Of a plan as predicted, of a recorded run as measured. Busy time and windows add up to the makespan on every rank.
+    """
+    found = opened(target, Changes(settings, schedule, profile, budget)).bubbles()
+    if json:
+        show_json(_as_json(found))
+    elif not quiet:
+        show(*_summary(found, verbose=verbose))
+
+
+def _as_json(found: Bubbles) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": rank,
+            "busy_ms": round(busy, 9),
+            "windows": [
+                {**one._asdict(), "start_ms": round(one.start_ms, 9), "length_ms": round(one.length_ms, 9)}
+                for one in each
+            ],
+        }
+        for rank, (busy, each) in enumerate(zip(found.busy_ms, found.windows, strict=True))
+    ]
+    head = {"format": "zbc-bubbles", "version": 1, "of": found.name, "makespan_ms": round(found.makespan_ms, 9)}
+    return {**head, "ranks": ranks}
+
+
+def _summary(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
+    yield labelled("step", f"{found.name}: makespan {aligned([found.makespan_ms])[0]} ms")
+    heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in _CAUSES))
+    idle = [sum(one.length_ms for one in each) for each in found.windows]
+    longest = [max((one.length_ms for one in each), default=0.0) for each in found.windows]
+    causes = [_by_cause(each) for each in found.windows]
+    columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
+    columns += [[str(len(each)) for each in found.windows], aligned(longest)]
+    columns += [aligned([one[cause] for one in causes]) for cause in _CAUSES]
+    yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
+    yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
+    if verbose:
+        for rank, each in enumerate(found.windows):
+            yield labelled("windows", f"of rank {rank}")
+            yield indented(_listed(each))
+
+
+def _by_cause(each: Sequence[Window]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for one in each:
+        found[one.cause] += one.length_ms
+    return found
+
+
+def _listed(each: Sequence[Window]) -> RenderableType:
+    starts, lengths = aligned([one.start_ms for one in each]), aligned([one.length_ms for one in each])
+    free = ["" if one.free_bytes is None else size(one.free_bytes) for one in each]
+    causes = [one.cause.replace("_", "-") for one in each]
+    return table(
+        ("before", "cause", "from ms", "ms", "free"),
+        zip([one.before or "the end" for one in each], causes, starts, lengths, free, strict=True),
+        left=2,
+    )
