@@ -105,8 +105,8 @@ BUGS = (
     Bug(
         "a weight that two stages share counts twice in the norm",
         "zbc/runtime/state.py",
-        "if self.tied is not None and self.tied not in self.primary():",
-        "if self.tied is None and self.tied not in self.primary():",
+        "if name not in self.tied or name in own}",
+        "if name in found}",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
@@ -119,8 +119,8 @@ BUGS = (
     Bug(
         "a parameter without a gradient on any copy gets zeros",
         "zbc/runtime/bucket.py",
-        "if there != 0 else None",
-        "if there >= 0 else None",
+        "parameter.grad = part.view(parameter.shape) if there else None",
+        "parameter.grad = part.view(parameter.shape)",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
@@ -233,8 +233,8 @@ BUGS = (
     Bug(
         "receives are posted in the order of use, not of their channel",
         "zbc/compiler/passes/insert_comm.py",
-        "position = min(position, inside[receiver].get(post, post))",
-        "position = inside[receiver].get(post, post)",
+        "step = min(step, inside.get(post, post))",
+        "step = inside.get(post, post)",
         ("tests/compiler/test_passes.py", "tests/check/test_pairing.py"),
     ),
     Bug(
@@ -248,8 +248,8 @@ BUGS = (
     Bug(
         "a transfer is charged twice",
         "zbc/compiler/sim/simulate.py",
-        "found += [ms] * (stop - base)",
-        "found += [2 * ms] * (stop - base)",
+        "ms = hop if message.edge < 0 else costs.link(",
+        "ms = hop if message.edge < 0 else 2 * costs.link(",
         ("tests/compiler/test_simulate.py",),
     ),
     Bug(

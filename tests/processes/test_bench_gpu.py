@@ -32,7 +32,8 @@ def test_halves_have_the_gradients_of_plain_autograd_and_times_of_their_own(benc
     from zbc.training.probing.checkup import plain_gradients
 
     case = bench.case(apart=True, pp=2, kind="1f1b", activations="recompute")
-    assert job.apart_by(case.gradients(), plain_gradients(case.plan)[1]) == 0.0
+    # ranks are threads of their own, for which torch may cut sums into other parts
+    assert job.apart_by(case.gradients(), plain_gradients(case.plan)[1]) < 1e-6
     assert {"F", "B", "W", "VALIDATE", "STEP"} <= case.timed().keys()
     assert case.held()["activations"] > 0
 
