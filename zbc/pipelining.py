@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zbc.api import Plan, open_plan
 from zbc.compiler.schedules import Request, find
 from zbc.errors import ZbcError
+from zbc.host.torch_version import release
 from zbc.interop import torch_csv
 from zbc.ir import Kind, Program
 
@@ -30,6 +31,7 @@ _PLAIN = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}  # torch runs these 
 _LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 _V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 NAMES = (*_PLAIN, *_LOOPED, *_V)
+_TURNS = (2, 13)  # from which on stages that are neighbours may share a rank
 
 
 def torch_schedule(
@@ -76,7 +78,7 @@ def _problems(program: Program, stages: Sequence[Any]) -> Iterator[str]:
             "it off, and sum gradients over replicas after step"
         )
     turns = any(placement.rank_of(source) == placement.rank_of(sink) for source, sink in placement.edges)
-    if torch.__version__ < "2.13" and turns and placement.ranks > 1:
+    if release(torch.__version__) < _TURNS and turns and placement.ranks > 1:
         yield f"torch {torch.__version__} hangs in its own transfers where neighbouring stages share a rank; 2.13 works"
 
 

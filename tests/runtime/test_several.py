@@ -12,7 +12,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.runtime.bundle import Layout
+from zbc.runtime.bundle import Packing
 
 SEVERAL = user("several", layers=8, count=8, width=8)
 
@@ -74,7 +74,7 @@ def test_a_tuple_is_packed_and_unpacked_without_a_change():
         torch.tensor([float("nan"), -0.0, float("inf")]),
     )
     tensors = tuple(t.requires_grad_(t.dtype.is_floating_point) for t in tensors)
-    layout = Layout.of(tensors)
+    layout = Packing.of(tensors)
     found = layout.unpack(layout.pack(tensors, "x"))
     for one, other in zip(tensors, found, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and one.requires_grad == other.requires_grad

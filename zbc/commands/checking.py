@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zbc.compiler.check import Survival
     from zbc.compiler.sim.simulate import Transfers
     from zbc.ir import Op, Program
+    from zbc.job.spec import Job
     from zbc.plan.directory import Manifest
 
 
@@ -36,6 +37,7 @@ class Checked:
     as_json: dict[str, Any]
     transfers: Transfers | None  # None for slices of microbatches, whose costs nobody knows
     files: int = 0  # verified; 0 for a job and a CSV
+    priced: tuple[Job, float] | None = None  # what it was planned for, and what a step takes with its optimizer
     step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
 
 
@@ -76,7 +78,7 @@ def check(
     if strict and not checked.survives.blocking_sends:
         raise not_strict(checked.program)
     if json:
-        show_json(checked.as_json)
+        show_json({**checked.as_json, **_against(checked)})
     elif not quiet:
         show(*verdict(checked, target, verbose=verbose))
 
@@ -95,7 +97,6 @@ def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
     """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
     from zbc.compiler.compile import compile_job
     from zbc.compiler.sim.simulate import either_transfer
-    from zbc.compiler.whatif.others import baseline, speedup
 
     if target.suffix == ".csv" or is_plan(target):
         changes.refuse(target)
@@ -105,9 +106,18 @@ def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
         return check_plan(target)
     compiled = compile_job(changes.job(target), budget=changes.budget)
     transfers, report = either_transfer(compiled.timeline.graph, compiled.costs), compiled.report
-    factor = {"speedup_over_1f1b": speedup(baseline(compiled.job), compiled.settled_ms)}
-    document = {**report.as_json(), **factor, **transfers._asdict()}
-    return Checked(compiled.program, report.survives, document, transfers)
+    document, priced = {**report.as_json(), **transfers._asdict()}, (compiled.job, compiled.settled_ms)
+    return Checked(compiled.program, report.survives, document, transfers, priced=priced)
+
+
+def _against(checked: Checked) -> dict[str, Any]:
+    """How many times as fast as 1F1B, which has to be planned for it."""
+    from zbc.compiler.whatif.others import baseline, speedup
+
+    if checked.priced is None:
+        return {}
+    job, ms = checked.priced
+    return {"speedup_over_1f1b": speedup(baseline(job), ms)}
 
 
 def check_csv(target: Path) -> Checked:
@@ -166,7 +176,6 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.report.report import bound_is
     from zbc.compiler.sim.simulate import either_transfer
-    from zbc.compiler.whatif.others import baseline, speedup
     from zbc.plan import directory as plan
     from zbc.plan.forward import forward_only
     from zbc.plan.headline import headline, prediction, settled_ms
@@ -195,7 +204,8 @@ def check_plan(target: Path) -> Checked:
                 last = problems[-1]
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
-    recall.stages_of(manifest, estimate.layers(recall.job_of(manifest)))
+    job = recall.job_of(manifest)
+    recall.stages_of(manifest, estimate.layers(job))
     graph = build(program)
     survives = survival(graph)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
@@ -205,16 +215,16 @@ def check_plan(target: Path) -> Checked:
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
     transfers = None if manifest.slices > 1 else either_transfer(graph, recall.costs_of(manifest))
-    limits, told = limits_of(recall.job_of(manifest), manifest.schedule), manifest.predicted
+    limits, told = limits_of(job, manifest.schedule), manifest.predicted
     more = {"limits": asdict(limits)}
     more |= {} if transfers is None else transfers._asdict()
-    factor = speedup(baseline(recall.job_of(manifest)), settled_ms(manifest))
-    predicted = {**told, **headline(manifest), "speedup_over_1f1b": factor}
+    predicted = {**told, **headline(manifest)}
     with prediction():
         step, bound = told["makespan_ms"], told["lower_bound_makespan_ms"]
         units = limits.activation_units
         predicted["bound_is"] = bound_is(step, bound, units, manifest.ranks, manifest.stages)
-    return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files)
+    priced = job, settled_ms(manifest)
+    return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files, priced)
 
 
 @contextmanager

@@ -12,8 +12,18 @@ import typer
 
 from zbc.commands.console import progress, show, show_json, table
 from zbc.commands.opening import say_if_compiling
-from zbc.commands.options import AsJson, Budget, JobFile, ProfileFile, Quiet, Settings, Verbose, complete_schedule
-from zbc.commands.shortlist import Shortlist, failures, next_command
+from zbc.commands.options import (
+    AsJson,
+    Budget,
+    JobFile,
+    ProfileFile,
+    Quiet,
+    Settings,
+    Verbose,
+    again,
+    complete_schedule,
+)
+from zbc.commands.shortlist import Shortlist, failures
 from zbc.text import GIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:
@@ -142,9 +152,9 @@ def compare(
             else:
                 show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
             if rows[0].report is not None and not quiet:
-                options = [word for setting in settings or () for word in ("--set", setting)]
-                options += [] if profile is None else ["--profile", str(profile)]
-                show("", f"next: {next_command(rows[0], str(job), options)}")
+                first = rows[0]
+                chosen = [*(settings or ()), *(f"{key}={value}" for key, value in first.settings)]
+                show("", f"next: {again('plan', job, first.schedule, chosen, profile)}")
     if all(row.error is not None for row in rows):
         raise typer.Exit(min(row.error.exit_code for row in rows if row.error is not None))
 

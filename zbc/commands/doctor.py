@@ -18,6 +18,7 @@ from zbc.commands.options import AsJson, Quiet, Settings, Verbose
 from zbc.commands.summary import ranges
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
+from zbc.host.torch_version import OLDEST, release
 from zbc.text import size
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from zbc.training.probing.checkup import Checkup
 
 _SHOWN = 8  # parameters of an error
-_OLDEST = (2, 11)  # torch, see pyproject.toml
 
 
 def doctor(
@@ -144,8 +144,7 @@ def inspect() -> dict[str, list[str]]:
 
 
 def _torch_version(torch: ModuleType) -> str:
-    parts = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
-    old = "" if parts >= _OLDEST else f"; zbc run needs {'.'.join(map(str, _OLDEST))} or newer"
+    old = "" if release(torch.__version__) >= OLDEST else f"; zbc run needs {'.'.join(map(str, OLDEST))} or newer"
     return f"{torch.__version__}{old}"
 
 

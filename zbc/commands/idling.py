@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from zbc.compiler.whatif.windows import Bubbles, Window
 
-_CAUSES = ("warm_up", "message", "sums", "drain")
-
 
 def bubbles(
     target: PlanJobCsvOrRun,
@@ -57,14 +55,16 @@ def _as_json(found: Bubbles) -> dict[str, Any]:
 
 
 def _summary(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
+    from zbc.compiler.sim.simulate import Idle
+
     yield labelled("step", f"{found.name}: makespan {aligned([found.makespan_ms])[0]} ms")
-    heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in _CAUSES))
+    heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in Idle._fields))
     idle = [sum(one.length_ms for one in each) for each in found.windows]
     longest = [max((one.length_ms for one in each), default=0.0) for each in found.windows]
     causes = [_by_cause(each) for each in found.windows]
     columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
     columns += [[str(len(each)) for each in found.windows], aligned(longest)]
-    columns += [aligned([one[cause] for one in causes]) for cause in _CAUSES]
+    columns += [aligned([one[cause] for one in causes]) for cause in Idle._fields]
     yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
     yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
     if verbose:

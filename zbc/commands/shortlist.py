@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     Planned = tuple[ComparedPlan, Report]
 
 MOST = 8  # rows of a world, unless the schedules were named
-BASELINE = "1f1b"
 _TOKENS, _SAMPLES, _FACTOR = "tokens/s/rank", "samples/s", "vs 1F1B"
 _SPARE = (_TOKENS, _SAMPLES, _FACTOR)
 
@@ -97,6 +95,8 @@ def _best(group: Sequence[Planned]) -> list[Planned]:
     """The first rows, and 1F1B, which the others are held against."""
     if len(group) <= MOST:
         return list(group)
+    from zbc.compiler.whatif.others import BASELINE
+
     first = list(group[:MOST])
     base = next((entry for entry in group if entry[0].schedule == BASELINE), None)
     return first if base is None or base in first else [*first[:-1], base]
@@ -145,11 +145,3 @@ def failures(rows: Sequence[ComparedPlan], label: Callable[[ComparedPlan], str])
     if names:
         words = ", ".join(names).split(" ")
         yield from wrap([f"{len(names)} not planned, or too large", "(-v says why):", *words], 78, between=" ")
-
-
-def next_command(best: ComparedPlan, job: str, more: Sequence[str]) -> str:
-    """The command that plans the first row; `more` are options that all rows have in common."""
-    words = ["zbc", "plan", job, "--schedule", best.schedule, *more]
-    for key, value in best.settings:
-        words += ["--set", f"{key}={value}"]
-    return shlex.join(words)

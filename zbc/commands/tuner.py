@@ -156,14 +156,14 @@ class Tuner:
         self.say(f"running {self.steps} steps of {one.compiled.schedule}, {one.source}")
         traced = f"{SETTLING + 1}-{max(SETTLING + 1, self.steps - 2)}"
         try:
-            self._launch(one, out, ["--steps", str(self.steps), "--trace", traced, "--out", str(out)])
+            self._launch(one, ["--steps", str(self.steps), "--trace", traced, "--out", str(out)])
         except ZbcError as error:
             one.error = error.message
             return
         one.runs.append(out)
         one.steps += [row["step_ms"] for row in log.read(out).steps if row["step"] > SETTLING]
 
-    def _launch(self, one: Tried, out: Path, options: Sequence[str]) -> None:
+    def _launch(self, one: Tried, options: Sequence[str]) -> None:
         job = one.compiled.job
         world = job.parallel.pp * job.parallel.dp
         if job.hardware.device == "cuda":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,15 +51,13 @@ def tune(
 
     changes = Changes(settings, schedule, profile, budget)
     loaded = changes.job(job)
-
     refuse_unwritable(output)
     if "RANK" in os.environ:
         hint = "start it once, as `zbc tune JOB.toml`, on the machine with the devices"
         raise ZbcError("E604", "tune: inside of torchrun, which it starts itself", hint=hint)
     place = out or _free(Path(loaded.log.dir), f"tune-{job.stem}")
-    with _saying(quiet=quiet or json) as say:
-        tuner = Tuner(job, changes, place, steps, best, say)
-        tuner.run()
+    tuner = Tuner(job, changes, place, steps, best, _silent if quiet or json else tell)
+    tuner.run()
     fastest = tuner.fastest
     assert fastest is not None
     manifest = fastest.compiled.write(output)
@@ -80,10 +77,8 @@ def _free(parent: Path, name: str) -> Path:
     return next(folder for number in count(1) if not (folder := parent / f"{name}-{number}").exists())
 
 
-@contextmanager
-def _saying(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Tells what is going on: a line on stderr for each thing that takes its time."""
-    yield (lambda text: None) if quiet else tell
+def _silent(text: str) -> None:
+    """In place of a line on stderr for each thing that takes its time."""
 
 
 def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:

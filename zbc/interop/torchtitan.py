@@ -21,14 +21,14 @@ from zbc.plan.directory import Manifest
 
 
 @dataclass(frozen=True)
-class Dialect:
+class TitanVersion:
     """What a version of torchtitan wants to be given."""
 
     suffix: str
     head: str  # the name of its last module
 
 
-DIALECTS = {"0.2": Dialect(".toml", "output"), "0.3": Dialect(".py", "lm_head")}
+DIALECTS = {"0.2": TitanVersion(".toml", "output"), "0.3": TitanVersion(".py", "lm_head")}
 
 
 def schedule_name(placement: Placement) -> str | None:

@@ -7,7 +7,7 @@ meaning of its own; the layer behind it gets the tuple back as its arguments:
     0                                     back                                          size
 
 Only the first part comes back as a gradient (`back` numbers of it). Nothing ever computes with what is packed: it is
-copied, so every bit arrives. A `Link` is the place between two layers; the layout is filled in when the layers run for
+copied, so every bit arrives. A `Joint` is the place between two layers; the layout is filled in when the layers run for
 the first time, without data (training/probing/shapes.py).
 """
 
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return flat.view(shape) if self.laid.strides is None else flat.as_strided(shape, self.laid.strides)
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """How a tuple of tensors is packed: `parts` in its order; `size` and `back` in numbers of float32."""
 
     parts: tuple[Part, ...]
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     back: int
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+    def of(cls, tensors: Sequence[Tensor]) -> Packing:
         starts, at, back = dict[int, int](), 0, 0
         flows = [tensor.requires_grad for tensor in tensors]
         for index in sorted(range(len(tensors)), key=lambda index: not flows[index]):
@@ -112,7 +112,7 @@ def _list(specs: Sequence[TensorSpec]) -> str:
     return f"({', '.join(map(str, specs))})"
 
 
-def _fill(layout: Layout, carrier: Tensor, tensors: Sequence[Tensor | None], *, back: bool = False) -> Tensor:
+def _fill(layout: Packing, carrier: Tensor, tensors: Sequence[Tensor | None], *, back: bool = False) -> Tensor:
     for part, tensor in zip(layout.parts, tensors, strict=True):
         if tensor is not None and (part.flows or not back):
             part.of(carrier).copy_(tensor)
@@ -121,7 +121,7 @@ def _fill(layout: Layout, carrier: Tensor, tensors: Sequence[Tensor | None], *, 
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, layout: Packing, *tensors: Tensor) -> Tensor:
         ctx.layout = layout
         carrier = torch.zeros(layout.size, device=tensors[0].device)
         return _fill(layout, carrier, [tensor.detach() for tensor in tensors])
@@ -135,7 +135,7 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, carrier: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layout: Packing, carrier: Tensor) -> tuple[Tensor, ...]:
         ctx.layout = layout
         ctx.set_materialize_grads(False)
         found = tuple(part.of(carrier).clone() for part in layout.parts)
@@ -151,20 +151,20 @@ class _Unpack(torch.autograd.Function):
         return None, _fill(layout, torch.zeros(layout.size, device=device), grads, back=True)
 
 
-class Link:
+class Joint:
     """What lies between two layers: one tensor as it is (no layout), or several. One object for all that build them."""
 
     def __init__(self) -> None:
-        self.layout: Layout | None = None
+        self.layout: Packing | None = None
 
-    def __deepcopy__(self, memo: Any) -> Link:
+    def __deepcopy__(self, memo: Any) -> Joint:
         return self
 
 
 class Adapted:
     """The `forward` of a layer that takes or returns several tensors."""
 
-    def __init__(self, name: str, forward: Callable[..., Any], takes: Link, gives: Link) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], takes: Joint, gives: Joint) -> None:
         self.name, self.forward, self.takes, self.gives = name, forward, takes, gives
 
     def __call__(self, x: Tensor) -> Any:
@@ -180,7 +180,7 @@ class Adapted:
         return given.pack(y, self.name)
 
 
-def adapt(name: str, module: nn.Module, takes: Link, gives: Link) -> None:
+def adapt(name: str, module: nn.Module, takes: Joint, gives: Joint) -> None:
     """Let `module` take and return one tensor, where links say that it has several."""
     if (takes.layout is not None or gives.layout is not None) and not is_adapted(module):
         module.forward = Adapted(name, module.forward, takes, gives)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.alone import Alone
-from zbc.runtime.bundle import Layout
+from zbc.runtime.bundle import Packing
 from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.slot import Slot, swap_slot
@@ -77,8 +77,8 @@ class Stage:
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
     laid: Laid | None = None
-    came: Layout | None = None  # how its input is packed, if it is several tensors
-    goes: Layout | None = None  # how its output is
+    came: Packing | None = None  # how its input is packed, if it is several tensors
+    goes: Packing | None = None  # how its output is
 
     def __post_init__(self) -> None:
         self.parameters = {

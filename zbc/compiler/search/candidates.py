@@ -14,7 +14,7 @@ from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
-from zbc.compiler.search.patterns import Block, Tiles, expanded
+from zbc.compiler.search.patterns import AnyBlock, expanded
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling, filled
 
@@ -28,7 +28,7 @@ TIME_VISITS = 1
 MADE_VISITS, BLOCK_VISITS = 8, 2  # orders made op by op
 STEPS = 8  # after which a sequence of steps has a period, as in `simulate.steady_state`
 
-Recipe = Genes | Filling | Block | Tiles | tuple[float, ...]  # the last: knobs of a policy
+Recipe = Genes | Filling | AnyBlock | tuple[float, ...]  # the last: knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Bench:
             self.spent += FILL_VISITS * self.problem.size
             order = filled(self.problem, recipe)
             return self._timed(self.engine.numbers(order), origin, recipe) if order and self.fits(order) else None
-        if isinstance(recipe, Block | Tiles):
+        if isinstance(recipe, AnyBlock):
             self.spent += BLOCK_VISITS * self.problem.size
             order = expanded(self.problem, recipe)
             return self._timed(self.engine.numbers(order), origin, recipe) if self.fits(order) else None

@@ -32,7 +32,7 @@ LENGTHS = (1, 1, 2, 2)  # of these, in slots
 WALKS = 4  # with the least rests that are kept for each last tile
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """Steps of F down, first and later, then of F up, B down and B up; from which rank on later; rests at the turns.
 
     It makes an order again for any number of microbatches.
@@ -50,7 +50,10 @@ class Tiles(NamedTuple):
     slots: tuple[Tile, ...]
 
 
-def fitting(problem: Problem) -> list[Block | Tiles]:
+AnyBlock = BuildingBlock | Tiles
+
+
+def fitting(problem: Problem) -> list[AnyBlock]:
     """The blocks whose steady state keeps to the limit on the first, middle and last rank, those that hold most first.
 
     For V placements of two chunks; else nothing.
@@ -67,7 +70,7 @@ def fitting(problem: Problem) -> list[Block | Tiles]:
     return [block for *_, block in sorted(found)]
 
 
-def expanded(problem: Problem, block: Block | Tiles) -> list[int]:
+def expanded(problem: Problem, block: AnyBlock) -> list[int]:
     """All microbatches, SLOTS apart, merged into one order per rank."""
     m, offsets = problem.m, _offsets(problem.p, block)
     order: list[int] = []
@@ -103,13 +106,13 @@ def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=8)
-def _blocks(p: int, whole: bool) -> list[tuple[Block | Tiles, Offsets]]:
+def _blocks(p: int, whole: bool) -> list[tuple[AnyBlock, Offsets]]:
     """The blocks of p ranks; for many ranks only some of the places where the step changes."""
-    found: list[Block | Tiles] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
+    found: list[AnyBlock] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
     return [(block, _offsets(p, block)) for block in found]
 
 
-def _with_split_backwards(p: int) -> Iterator[Block]:
+def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
     """No two ops in one slot."""
     places = range(1, p) if p <= 8 else (1, p // 2, p - 1)
     for ka in range(1, 6):
@@ -118,7 +121,7 @@ def _with_split_backwards(p: int) -> Iterator[Block]:
                 for g1, g2, g3 in product(range(1, SLOTS + 1), repeat=3):
                     if _meet_at_the_ends(p, ka * change + kb * (p - 1 - change), g1, g2, g3):
                         continue
-                    block = Block((ka, kb, 1, 0, 1), change, (g1, g2, g3), whole=False)
+                    block = BuildingBlock((ka, kb, 1, 0, 1), change, (g1, g2, g3), whole=False)
                     f0, f1, b1, b0, _, _ = _offsets(p, block, weights=False)
                     pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
                     if not any(_collide(a, b) for a, b in pairs):
@@ -132,10 +135,10 @@ def _meet_at_the_ends(p: int, way: int, g1: int, g2: int, g3: int) -> bool:
     return any(len({slot % SLOTS for slot in ends}) < len(ends) for ends in (first, last))
 
 
-def _with_whole_backwards(p: int) -> Iterator[Block]:
+def _with_whole_backwards(p: int) -> Iterator[BuildingBlock]:
     for down, up, back_down, back_up in product((1, 2), (1, 2), (2, 3, 4), (2, 3, 4)):
         for turns in product((1, 2), (1, 2), (2, 3, 4)):
-            yield Block((down, down, up, back_down, back_up), p - 1, turns, whole=True)
+            yield BuildingBlock((down, down, up, back_down, back_up), p - 1, turns, whole=True)
 
 
 def _tiled(p: int) -> list[Tiles]:
@@ -183,7 +186,7 @@ def _laid(tiles: Sequence[Tile]) -> Offsets:
     return f0, f1, b1, b0, b1, b0
 
 
-def _offsets(p: int, block: Block | Tiles, *, weights: bool = True) -> Offsets:
+def _offsets(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
     """`steps` of B down are those of F down where they are 0."""
     if isinstance(block, Tiles):
         return _laid(block.slots)

@@ -128,7 +128,7 @@ def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
 def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
     """Decode the best recipes found with few microbatches for all of them, each once; and the best building block."""
     known = [c for c in small.roots if c.recipe is not None]
-    blocks = [c for c in known[most:] if isinstance(c.recipe, patterns.Block | patterns.Tiles)]
+    blocks = [c for c in known[most:] if isinstance(c.recipe, patterns.AnyBlock)]
     for candidate in known[:most] + blocks[:1]:
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)

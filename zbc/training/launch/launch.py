@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shlex
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
+from zbc.host.torch_version import OLDEST, release
 from zbc.job.model_section import check_runnable
 from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
@@ -30,7 +30,6 @@ from zbc.training.metrics.live import LiveLine
 if TYPE_CHECKING:
     from zbc.training.launch.torchrun import Launched
 
-_TORCH = (2, 11)
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
 
 
@@ -177,14 +176,13 @@ def _recorder_file(rank: int) -> str:
 
 
 def _check_torch() -> None:
-    wanted = ".".join(map(str, _TORCH))
+    wanted = ".".join(map(str, OLDEST))
     hint = f"pip install 'torch>={wanted}'"
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise ZbcError("E602", "run: torch is not installed", hint=hint) from None
-    match = re.match(r"(\d+)\.(\d+)", found)
-    if match is not None and (int(match[1]), int(match[2])) < _TORCH:
+    if release(found) < OLDEST:
         raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
 
 

@@ -30,6 +30,7 @@ from zbc.errors import RUN_FAILED, ZbcError
 from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
 from zbc.runtime.network import bind_loopback
+from zbc.training import devices
 from zbc.training.launch.board import Board, connector, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
 from zbc.training.launch.options import RunOptions
@@ -334,7 +335,7 @@ def _rank(order: Order, pipe: Connection) -> None:
     context = RankContext(
         rank=order.rank,
         ranks=order.ranks,
-        device=_device(order),
+        device=torch.device("cpu") if order.options.device == "cpu" else devices.place(order.rank),
         connect=connector(HOST, order.port, PREFIX),
         emit=lambda text: line.tell("line", text),
         report=line.fail,
@@ -344,15 +345,6 @@ def _rank(order: Order, pipe: Connection) -> None:
     )
     line.tell("done", run_rank(order.folder, context, order.options))
     end(0)
-
-
-def _device(order: Order) -> torch.device:
-    """Ranks share what GPUs there are, one after the other, where they are more."""
-    if order.options.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", order.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def _obey(pipe: Connection, stop: StopFlag) -> None:

@@ -35,7 +35,7 @@ from zbc.text import percent, short, size, wrap
 from zbc.training.launch import rundir
 from zbc.training.metrics import sinks
 
-_ONE_LINE = 10_000  # columns: what does not go to a terminal is never broken
+_ONE_LINE = 10_000  # columns, where neither COLUMNS nor a terminal says how many: lines are not broken
 
 
 @dataclass(frozen=True, slots=True)

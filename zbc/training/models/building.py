@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.bundle import Layout, is_adapted
+from zbc.runtime.bundle import Packing, is_adapted
 from zbc.runtime.remembered import places
 from zbc.runtime.seeding import draws
 from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
@@ -34,8 +34,8 @@ def build_stage(
     needed: bool,
     compiles: bool = False,
     laid: Laid | None = None,
-    came: Layout | None = None,
-    goes: Layout | None = None,
+    came: Packing | None = None,
+    goes: Packing | None = None,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 

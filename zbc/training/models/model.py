@@ -23,7 +23,7 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.job.model_section import check_runnable
-from zbc.runtime.bundle import Link, adapt
+from zbc.runtime.bundle import Joint, adapt
 from zbc.runtime.private import mse_kernel
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.split import refuse_wrapped
@@ -52,8 +52,8 @@ class LayerPlan:
     fill: Callable[[nn.Module], None] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
-    takes: Link = field(default_factory=Link, compare=False)
-    gives: Link = field(default_factory=Link, compare=False)
+    takes: Joint = field(default_factory=Joint, compare=False)
+    gives: Joint = field(default_factory=Joint, compare=False)
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -183,7 +183,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found, [_ties(model, i) for i in range(len(found))])
-    links = [Link() for _ in range(len(found) + 1)]
+    links = [Joint() for _ in range(len(found) + 1)]
     return [
         LayerPlan(
             f"layers.{i}", _builder(item), ties=_ties(model, i), compiles=True, takes=links[i], gives=links[i + 1]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
-from zbc.runtime.bundle import Layout, adapt
+from zbc.runtime.bundle import Packing, adapt
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import FakeTensorMode
 from zbc.runtime.seeding import seeded
@@ -52,7 +52,7 @@ class Shapes:
     sizes: tuple[int, ...]
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
-    layouts: tuple[Layout | None, ...]
+    layouts: tuple[Packing | None, ...]
 
 
 class _Seen(NamedTuple):
@@ -116,7 +116,7 @@ def derive(
     _refuse_several_at_the_end(plans)
     _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
     inputs, laid, position = [first], [Laid(first)], 0
-    layouts: list[Layout | None] = [None]
+    layouts: list[Packing | None] = [None]
     for stage, layers in enumerate(manifest.layers[:-1]):
         position += len(layers)
         free = autocast is not None
@@ -221,7 +221,7 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
     with torch.enable_grad():
         y, traits, made = observe(plan.name, module, x)
         if isinstance(y, tuple) and plan.gives.layout is None:
-            plan.gives.layout = Layout.of([_sendable(plan, one) for one in y] or [_sendable(plan, y)])
+            plan.gives.layout = Packing.of([_sendable(plan, one) for one in y] or [_sendable(plan, y)])
             adapt(plan.name, module, plan.takes, plan.gives)
             return _looked_at(plan, module, takes, flow, device)
         y = _sendable(plan, y)
