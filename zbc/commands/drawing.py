@@ -149,17 +149,15 @@ def schedules(
     """List the schedules, or show the card of one."""
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
 
+    cards = [*SCHEDULES.values()] if name is None else [] if name.lower() == AUTO else [find(name)]
     if json:
-        cards = [*SCHEDULES.values()] if name is None else [] if name.lower() == AUTO else [find(name)]
         show_json({"format": "zbc-schedules", "version": 1, "schedules": [_card(card) for card in cards]})
     elif quiet:
-        _ = None if name is None or name.lower() == AUTO else find(name)
+        return
     elif name is None:
-        show(*_list([*SCHEDULES.values()], AUTO))
-    elif name.lower() == AUTO:
-        show(*_AUTO)
+        show(*_list(cards, AUTO))
     else:
-        show(*card_parts(find(name), columns_here()))
+        show(*(card_parts(cards[0], columns_here()) if cards else _AUTO))
 
 
 def _card(card: ScheduleCard) -> dict[str, Any]:

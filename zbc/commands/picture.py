@@ -73,8 +73,8 @@ class Wanted:
     to_file: bool
 
     def text(self, drawn: Sequence[Drawn]) -> str:
-        """The picture, of all forms but PNG and PDF."""
-        if self.form is Form.SVG:
+        """The picture; of PNG and PDF the SVG that they are made from."""
+        if self.form in _DRAWN:
             from zbc.viz.svg import SvgView, draw
 
             return draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles))
@@ -101,10 +101,7 @@ class Wanted:
 
     def write(self, drawn: Sequence[Drawn], path: Path) -> None:
         if self.form is Form.PNG or self.form is Form.PDF:
-            from zbc.viz.svg import SvgView, draw
-
-            sheet = draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles))
-            write_bytes(path, _rendered(sheet, self.form, path))
+            write_bytes(path, _rendered(self.text(drawn), self.form, path))
         else:
             write_text(path, self.text(drawn))
 

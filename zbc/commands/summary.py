@@ -187,8 +187,10 @@ def _gap(ms: float, bound: float, *, loose: bool = False) -> str:
     """How far a step is above its bound; `loose`: most of that is the bound's."""
     if bound <= 0:
         return "no lower bound"
+    from zbc.compiler.report.report import MET
+
     above = ms / bound - 1
-    if above < 5e-7:
+    if above < MET:
         return "proven optimal for this partition"
     return f"{percent(above)} above {'a loose' if loose else 'the'} lower bound"
 

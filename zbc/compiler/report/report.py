@@ -17,7 +17,7 @@ from zbc.ir import Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
-_MET = 5e-7
+MET = 5e-7  # as a share, what a step may be above its bound and meet it
 VERSION = 1
 _NOT_PREDICTED = (
     *("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"),
@@ -201,9 +201,9 @@ def bound_is(ms: float, bound: float, limit: float | None, ranks: int, stages: i
     to as much with several stages per rank, ranks must take turns in ways that it does not see: of small problems the
     search finds the optimum there, 4 to 30% above it (`bench/long_steps.py --truth`); else it is met within 0.5%.
     """
-    if ms <= bound * (1 + _MET):
+    if ms <= bound * (1 + MET):
         return "met"
-    if limit is None or (limit > ranks + _MET if stages > ranks else limit >= ranks - _MET):
+    if limit is None or (limit > ranks + MET if stages > ranks else limit >= ranks - MET):
         return "close"
     return "loose"
 
