@@ -17,7 +17,7 @@ from zbc.errors import ZbcError
 from zbc.job.spec import Job
 
 BASELINE = "1f1b"
-TRIED = ("v-auto", "zb-auto", "chimera-zb", "zb-h1")  # what is the fastest of most jobs, for little time
+TRIED = ("v-auto", "zb-auto", "bitpipe-zb", "chimera-zb", "zb-h1")  # what is the fastest of most jobs, for little time
 LARGE = 20_000  # F, B and W of a step beyond which nothing but 1F1B is tried
 WORTH = 0.01  # of a step, below which a schedule is not named
 
