@@ -13,8 +13,8 @@ import torch
 from tests.processes.plans import write_plan
 from zbc.plan.directory import read_manifest
 from zbc.runtime.staged import Staged
-from zbc.training.launch import local, peers, torchrun
-from zbc.training.launch.options import RunOptions
+from zbc.training import devices
+from zbc.training.launch import peers, torchrun
 
 HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
 
@@ -70,10 +70,7 @@ def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatc
 
 def test_more_ranks_than_gpus_take_them_in_turn(gpus, tmp_path):
     gpus(2)
-    options = RunOptions(device="cuda")
-    orders = [local.Order(rank, 4, 1, 1, Path(), options) for rank in range(4)]
-    assert [local._device(order).index for order in orders] == [0, 1, 0, 1]
-    assert local._device(local.Order(0, 4, 1, 1, Path(), RunOptions())) == torch.device("cpu")
+    assert [devices.place(rank).index for rank in range(4)] == [0, 1, 0, 1]
     manifest = read_manifest(write_plan(tmp_path, hardware={"device": "cuda"}))
     places = [torchrun.Launched(r, 4, r, 4, True, "", 0, False, "", None) for r in range(4)]
     for place in places:
