@@ -38,6 +38,15 @@ def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
     assert False in offered
 
 
+def test_plan_names_the_schedule_that_compare_ranks_first_of_those_it_tries(zbc, folder):
+    """Where stages are uneven, another schedule may be the faster one with its own partition only."""
+    zbc("init", ".", "--template", "llama-8b")
+    faster = zbc("plan", "zbc.toml", "--json").json()["faster"]
+    rows = zbc("compare", "zbc.toml", "--schedules", "zb-v,bitpipe-zb", "--json").json()["schedules"]
+    assert [row["schedule"] for row in rows] == ["bitpipe-zb", "zb-v"]
+    assert faster == {"schedule": "bitpipe-zb", "barrier_ms": pytest.approx(rows[0]["barrier_ms"], rel=0.003)}
+
+
 def test_very_many_problems_are_told_as_some_and_a_number(zbc, job, folder):
     text = toml_text().replace("[train]", "[train]\n" + "\n".join(f"k{n} = 1" for n in range(4000)))
     (folder / "zbc.toml").write_text(text)

@@ -70,6 +70,16 @@ def test_gradients_are_those_of_one_process(schedule, p, together):
         assert result.grad_norm == pytest.approx(expected.norms[0], rel=1e-6), "each weight counts once"
 
 
+@pytest.mark.parametrize(("schedule", "p"), [way for way in WAYS if way[0] != "chimera"])
+def test_a_sum_of_two_terms_has_one_order_and_so_the_bits_of_one_process(schedule, p):
+    """Two layers and one microbatch: with more, one process adds layer by layer within each microbatch."""
+    ties = {"layers.7.down.weight": "layers.0.down.weight"}
+    plan = plan_of(schedule, p, m=1, ties=ties, keep=without_step)
+    found, expected = parameters(run_threads(plan, 1)), reference(plan)
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(found[name].grad, grad, rtol=0, atol=0, msg=name)
+
+
 @pytest.mark.parametrize(
     ("schedule", "p", "how"),
     few(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from zbc.text import short
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
+    from zbc.compiler.whatif.others import Others
     from zbc.job.spec import Job
 
 
@@ -67,7 +68,7 @@ def plan(
         starts = [{"steps": start.steps, **start.compiled.report.as_json()} for start in compiled.ramp]
         ramp = {"ramp": starts} if starts else {}
         factor = speedup(beside.baseline, compiled.settled_ms)
-        report = {**compiled.report.as_json(), "speedup_over_1f1b": factor}
+        report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": _faster(beside)}
         show_json({**report, **ramp, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
@@ -77,6 +78,10 @@ def plan(
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
         show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more))
+
+
+def _faster(beside: Others) -> dict[str, Any] | None:
+    return beside.faster and {"schedule": beside.faster.schedule, "barrier_ms": beside.faster.ms}
 
 
 def run_command(job: Job, output: Path) -> str:
