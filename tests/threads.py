@@ -53,7 +53,7 @@ def run_threads(
     `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
     """
     manifest = plan.manifest
-    hub = hub or Hub(manifest.topology.world)
+    hub = hub or Hub(manifest.topology.world, tp=manifest.tp)
     workers = []
     for rank in range(manifest.topology.world):
         part = manifest.topology.of(rank).pp

@@ -5,6 +5,8 @@ replicas each, has those of one replica next to each other:
 
     pp 4, dp 2, node (4, 1)     rank 0..3 are replica 0, rank 4..7 replica 1
     pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
+
+Tensor-parallel ranks are innermost: with tp 2 each rank above is two neighbours, 2r and 2r + 1, that share its layers.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A rank of the run by the axes: its replica of the pipeline, and its rank there."""
+    """A rank of the run by the axes: its replica of the pipeline, its rank there, its share of that one's layers."""
 
     dp: int
     pp: int
+    tp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,12 @@ class Topology:
     node: tuple[int, int] | None = None  # what shares a node; None: replicas follow one another
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
+    tp: int = 1  # ranks that share the layers of one rank of a pipeline; they run one list of ops
 
     @property
     def world(self) -> int:
         """The ranks of a run."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def batch(self) -> int:
@@ -47,28 +51,43 @@ class Topology:
         """Whether a stage is held once."""
         return self.dp == self.pipes == 1
 
-    def rank(self, dp: int, pp: int) -> int:
-        """The rank of the run that is rank `pp` of replica `dp`."""
+    def rank(self, dp: int, pp: int, tp: int = 0) -> int:
+        """The rank of the run that is rank `pp` of replica `dp`, and has share `tp` of its layers."""
         along, across = self.node or (self.pp, 1)
         block = dp // across * (self.pp // along) + pp // along
-        return block * along * across + dp % across * along + pp % along
+        return (block * along * across + dp % across * along + pp % along) * self.tp + tp
 
-    def ranks(self, of: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of the run that are these ranks of the pipeline, in any replica; ascending."""
+    def ranks(self, of: Iterable[int], tp: int = 0) -> tuple[int, ...]:
+        """The ranks of the run that are these ranks of the pipeline, in any replica, of one share; ascending."""
         mine = {*of}
-        return tuple(sorted(self.rank(dp, pp) for dp in range(self.dp) for pp in mine))
+        return tuple(sorted(self.rank(dp, pp, tp) for dp in range(self.dp) for pp in mine))
+
+    def sharing(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the run that share the layers of one of them, ascending."""
+        first = rank - rank % self.tp
+        return tuple(range(first, first + self.tp))
 
     def of(self, rank: int) -> Place:
         """Where a rank of the run is."""
         along, across = self.node or (self.pp, 1)
-        block, inside = divmod(rank, along * across)
+        seat, share = divmod(rank, self.tp)
+        block, inside = divmod(seat, along * across)
         replicas, ranks = divmod(block, self.pp // along)
         replica, part = divmod(inside, along)
-        return Place(replicas * across + replica, ranks * along + part)
+        return Place(replicas * across + replica, ranks * along + part, share)
+
+    @property
+    def axes(self) -> str:
+        """` (2 pp x 2 dp)`, behind a number of ranks; nothing where that says it."""
+        if self.dp == self.tp == 1:
+            return ""
+        counts = [(self.pp, "pp"), *([(self.dp, "dp")] * (self.dp > 1)), *([(self.tp, "tp")] * (self.tp > 1))]
+        return f" ({' x '.join(f'{count} {axis}' for count, axis in counts)})"
 
     def name(self, rank: int) -> str:
-        """A rank of the run for messages: `rank 5`, or with replicas `rank 5 [dp 1, pp 1]`."""
-        if self.dp == 1 or not 0 <= rank < self.world:
+        """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`."""
+        if self.dp == self.tp == 1 or not 0 <= rank < self.world:
             return f"rank {rank}"
         place = self.of(rank)
-        return f"rank {rank} [dp {place.dp}, pp {place.pp}]"
+        axes = [f"dp {place.dp}"] * (self.dp > 1) + [f"pp {place.pp}"] + [f"tp {place.tp}"] * (self.tp > 1)
+        return f"rank {rank} [{', '.join(axes)}]"

@@ -100,7 +100,7 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 
 def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Worker:
-    hub = hub or Hub(plan.manifest.topology.world)
+    hub = hub or Hub(plan.manifest.topology.world, tp=plan.manifest.tp)
     ramp = [RankPlan(rank, one.program.ranks[rank], one.manifest) for one in plan.ramp]
     return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU, ramp)
 

@@ -73,8 +73,8 @@ class Watched(StreamHub):
         self.offers[id(offer.target)] = stream, stream.done + 1
         return super().join(rank, offer, ranks)
 
-    def _happen(self, meeting):
-        super()._happen(meeting)
+    def _end(self, meeting):
+        super()._end(meeting)
         for offer in meeting.offers.values():
             self._look("offer", *self.offers[id(offer.target)])
         meeting.by = current(), current().done

@@ -139,7 +139,7 @@ def _written(lines: Sequence[str]) -> str:
 def _world(compiled: Compiled) -> int | None:
     """How many ranks to start here, where nothing has started them: those of a job on the CPU."""
     job = compiled.job
-    return None if job.hardware.device == "cuda" or "RANK" in os.environ else job.parallel.pp * job.parallel.dp
+    return None if job.hardware.device == "cuda" or "RANK" in os.environ else job.parallel.ranks
 
 
 def _prediction(compiled: Compiled, folder: Path, *, verbose: bool) -> str:

@@ -87,10 +87,11 @@ def throughput_lines(rates: Throughput) -> Iterator[str]:
 def crowded(compiled: Compiled) -> str | None:
     """What a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
     job, report = compiled.job, compiled.report
-    ranks, count = job.parallel.pp * job.parallel.dp, cores()
+    ranks, count = job.parallel.ranks, cores()
     if job.hardware.device != "cpu" or report.costs != "estimated" or ranks <= count:
         return None
-    least = max(compiled.settled_ms, job.parallel.dp * sum(rank.busy_ms for rank in report.per_rank) / count)
+    busy = ranks // job.parallel.pp * sum(rank.busy_ms for rank in report.per_rank)
+    least = max(compiled.settled_ms, busy / count)
     shared = "one core" if count == 1 else f"{count} cores"
     said = f"expect {short(least, 2)} ms a step or more" if least > 1.1 * compiled.settled_ms else "steps take longer"
     return f"on this machine {ranks} ranks share {shared}: {said}"

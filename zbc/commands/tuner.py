@@ -165,7 +165,7 @@ class Tuner:
 
     def _launch(self, one: Tried, options: Sequence[str]) -> None:
         job = one.compiled.job
-        world = job.parallel.pp * job.parallel.dp
+        world = job.parallel.ranks
         if job.hardware.device == "cuda":
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             self._command("run", str(one.folder), *options, before=torchrun)

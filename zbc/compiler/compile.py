@@ -80,7 +80,7 @@ class Compiled:
     def rates(self, ms: float) -> Throughput:
         """What steps of so many ms would give."""
         job = self.job
-        world = job.parallel.pp * job.parallel.dp
+        world = job.parallel.ranks
         return throughput(job.model, self.sequences, ms, world, job.log.peak_tflops)
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:

@@ -18,7 +18,7 @@ def problems(document: Document, layers: int | None, ranks: int | None, ops: int
         text = f"config: model.layers = {layers} are more than zbc plans, {LAYERS}"
         yield ZbcError("E114", text, where=document.where(("model", "layers")), hint=f"use {LAYERS} or fewer")
     elif ranks is not None and ranks > RANKS:
-        text = f"config: parallel.pp times parallel.dp is {ranks}, more ranks than zbc plans for, {RANKS}"
+        text = f"config: the job has {ranks} ranks (pp dp tp), more than zbc plans for, {RANKS}"
         yield ZbcError("E114", text, where=document.where(("parallel", "dp")), hint="use fewer replicas or ranks")
     elif ops is not None and ops > OPS:
         text = f"config: a step of this job has {ops} ops, zbc plans up to {OPS}"

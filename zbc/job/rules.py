@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from zbc.job.sections import (
     Hardware,
     LayerCost,
     Memory,
+    Optimizer,
     Parallel,
     Partition,
     Schedule,
@@ -177,7 +179,7 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = draft.sections.get("model")
     parallel: Parallel | None = draft.sections.get("parallel")
     schedule: Schedule | None = draft.sections.get("schedule")
-    ranks, ops = None if parallel is None else parallel.pp * parallel.dp, None
+    ranks, ops = None if parallel is None else parallel.ranks, None
     if parallel is not None and schedule is not None:
         ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches
     yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
@@ -212,9 +214,41 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
     if parallel.pp % parts or parallel.dp % copies:
         text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
         yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
-    elif hardware is not None and parts * copies != hardware.ranks_per_node:
-        text = f"config: parallel.node has {parts * copies} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
-        yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {parts * copies}")
+    elif hardware is not None and (seats := parts * copies * parallel.tp) != hardware.ranks_per_node:
+        text = f"config: parallel.node has {seats} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
+        yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {seats}")
+
+
+def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or parallel.tp == 1:
+        return
+    tp, where = parallel.tp, draft.document.where(("parallel", "tp"))
+    model: Model | None = draft.sections.get("model")
+    if model is not None and (not model.builtin or model.experts):
+        what = "layers with experts" if model.builtin else f"the layers of {model.family}"
+        text = f"config: parallel.tp = {tp} shares the layers of gpt and llama, {what} cannot be shared"
+        yield ZbcError("E119", text, where=where, hint="set tp = 1")
+    elif model is not None:
+        counts = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.mlp_width}
+        for key, count in counts.items():
+            if count is not None and count % tp:
+                most = math.gcd(*(one for one in counts.values() if one is not None))
+                fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+                text = f"config: parallel.tp = {tp} does not divide model.{key} = {count}"
+                yield ZbcError("E119", text, where=where, hint=f"what does: {fits}")
+                break
+        if model.compile:
+            text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
+            yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
+    optimizer: Optimizer | None = draft.sections.get("optimizer")
+    if optimizer is not None and optimizer.zero1:
+        text = "config: optimizer.zero1 and parallel.tp do not go together yet"
+        yield ZbcError("E110", text, where=where, hint="drop one of them")
+    costs: GivenCosts | None = draft.sections.get("costs")
+    if costs is not None and costs.profile:
+        text = "config: costs.profile and parallel.tp do not go together: a profile is of whole layers"
+        yield ZbcError("E110", text, where=where, hint="drop costs.profile, or set tp = 1")
 
 
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -304,6 +338,7 @@ RULES = (
     _rate_rules,
     _ramp_rules,
     _node_rule,
+    _tensor_parallel_rules,
     _reserve_rule,
     _evaluation_rules,
     _idle_rules,

@@ -24,11 +24,17 @@ class Parallel(Section):
 
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel replicas of the pipeline")
+    tp: Count = Field(1, description="ranks that share each layer of a built-in model (tensor parallel)")
     node: tuple[Count, Count] | None = Field(
         None,
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of a run."""
+        return self.pp * self.dp * self.tp
 
 
 class Schedule(Section):
@@ -118,6 +124,7 @@ class GivenCosts(Section):
         None,
         description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
     )
+    tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
     optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"

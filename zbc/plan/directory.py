@@ -61,7 +61,8 @@ class StoredPlan:
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
     """The last ranks of all replicas: without a barrier, they add up what their replicas have collected."""
-    return manifest.topology.ranks([manifest.ranks - 1])
+    run = manifest.topology
+    return tuple(sorted(rank for tp in range(run.tp) for rank in run.ranks([manifest.ranks - 1], tp)))
 
 
 def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
@@ -87,12 +88,13 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         m.sharded,
         run.node,
         tuple(m.ties),
+        run.tp,
     )
 
 
-def meeting(manifest: Manifest, op: Op) -> tuple[int, ...]:
-    """The ranks of a run, over all replicas of the pipeline, that take part in a collective."""
-    return manifest.topology.ranks(program_of(manifest, ((),) * manifest.ranks).members(op))
+def meeting(manifest: Manifest, op: Op, tp: int = 0) -> tuple[int, ...]:
+    """The ranks of a run, over all replicas of the pipeline, that take part in a collective of one share."""
+    return manifest.topology.ranks(program_of(manifest, ((),) * manifest.ranks).members(op), tp)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ def assemble(
         microbatch_size=microbatch_size,
         slices=program.slices,
         copies=program.dp,
+        tp=program.tp,
         tied=program.tied,
         sharded=program.sharded,
         ties=list(program.ties),

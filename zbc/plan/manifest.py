@@ -56,6 +56,7 @@ class Manifest(_Strict):
     microbatch_size: Count
     slices: Count
     copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` are those of one
+    tp: Count = 1  # ranks that share the layers of a rank of the pipeline, and run its ops
     tied: bool = False  # stages share a weight
     ties: list[Index] = []  # those stages; none: the first and the last
     sharded: bool = False  # the copies of a stage share out the optimizer's work
@@ -81,7 +82,7 @@ class Manifest(_Strict):
     def topology(self) -> Topology:
         """The axes of a run of the plan."""
         node = (self.node[0], self.node[1]) if self.node else None
-        return Topology(self.ranks, self.copies, len(self.placement[0]), node, self.slices, self.microbatches)
+        return Topology(self.ranks, self.copies, len(self.placement[0]), node, self.slices, self.microbatches, self.tp)
 
     def holders(self, stage: int) -> int:
         """How many ranks of a run hold a stage."""

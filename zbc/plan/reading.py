@@ -133,6 +133,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "boundaries",
             "microbatch_size",
             "copies",
+            "tp",
             "tied",
             "ties",
             "sharded",

@@ -51,7 +51,7 @@ def norm(worker: Worker, op: Op) -> None:
     pending = _ahead(worker, op).pending
     if pending is None:
         return
-    losses = {worker.number(mb): loss for mb, loss in pending.losses.items()}
+    losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
     squares, peak, device = worker.squares(), pending.peak, worker.device
     busy = pending.busy()  # a GPU's ops of the last step have long ended
     vector = worker.layout.vector(
@@ -200,10 +200,10 @@ def _not_ahead(what: str) -> ZbcError:
 def _before(worker: Worker) -> int | None:
     """The rank that NORM comes from."""
     part = worker.plan.rank
-    return worker.topology.rank(worker.replica, part - 1) if part > 0 else None
+    return worker.seat(part - 1) if part > 0 else None
 
 
 def _after(worker: Worker) -> int | None:
     """The rank that VERDICT comes from."""
     part = worker.plan.rank
-    return worker.topology.rank(worker.replica, part + 1) if part + 1 < worker.topology.pp else None
+    return worker.seat(part + 1) if part + 1 < worker.topology.pp else None

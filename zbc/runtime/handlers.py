@@ -39,7 +39,7 @@ def forward(worker: Worker, op: Op) -> None:
         x = _data(worker, number) if first else take(worker.handed, key, NOT_HANDED)
     finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
-    slot = Slot() if stage.casts_weights or key in run.halves else None
+    slot = Slot() if stage.casts_weights or worker.group is not None or key in run.halves else None
     if message is not None:  # last, so that what comes is used at once
         x = stage.arrived(worker.wait(message))
     if x.dtype is not takes.dtype or x.shape != takes.shape:
@@ -112,7 +112,9 @@ def backward(worker: Worker, op: Op) -> None:
     elif slot is None:
         tape.backward(grad)
     else:
+        slot.split = slot.fills = worker.group is not None
         _with_slot(slot, tape, grad)
+        slot.run()
     stage.alone.look(worker.step)
     if not first:
         found = x.grad
@@ -206,7 +208,7 @@ def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
     first, device = worker.phase_run.first, worker.device
-    losses = {first + mb: loss for mb, loss in worker.losses.items()}
+    losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
     squares, peak = worker.squares(), peak_bytes(device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
     vector = worker.layout.vector(

@@ -43,7 +43,8 @@ class Round:
 class Hub:
     """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
 
-    def __init__(self, ranks: int, *, prompt: bool = False) -> None:
+    def __init__(self, ranks: int, *, prompt: bool = False, tp: int = 1) -> None:
+        """`tp`: so many neighbours share layers, and meet inside of ops."""
         self._lock = threading.Lock()
         self._buffers: dict[tuple[int, Letter], Tensor] | None = {} if prompt else None
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
@@ -55,6 +56,7 @@ class Hub:
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
         self.ranks = ranks
+        self._inside = {tuple(range(first, first + tp)) for first in range(0, ranks, tp)} if tp > 1 else set()
 
     def end(self, rank: int) -> HubTransport:
         return HubTransport(self, rank)
@@ -115,7 +117,8 @@ class Hub:
             self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
 
     def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
-        """Start to meet `ranks`. A rank's collectives happen in the order in which it starts them, as on one device."""
+        """Start to meet `ranks`. A rank's collectives happen in the order in which it starts them, as on one device;
+        only those inside of ops do not queue behind sums that were started before."""
         with self._lock:
             self._check()
             if rank not in ranks:
@@ -125,8 +128,11 @@ class Hub:
             self._joined[rank, ranks] = number + 1
             meeting = self._rounds.setdefault((ranks, number), Round(ranks))
             meeting.offers[rank] = offer
-            self._queues[rank].append((ranks, number))
-            self._meet()
+            if ranks not in self._inside:
+                self._queues[rank].append((ranks, number))
+                self._meet()
+            elif len(meeting.offers) == len(ranks):
+                self._end(self._rounds.pop((ranks, number)))
             return meeting
 
     def complete(self, rank: int, meeting: Round) -> None:
@@ -146,11 +152,14 @@ class Hub:
                     self._happen(self._rounds.pop(key))
 
     def _happen(self, meeting: Round) -> None:
-        offers = [meeting.offers[r] for r in meeting.ranks]
-        _combine(offers, meeting.ranks[0])
-        meeting.over = True
         for r in meeting.ranks:
             self._queues[r].popleft()
+        self._end(meeting)
+
+    def _end(self, meeting: Round) -> None:
+        _combine([meeting.offers[r] for r in meeting.ranks], meeting.ranks[0])
+        meeting.over = True
+        for r in meeting.ranks:
             self._wake[r].notify()
 
     def _block(self, rank: int, ready: Callable[[], bool], what: str) -> None:

@@ -16,6 +16,7 @@ other and with transfers, and a rank that started two of them in another order t
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -81,10 +82,12 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def of_replica(manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas."""
+def of_replica(
+    manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], tp: int = 0
+) -> list[tuple[int, int]]:
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, with one share of the layers."""
     rank = manifest.topology.rank
-    return [(rank(replica, a), rank(replica, b)) for a, b in pairs]
+    return [(rank(replica, a, tp), rank(replica, b, tp)) for a, b in pairs]
 
 
 def signalled(manifest: Manifest) -> list[tuple[int, int]]:
@@ -98,11 +101,14 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
 
     The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
-    the last stage share; without a barrier also the last ranks of all replicas, which make the verdict.
+    the last stage share; without a barrier also the last ranks of all replicas, which make the verdict; and the ranks
+    that share layers, which sum inside of ops.
     """
+    run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
     sums += [Op(Kind.TIE, 0)] if manifest.tied else []
-    groups = {meeting(manifest, op) for op in sums}
+    groups = {meeting(manifest, op, tp) for op in sums for tp in range(run.tp)}
+    groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
@@ -119,9 +125,10 @@ class Network:
         self._pairs: dict[tuple[int, int], Any] = {}
         self._signals: dict[tuple[int, int], Any] = {}
         swift = _swift if self._nccl else None
-        for replica in range(manifest.topology.dp):
+        run = manifest.topology
+        for replica, tp in itertools.product(range(run.dp), range(run.tp)):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
-                for some in rounds(of_replica(manifest, replica, pairs)):
+                for some in rounds(of_replica(manifest, replica, pairs, tp)):
                     for pair in some:
                         group = _group(pair, timeout, swift)
                         if self.rank in pair:

@@ -28,10 +28,11 @@ from zbc.runtime.private import set_grad_enabled
 class Slot:
     """The weight-gradient work of one (stage, microbatch, pipe, slice) between its B and its W."""
 
-    __slots__ = ("__weakref__", "_work", "split")
+    __slots__ = ("__weakref__", "_work", "fills", "split")
 
     def __init__(self) -> None:
         self.split = False
+        self.fills = False  # split, and W follows its B at once: what is deferred may run where the B waits
         self._work: list[Callable[[], None]] = []
 
     def defer(self, work: Callable[[], None]) -> None:

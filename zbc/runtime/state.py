@@ -34,6 +34,7 @@ from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Tape
+from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Transport
 from zbc.runtime.validate import VectorLayout, Verdict
@@ -146,6 +147,8 @@ class Worker:
     rate: Callable[[Phases, int], float]  # the learning rate of a step
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
+    group: Group | None = None  # the ranks that share this one's layers
+    cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
 
     step: int = 0
     stop: bool = False
@@ -173,7 +176,8 @@ class Worker:
         self.everyone = tuple(range(manifest.topology.world))
         self.rank = self.transport.rank  # of the run
         self.topology = manifest.topology
-        self.replica = self.topology.of(self.rank).dp
+        _, _, self.share = place = self.topology.of(self.rank)
+        self.replica = place.dp
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
@@ -280,6 +284,8 @@ class Worker:
     def squares(self) -> dict[str, Tensor]:
         """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
         found = {name: value for optimizer in self.counted() for name, value in optimizer.squares().items()}
+        if self.share:  # what is no part of anything is counted on the first of the ranks that share layers
+            found = {name: value for name, value in found.items() if name in self.cuts}
         if self.tied:
             own = self.primary()
             found = {name: value for name, value in found.items() if name not in self.tied or name in own}
@@ -288,7 +294,11 @@ class Worker:
     def sharing(self, name: str) -> tuple[int, ...]:
         """The ranks of the run that hold a shared weight."""
         ranks = {rank for stage in self.tied[name] for rank in self.placement.holders(stage)}
-        return self.topology.ranks(sorted(ranks))
+        return self.topology.ranks(sorted(ranks), self.share)
+
+    def seat(self, part: int) -> int:
+        """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""
+        return self.topology.rank(self.replica, part, self.share)
 
     def prepare(self, ops: Iterable[Op]) -> None:
         """Look up where further ops find their things."""
@@ -333,7 +343,7 @@ def _route(worker: Worker, op: Op) -> Route | None:
         peer = placement.peer(op)
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        rank = worker.topology.rank(worker.replica, peer)
+        rank = worker.seat(peer)
         return Route(key, stage, placement.message(op), rank, None, not sources, not sinks)
     taken, given = placement.beside(here, kind.takes), placement.beside(here, kind.gives)
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]

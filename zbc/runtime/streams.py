@@ -17,8 +17,8 @@ from zbc.runtime.transport import Letter
 class StreamHub(Hub):
     """A hub whose ranks each have a stream of their own, current in their threads."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: int, *, tp: int = 1) -> None:
+        super().__init__(ranks, tp=tp)
         self._made: dict[tuple[int, Letter], torch.cuda.Event] = {}  # (to, message) -> when its tensor is there
 
     def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:
@@ -33,11 +33,11 @@ class StreamHub(Hub):
     def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
         return super().join(rank, offer._replace(ready=_now()), ranks)
 
-    def _happen(self, meeting: Round) -> None:
+    def _end(self, meeting: Round) -> None:
         for offer in meeting.offers.values():
             if offer.ready is not None:
                 _after(offer.ready, offer.source, offer.target)
-        super()._happen(meeting)
+        super()._end(meeting)
         meeting.ended = _now()
 
     def complete(self, rank: int, meeting: Round) -> None:

@@ -80,7 +80,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             for handler, op, text in evaluation.script:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
-            for mb, loss in worker.losses.items():
+            for mb, loss in () if worker.share else worker.losses.items():
                 losses[batch * per_batch + evaluation.number(worker, mb)] = loss
             worker.losses.clear()
             worker.transport.finish_step(drain=True)
@@ -104,7 +104,7 @@ def _of(worker: Worker) -> Evaluation:
 
 def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
     """The rank with the first stage, which reads the data, says how many microbatches count."""
-    first = worker.replica == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    first = worker.replica == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
     count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)
     return int(count.item())

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import IN_A_RANK
@@ -321,7 +322,7 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
-    parameters = worker.primary()
+    parameters = _uncut(worker)
     said = ""
     if parameters:
         tensors = hfexport.tensors_of(model, parameters)
@@ -330,6 +331,19 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     if context.rank == 0:
         hfexport.write_index(folder, model, shards)
         context.emit(f"wrote the weights to {folder}")
+
+
+def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
+    """The weights that are written down from this rank, whole: of ranks that share layers from the first of them."""
+    found = worker.primary()
+    if worker.group is None:
+        return found
+    cuts, group = worker.cuts, worker.group
+    whole = {
+        name: nn.Parameter(cuts[name].collect(p.data, group), p.requires_grad) if name in cuts else p
+        for name, p in found.items()
+    }
+    return {} if worker.share else whole
 
 
 # ---- when it fails -------------------------------------------------------------------------------------------

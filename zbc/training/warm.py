@@ -198,11 +198,11 @@ def _signal(worker: Worker) -> None:
     part, last = worker.plan.rank, worker.topology.pp - 1
     for letter, source, target in ((NORM, part - 1, part + 1), (VERDICT, part + 1, part - 1)):
         if 0 <= source <= last:
-            numbers += _take(worker, letter, torch.empty_like(numbers), worker.topology.rank(worker.replica, source))
+            numbers += _take(worker, letter, torch.empty_like(numbers), worker.seat(source))
         if letter is VERDICT and part == last:
             worker.all_reduce(numbers.clone(), judges(worker.plan.manifest))
         if 0 <= target <= last:
-            worker.transport.send(letter, numbers.clone(), worker.topology.rank(worker.replica, target))
+            worker.transport.send(letter, numbers.clone(), worker.seat(target))
 
 
 def _transfer(worker: Worker) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -15,6 +16,7 @@ from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import Manifest, RankPlan, meeting
 from zbc.plan.phases import Phases
+from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -22,12 +24,14 @@ from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
 from zbc.runtime.state import PhaseRun, Worker
+from zbc.runtime.tensor_parallel import Cut, Group
+from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
-from zbc.training.models import model, pretrained
+from zbc.training.models import model, pretrained, sharding
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
@@ -96,7 +100,8 @@ def build_worker(
     plans = layer_plans(settings) if plans is None else list(plans)
     shapes = shapes_of(settings, plans, samples, manifest, device)
     parts, phases = [*ramp, plan], Phases.of(manifest)
-    stages = _build_stages(parts, settings, plans, shapes, device)
+    group, cuts = _group(manifest, transport), dict[str, Cut]()
+    stages = _build_stages(parts, settings, plans, shapes, device, _sharing(group, settings, cuts))
     worker = Worker(
         phase_runs=[_phase_run(part, shapes) for part in parts],
         phases=phases,
@@ -106,13 +111,15 @@ def build_worker(
         batches=None
         if not ends or samples is None
         else _batches(settings, parts, phases, samples, transport.rank, device),
-        loss=model.loss(settings.model.loss),
+        loss=_loss(settings.model, group),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
         ),
         tied=_shared(manifest, plans),
+        group=group,
+        cuts=cuts,
     )
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
@@ -158,6 +165,34 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
     return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
+def _group(manifest: Manifest, transport: Transport) -> Group | None:
+    """The ranks that share the layers of this one."""
+    run, rank = manifest.topology, transport.rank
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport)
+
+
+def _sharing(group: Group | None, settings: Settings, cuts: dict[str, Cut]) -> Callable[[str, nn.Module], None]:
+    """What leaves this rank's part of a layer, and notes in `cuts` which that is."""
+
+    def share(name: str, layer: nn.Module) -> None:
+        if group is not None:
+            found = sharding.shard(name, layer, group, joined=not _by_words(settings.model))
+            cuts.update({f"{name}.{local}": cut for local, cut in found.items()})
+
+    return share
+
+
+def _by_words(chosen: spec.Model) -> bool:
+    """Whether the loss is found from parts of the logits, where ranks share layers."""
+    return chosen.loss == "cross_entropy"
+
+
+def _loss(chosen: spec.Model, group: Group | None) -> Loss:
+    if group is None or not _by_words(chosen):
+        return model.loss(chosen.loss)
+    return tensor_parallel.cross_entropy(group, chosen.vocab or 0)
+
+
 def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, tuple[int, ...]]:
     """The weights that stages share, with those stages, the owner's first."""
     found: dict[str, tuple[int, ...]] = {}
@@ -174,7 +209,7 @@ def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, t
 def _optimizer(
     settings: Settings, stage: Stage, manifest: Manifest, rank: int, plans: Sequence[model.LayerPlan]
 ) -> StageOptimizer:
-    ranks = meeting(manifest, Op(Kind.REDUCE, stage.index))
+    ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
     if manifest.sharded and len(ranks) > 1:
@@ -201,17 +236,29 @@ def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
 
 def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums; `sizes` of all parameters of the model."""
-    manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
+    manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.TIE:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
-            summed = [mine[n] if n in mine else absent(sizes[n], worker.device) for n in sorted(worker.tied)]
-            found[op] = Bucket(summed, meeting(manifest, op))
+            summed = [
+                mine[n] if n in mine else absent(_share_of(worker, sizes[n]), worker.device)
+                for n in sorted(worker.tied)
+            ]
+            found[op] = Bucket(summed, meeting(manifest, op, tp))
             continue
         optimizer = worker.optimizers[op.stage]
         own = [p for name, p in optimizer.parameters.items() if name not in worker.tied]
-        found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op))
+        found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op, tp))
     return found
+
+
+def _share_of(worker: Worker, size: int) -> int:
+    """Elements of a shared weight on this rank: of the words of an embedding, which is what built-in models share."""
+    if worker.group is None:
+        return size
+    words = worker.plan.manifest.planning["model"]["vocab"]
+    low, high = worker.group.bounds(words)
+    return size // int(words) * (high - low)
 
 
 def _batches(
@@ -249,6 +296,7 @@ def _build_stages(
     plans: list[model.LayerPlan],
     shapes: Shapes,
     device: torch.device,
+    share: Callable[[str, nn.Module], None],
 ) -> dict[int, Stage]:
     manifest = parts[-1].manifest
     by_name, split = {layer.name: layer for layer in plans}, _split(parts)
@@ -272,10 +320,11 @@ def _build_stages(
             needed=shapes.needed[s],
             compiles=settings.model.compile,
             laid=shapes.laid[s],
+            share=share,
         )
         for part in parts:
             refuse_stage(part.manifest, part.ops, stages[s])
-    share_ties(stages.values(), plans, settings.train.seed, device)
+    share_ties(stages.values(), plans, settings.train.seed, device, share)
     return stages
 
 

@@ -15,7 +15,8 @@ def title(program: Program) -> str:
         counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + replicas
+    shares = f", tp {program.tp}" if program.tp > 1 else ""
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + replicas + shares
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,7 +5,7 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul
 from typing import NamedTuple
@@ -257,7 +257,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
         return job
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
-    node = nodes.choose(placement, parallel.dp, size, job.schedule.microbatches, sent, grads)
+    node = nodes.choose(placement, parallel.dp, max(1, size // parallel.tp), job.schedule.microbatches, sent, grads)
     return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
 
@@ -275,11 +275,40 @@ def _times(
     more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
     b = tuple(map(add, b, more))
     if job.profile is None:
-        return {"f": f, "b": b, "w": w}
+        return _with_shared_layers({"f": f, "b": b, "w": w}, job, stages, table, again)
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
     return {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
+
+
+def _with_shared_layers(
+    times: dict[str, Column],
+    job: Job,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    again: Collection[int],
+) -> dict[str, Column]:
+    """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
+    of the embedding, one before the head. In a BW they hide behind its W.
+
+    Costs that are given without `costs.tp` mean sums that take no time.
+    """
+    if job.parallel.tp == 1 or (job.costs.f is not None and not job.costs.tp):
+        return times
+    if job.costs.tp is not None:
+        forward = backward = (job.costs.tp,) * len(stages)
+    else:
+        z = estimate.sizes_of(job)
+        one = Machine.of(job).shared_ms(0.0 if z is None else float(z.tokens * z.hidden * z.width))
+        last = len(table) - 1
+        forward = tuple(one * sum(1 if i == 0 else 0 if i == last else 2 for i in part) for part in stages)
+        backward = tuple(one * sum(0 if i == 0 else 1 if i == last else 2 for i in part) for part in stages)
+    costs = Costs(times, {}, ())
+    f = costs.with_ms(a=forward).each(add, "f", "a")
+    whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))
+    b = whole.each(add, "b", "a")
+    return {"f": f, "b": b, "w": times["w"], "bw": whole.each(lambda b, w, a: max(b + a, b + w), "b", "w", "a")}
 
 
 def _with_optimizer(

@@ -86,15 +86,16 @@ def sizes_of(job: Job) -> Sizes | None:
     model = job.model
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
+    tp = job.parallel.tp  # each of these ranks has a part of every matrix, and of the words
     return Sizes(
         hidden=model.hidden,
-        heads=model.heads or 1,
-        queries=(model.heads or 1) * model.head_width,
-        keys=model.kv_width,
-        mlp=model.expert_width if model.experts else model.mlp_width,
+        heads=max(1, (model.heads or 1) // tp),
+        queries=(model.heads or 1) * model.head_width // tp,
+        keys=model.kv_width // tp,
+        mlp=(model.expert_width if model.experts else model.mlp_width) // tp,
         gated=model.family == "llama",
         cuda=job.hardware.device == "cuda",
-        vocab=model.vocab,
+        vocab=-(-model.vocab // tp),
         seq_len=model.seq_len,
         sequences=job.schedule.microbatch_size,
         width=2 if model.dtype == "bfloat16" else 4,

@@ -71,7 +71,7 @@ class Machine:
             near,
             far,
             given.ranks_per_node,
-            Topology(job.parallel.pp, job.parallel.dp, node=job.parallel.node),
+            Topology(job.parallel.pp, job.parallel.dp, node=job.parallel.node, tp=job.parallel.tp),
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
@@ -87,6 +87,14 @@ class Machine:
             if len({self.topology.rank(dp, rank) // self.node for rank in ranks}) > 1:
                 return self.far
         return self.near
+
+    def shared_ms(self, size: float) -> float:
+        """ms of a sum of `size` bytes over the ranks that share layers; they are neighbours. 0 for one rank."""
+        count = self.topology.tp
+        if count == 1:
+            return 0.0
+        latency, speed = self.near if count <= self.node else self.far
+        return latency + 2 * (count - 1) / count * size / speed
 
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a sum of `size` bytes over a ring of these ranks of all replicas; 0 for one rank.

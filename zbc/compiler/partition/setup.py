@@ -211,6 +211,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
     return replace(
         program,
         dp=job.parallel.dp,
+        tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
         ties=tuple(tied) if len(tied) > 1 else (),

@@ -72,8 +72,8 @@ class RunLog:
         """Per rank, ms of compute in a step: predicted and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
-        node = self.about.get("node")
-        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None)
+        node, tp = self.about.get("node"), self.about.get("tp", 1)
+        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, tp=tp)
         meant = [rows[topology.of(rank).pp]["busy_ms"] if rows else None for rank in range(len(columns))]
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 

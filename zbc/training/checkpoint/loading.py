@@ -12,6 +12,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.state import Worker
+from zbc.runtime.tensor_parallel import Cut
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
@@ -73,7 +74,7 @@ def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
     _check_fits(worker, reader)
     for stage, optimizer in worker.optimizers.items():
-        _restore_weights(optimizer, reader)
+        _restore_weights(optimizer, reader, worker.cuts)
         _restore_buffers(worker, stage, reader)
 
 
@@ -86,7 +87,8 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
     for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
         told = theirs.get(held.name)
-        here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(held.shape)}"
+        shape = worker.cuts[held.name].shape if held.name in worker.cuts else held.shape
+        here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
         if told is not None and here != (there := f"{told.dtype} {told.shape}"):
             differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")
     if differences:
@@ -95,7 +97,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
         raise ZbcError("E613", text, hint="resume with the [model] it was trained with", details=shown)
 
 
-def _restore_weights(optimizer: StageOptimizer, reader: Reader) -> None:
+def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
     kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
     for name, parameter in optimizer.incomplete().items():
         if parameter.numel():
@@ -103,9 +105,13 @@ def _restore_weights(optimizer: StageOptimizer, reader: Reader) -> None:
     held = optimizer.held()
     for place, one in enumerate(held):
         if one.tensor.numel():
-            reader.fill(one.tensor.data, MODEL + one.name, one.start)
+            cut = cuts.get(one.name)
+            if cut is None:
+                reader.fill(one.tensor.data, MODEL + one.name, one.start)
+            else:
+                one.tensor.data.copy_(cut.of(_whole(reader, MODEL + one.name)))
             if one.tensor.requires_grad and one.name in kept:
-                states[place] = {key: _state(reader, one, f"{OPTIM}{one.name}.{key}") for key in kept[one.name]}
+                states[place] = {key: _state(reader, one, f"{OPTIM}{one.name}.{key}", cut) for key in kept[one.name]}
     _set_state(optimizer, held, states)
     optimizer.loaded()
 
@@ -120,10 +126,19 @@ def _state_keys(reader: Reader) -> Mapping[str, list[str]]:
     return found
 
 
-def _state(reader: Reader, held: Held, name: str) -> Tensor:
+def _whole(reader: Reader, name: str) -> Tensor:
+    about = reader.tensors[name]
+    found = torch.empty(about.shape, dtype=TYPES[about.dtype])
+    reader.fill(found, name)
+    return found
+
+
+def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
     """What the optimizer keeps: shaped like the parameter, of which this rank has a part, or one number."""
     about = reader.tensors[name]
-    whole = about.shape == list(held.shape)
+    if cut is not None and about.shape == list(cut.shape):
+        return cut.of(_whole(reader, name))
+    whole = cut is None and about.shape == list(held.shape)
     if not whole and about.shape:
         raise disk.damaged(reader.folder / disk.INDEX, f"{name} is {about.shape}, its parameter {held.shape}")
     value = torch.empty(held.tensor.shape if whole else (), dtype=TYPES[about.dtype])

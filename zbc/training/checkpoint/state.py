@@ -9,15 +9,16 @@ Random numbers need no state of their own: all of them are drawn from seeds made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
-from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.sharded import Piece, deal
 from zbc.runtime.stage import StageLayer
 from zbc.runtime.state import Worker
@@ -45,12 +46,18 @@ def entries(worker: Worker) -> list[HeldPart]:
 
 def _weights(worker: Worker, stage: int) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; ranks with the same share out who writes what."""
-    optimizer, manifest = worker.optimizers[stage], worker.plan.manifest
-    usual = meeting(manifest, Op(Kind.REDUCE, stage))
+    optimizer = worker.optimizers[stage]
+    usual = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares = _shares(optimizer, usual)
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
+            continue
+        if held.name in worker.cuts:
+            yield from _collected(worker, stage, held, state.get(held.tensor, {}))
+        if (
+            held.name in worker.cuts or worker.share
+        ):  # of what each holds whole the first of those that share layers has all
             continue
         tied = held.name in worker.tied
         holders = worker.sharing(held.name) if tied else usual
@@ -61,14 +68,39 @@ def _weights(worker: Worker, stage: int) -> Iterator[HeldPart]:
         for key, value in state.get(held.tensor, {}).items():
             if value is None:
                 continue
-            if not isinstance(value, Tensor):
-                text = f"run: the optimizer keeps a {type(value).__name__} as {key} of {held.name}, not a tensor"
-                raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
+            _check_tensor(held.name, key, value)
             name = f"{OPTIM}{held.name}.{key}"
             if value.shape == held.tensor.shape:
                 yield HeldPart(TensorPart(name, held.shape, held.start, value), holders, writer)
             elif held.start == 0:  # one number for all pieces of a parameter
                 yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, writer)
+
+
+def _check_tensor(name: str, key: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        text = f"run: the optimizer keeps a {type(value).__name__} as {key} of {name}, not a tensor"
+        raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
+
+
+def _collected(worker: Worker, stage: int, held: Held, state: Mapping[str, Any]) -> Iterator[HeldPart]:
+    """What ranks that share layers have parts of, whole again; they all call this for the same, and take turns with
+    who keeps and writes it. Of several replicas the first one does.
+    """
+    group, cut = worker.group, worker.cuts[held.name]
+    owner = worker.placement.rank_of(worker.tied.get(held.name, (stage,))[0])
+    if group is None or worker.replica or owner != worker.plan.rank:
+        return
+    seat = group.ranks[0]
+    own = [(MODEL + held.name, held.tensor.data), *((f"{OPTIM}{held.name}.{key}", state[key]) for key in sorted(state))]
+    for turn, (name, value) in enumerate((name, value) for name, value in own if value is not None):
+        _check_tensor(held.name, name, value)
+        writer = seat + turn % group.size
+        if value.shape != held.tensor.shape:  # one number, alike on all
+            yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), (writer,), writer)
+            continue
+        whole = cut.collect(value, group)
+        if worker.rank == writer:
+            yield HeldPart(TensorPart(name, cut.shape, 0, whole), (writer,), writer)
 
 
 def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, int]:
@@ -81,7 +113,7 @@ def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, in
 def _buffers(worker: Worker, stage: int) -> Iterator[HeldPart]:
     """Buffers. Those that forwards change are of a stage with one copy, any others are alike on all that hold one."""
     holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
-    for layer in worker.stages[stage].layers:
+    for layer in () if worker.share else worker.stages[stage].layers:
         for name, module, key in state_buffers(layer):
             value = module._buffers.get(key)
             if value is not None:

@@ -188,9 +188,7 @@ def _check_torch() -> None:
 
 def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
     wanted, env = manifest.topology.world, os.environ
-    plan_wants, named = f"plan wants {wanted} ranks", shlex.quote(str(folder))
-    if manifest.topology.dp > 1:
-        plan_wants += f" ({manifest.topology.pp} pp x {manifest.topology.dp} dp)"
+    plan_wants, named = f"plan wants {wanted} ranks{manifest.topology.axes}", shlex.quote(str(folder))
     torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {named}"
     if "WORLD_SIZE" in env and "RANK" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]

@@ -59,7 +59,7 @@ def run_threads(
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
-    hub = StreamHub(world) if device.type == "cuda" else Hub(world)
+    hub = StreamHub(world, tp=manifest.tp) if device.type == "cuda" else Hub(world, tp=manifest.tp)
     run = _Run(folder, options, device, hub, port, emit, live, [StopFlag() for _ in range(world)])
     threads = [
         threading.Thread(target=_rank, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)

@@ -104,8 +104,7 @@ class RunRecord:
     def headline(self) -> str:
         m = self._manifest
         run = m.topology
-        ranks = _count(run.world, f"{self._settings.device} rank")
-        ranks += f" ({run.pp} pp x {run.dp} dp)" if run.dp > 1 else ""
+        ranks = _count(run.world, f"{self._settings.device} rank") + run.axes
         counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
         line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
@@ -220,6 +219,7 @@ class RunRecord:
             "ranks": m.ranks,
             "copies": m.copies,
             "node": m.node,
+            "tp": m.tp,
             "stages": m.stages,
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,

@@ -36,15 +36,19 @@ def build_stage(
     laid: Laid | None = None,
     came: Packing | None = None,
     goes: Packing | None = None,
+    share: Callable[[str, nn.Module], None] = lambda name, layer: None,
 ) -> Stage:
     """Build a stage's layers with their initial weights and move them to `device`.
 
     `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
-    `compiles`: layers that can be are compiled, when they first run.
+    `compiles`: layers that can be are compiled, when they first run. `share` leaves this rank's part of a layer that
+    several ranks share.
     """
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
-        module = plan.build(seed).to(device)
+        module = plan.build(seed)
+        share(plan.name, module)
+        module.to(device)
         seen = traits[plan.name]
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
@@ -72,7 +76,13 @@ def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor],
     return compile_layer(module, patches)
 
 
-def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, device: torch.device) -> None:
+def share_ties(
+    stages: Iterable[Stage],
+    plans: Sequence[LayerPlan],
+    seed: int,
+    device: torch.device,
+    share: Callable[[str, nn.Module], None] = lambda name, layer: None,
+) -> None:
     """Let layers that are tied to a parameter of another one use it, under its name.
 
     Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get one
@@ -88,13 +98,21 @@ def share_ties(stages: Iterable[Stage], plans: Sequence[LayerPlan], seed: int, d
                 del stage.parameters[f"{layer.name}.{local}"]
                 shared = owned.get(target)
                 if shared is None:
-                    stage.parameters[target] = owned[target] = shared = _initial(target, plans, seed, device)
+                    stage.parameters[target] = owned[target] = shared = _initial(target, plans, seed, device, share)
                 path, _, leaf = local.rpartition(".")
                 setattr(layer.module.get_submodule(path), leaf, shared)
 
 
-def _initial(name: str, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> nn.Parameter:
+def _initial(
+    name: str,
+    plans: Sequence[LayerPlan],
+    seed: int,
+    device: torch.device,
+    share: Callable[[str, nn.Module], None],
+) -> nn.Parameter:
     """A parameter of a layer that another rank holds, with its initial values."""
     plan = next(plan for plan in plans if name.startswith(f"{plan.name}."))
-    found = plan.build(seed).get_parameter(name.removeprefix(f"{plan.name}."))
+    layer = plan.build(seed)
+    share(plan.name, layer)
+    found = layer.get_parameter(name.removeprefix(f"{plan.name}."))
     return nn.Parameter(found.detach().to(device), found.requires_grad)

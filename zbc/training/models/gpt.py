@@ -11,6 +11,7 @@ projections back into the residual stream divided by sqrt(2 layers).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ from torch.nn import functional
 from zbc.training.models.rotary import Rotary
 
 STD = 0.02
+
+
+def same(x: Tensor) -> Tensor:
+    """Where ranks that share a layer meet (sharding.py), and nobody does."""
+    return x
 
 
 class Embed(nn.Module):
@@ -30,6 +36,7 @@ class Embed(nn.Module):
         self.scale = scale
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
+        self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
         for table in (self.tokens, self.positions):
@@ -37,10 +44,13 @@ class Embed(nn.Module):
                 nn.init.normal_(table.weight, std=STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.tokens(tokens)
+        x = self.look_up(tokens)
         if self.scale != 1.0:
             x = x * self.scale
         return x if self.positions is None else x + self.positions(self.index[: tokens.shape[-1]])
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens)  # type: ignore[no-any-return]
 
 
 class GptBlock(nn.Module):
@@ -60,18 +70,19 @@ class GptBlock(nn.Module):
         self.down = linear(ffn, hidden, layers)
         self.rotary = rotary
         self.gelu = nn.GELU("tanh" if tanh else "none")
+        self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.proj(self._attend(self.norm1(x)))
-        return x + self.down(self.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
+        return x + self.leave(self.down(self.gelu(self.up(self.enter(self.norm2(x))))))
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, length, hidden)
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 class GptHead(nn.Module):
@@ -82,9 +93,10 @@ class GptHead(nn.Module):
         self.norm = norm
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
+        self.enter = self.join = same
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))  # type: ignore[no-any-return]
+        return self.join(self.logits(self.enter(self.norm(x))))
 
 
 def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc.training.models.gpt import linear
+from zbc.training.models.gpt import linear, same
 from zbc.training.models.rotary import Rotary
 
 
@@ -73,11 +73,12 @@ class LlamaBlock(nn.Module):
         self.down = linear(ffn, hidden, layers, bias=False)
         self.gate = nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
         self.rotary = rotary
+        self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.proj(self._attend(self.norm1(x)))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(self.gate(gate) * up)  # type: ignore[no-any-return]
+        x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
+        gate, up = self.gate_up(self.enter(self.norm2(x))).chunk(2, dim=-1)
+        return x + self.leave(self.down(self.gate(gate) * up))
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape

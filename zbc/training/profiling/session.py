@@ -62,7 +62,7 @@ def effort(job: Job, *, device: str | None, threads: int | None, together: int |
     if device == "cuda" and not torch.cuda.is_available():
         hint = "use --device cpu, or a machine with a GPU"
         raise ZbcError("E603", "profile: torch finds no GPU", hint=hint)
-    world = job.parallel.pp * job.parallel.dp
+    world = job.parallel.ranks
     threads = threads or (1 if device == "cuda" else max(1, cores() // world))
     together = together or (1 if device == "cuda" else max(1, min(world, cores() // threads)))
     return Sampling(device, threads, together, rounds)

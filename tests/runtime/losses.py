@@ -1,0 +1,10 @@
+"""Losses of users, for tests."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=0.1)

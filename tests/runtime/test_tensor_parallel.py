@@ -1,0 +1,247 @@
+"""Layers that several ranks share: the numbers of one process, two sums in F and B of a block and none in W."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional
+
+import zbc
+from tests.jobs import toml_text
+from tests.runtime.test_checkpoints import at
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.job.model_section import Model
+from zbc.plan.directory import StoredPlan
+from zbc.runtime import tensor_parallel
+from zbc.runtime.hub import Hub, HubTransport
+from zbc.runtime.tensor_parallel import Cut, Group
+from zbc.training.models import model as models
+from zbc.training.models import sharding
+
+GPT = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 259, "seq_len": 8}
+MODELS = {
+    "gpt": {},
+    "tied": {"tie_embeddings": True},
+    "rotary": {"positions": "rotary"},
+    "llama": {"family": "llama", "kv_heads": 4},
+    "qwen3": {"family": "llama", "kv_heads": 4, "variant": "qwen3"},
+}
+"""By name, what they change in GPT."""
+
+
+def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
+    parallel = {"pp": pp, "tp": tp, "dp": dp}
+    optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
+    text = toml_text(
+        model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
+        parallel=parallel,
+        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2},
+        optimizer=optimizer,
+        data={"kind": "synthetic", **sections.pop("data", {})},
+        train={"steps": 3, "seed": 7, **sections.pop("train", {})},
+        **sections,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "zbc.toml").write_text(text)
+    plan = zbc.plan(zbc.load(folder / "zbc.toml"))
+    plan.write(folder / "plan")
+    return StoredPlan.read(folder / "plan")
+
+
+def numbers(workers):
+    return [(result.loss, result.grad_norm) for result in workers[-1].results]
+
+
+WAYS = [
+    ("1f1b", 1, 2, 1, "gpt"),
+    ("zb-h1", 2, 2, 1, "gpt"),
+    ("zb-v", 2, 4, 1, "llama"),
+    ("1f1b", 2, 2, 2, "tied"),
+    ("interleaved-1f1b", 2, 2, 1, "rotary"),
+    ("chimera", 2, 2, 1, "gpt"),
+    ("gpipe", 2, 4, 1, "tied"),
+    ("looped-zb", 2, 2, 1, "qwen3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp", "dp", "model"), few(WAYS, lambda way: way[0] in {"zb-h1", "chimera"} or way[4] == "tied")
+)
+def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_path):
+    chunks = {"model_more": {"layers": 6}}
+    shared = run_threads(plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, dp=dp, model=model, **chunks), 3)
+    alone = run_threads(plan_of(tmp_path / "one", pp=1, dp=dp, model=model, **chunks), 3)
+    assert len(shared) == pp * tp * dp
+    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
+        assert found == pytest.approx(meant, rel=1e-5)
+
+
+def test_weights_are_those_of_one_process_and_what_is_whole_stays_alike(tmp_path):
+    shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2), 3)
+    (alone,) = run_threads(plan_of(tmp_path / "one", pp=1), 3)
+    whole = dict(alone.stages[0].parameters)
+    seen = {}
+    for worker in shared:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                cut = worker.cuts.get(name)
+                expected = whole[name] if cut is None else cut.of(whole[name])
+                torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5, msg=name)
+                if cut is None:
+                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
+    assert seen.keys() | set().union(*(worker.cuts for worker in shared)) == whole.keys()
+    biases = [w.rank for w in shared if "layers.0.proj.bias" in w.stages.get(0, w.stages[min(w.stages)]).parameters]
+    assert biases == [0], "added once"
+
+
+def test_two_runs_have_the_same_bits(tmp_path):
+    plan = plan_of(tmp_path, "zb-v", tp=2)
+    assert numbers(run_threads(plan, 3)) == numbers(run_threads(plan, 3))
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
+    """Embedding, three blocks and head on one rank: F 1 + 6, B 6 + 1; the head collects its numbers once."""
+    counted = []
+
+    def count(worker):
+        inner, begin, progress = worker.transport, worker.transport.start_sum, worker.progress
+
+        def start_sum(tensor, ranks):
+            if ranks == worker.group.ranks:
+                counted.append(str(progress.op).split()[0])
+            return begin(tensor, ranks)
+
+        inner.start_sum = start_sum
+
+    plan = plan_of(tmp_path, kind, pp=2, tp=2, m=4)
+    run_threads(plan, 1, setup=count)
+    backward = "BW" if kind == "1f1b" else "B"
+    per_microbatch = {what: counted.count(what) / (2 * 4) for what in {*counted}}
+    assert per_microbatch["F"] == 7 and "W" not in per_microbatch
+    assert per_microbatch.get("B", 0) + per_microbatch.get("BW", 0) == 7 and backward in per_microbatch
+
+
+def test_float64_is_exact_to_its_own_rounding():
+    """Loss and every gradient of one block and a head, two ranks against one."""
+    torch.manual_seed(0)
+    chosen = Model.model_validate({"family": "gpt", **GPT})
+    plans = models.layers(chosen, 0)
+    tokens = torch.randint(0, 259, (2, 8))
+    targets = torch.randint(0, 259, (2, 8))
+    targets[0, :3] = tensor_parallel.IGNORED
+    whole = [plan.build(3).double() for plan in plans]
+    x = tokens
+    for layer in whole:
+        x = layer(x)
+    expected = functional.cross_entropy(x.flatten(0, -2), targets.flatten())
+    expected.backward()
+    hub, found = Hub(2, tp=2), {}
+
+    def rank(number):
+        group = Group((0, 1), number, HubTransport(hub, number))
+        cuts, y, layers = {}, tokens, []
+        for plan in plans:
+            layer = plan.build(3)
+            cuts[plan.name] = sharding.shard(plan.name, layer, group, joined=False)
+            layers.append(layer.double())
+            y = layers[-1](y)
+        loss = tensor_parallel.cross_entropy(group, 259)(y, targets)
+        loss.backward()
+        found[number] = loss.item(), layers, cuts
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    for loss, layers, cuts in found.values():
+        assert loss == pytest.approx(expected.item(), abs=1e-14)
+        for plan, layer, other in zip(plans, layers, whole, strict=True):
+            for name, parameter in layer.named_parameters():
+                grad = other.get_parameter(name).grad
+                cut = cuts[plan.name].get(name)
+                torch.testing.assert_close(parameter.grad, grad if cut is None else cut.of(grad), rtol=0, atol=1e-13)
+
+
+def test_a_loss_of_another_kind_gets_all_logits(tmp_path):
+    more = {"loss": "tests.runtime.losses:smoothed"}
+    shared = run_threads(plan_of(tmp_path / "tp", tp=2, model_more=more), 2)
+    alone = run_threads(plan_of(tmp_path / "one", pp=1, model_more=more), 2)
+    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
+        assert found == pytest.approx(meant, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"memory": {"activations": "recompute"}},
+        {"optimizer": {"sync": "post-validate"}},
+        {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}},
+        {"model_more": {"dtype": "bfloat16"}},
+    ],
+    ids=["recompute", "post-validate", "evaluation", "bfloat16"],
+)
+def test_what_else_a_run_may_do(how, tmp_path):
+    shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2, **how), 3)
+    alone = run_threads(plan_of(tmp_path / "one", pp=1, **how), 3)
+    near = 2e-2 if "model_more" in how else 1e-5
+    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
+        assert found == pytest.approx(meant, rel=near)
+    for worker in shared:
+        if worker.evaluation is not None:
+            assert worker.evaluation.results[0].loss == pytest.approx(alone[0].evaluation.results[0].loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 4), (2, 2))])
+def test_a_run_goes_on_with_another_tp(first, second, tmp_path):
+    """Checkpoints hold whole tensors, with the optimizer's numbers for them."""
+    adam = {"kind": "adamw", "lr": 1e-3}
+    options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, "optimizer": adam}
+    before = plan_of(tmp_path / "a", "zb-h1", pp=first[0], tp=first[1], **options)
+    after = plan_of(tmp_path / "b", "1f1b", pp=second[0], tp=second[1], **options)
+    run_threads(before, 2, folder=tmp_path / "before")
+    workers = run_threads(after, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
+    alone = run_threads(plan_of(tmp_path / "one", pp=1, train={"steps": 4}, optimizer=adam), 4)
+    assert numbers(workers) == [pytest.approx(pair, rel=1e-5) for pair in numbers(alone)[2:]]
+
+
+def test_a_cut_finds_its_part_again():
+    whole = torch.arange(60.0).view(12, 5)
+    cuts = [Cut((12, 5), 0, (8, 4), 3, place) for place in range(3)]
+    parts = [cut.of(whole) for cut in cuts]
+    assert [tuple(part.shape) for part in parts] == [cut.part for cut in cuts]
+    assert torch.cat([parts[1][:3], parts[1][3:]]).equal(parts[1]) and sum(map(len, parts)) == 12
+
+    class Said:
+        def collect(self, flat):
+            width = len(flat)
+            return torch.stack([functional.pad(p.reshape(-1), (0, width - p.numel())) for p in parts])
+
+    assert cuts[1].collect(functional.pad(parts[1], (0, 0)), Said()).equal(whole)
+
+
+def test_layers_that_cannot_be_shared_are_refused():
+    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
+    with pytest.raises(ZbcError, match=r"layers\.0 \(Linear\) cannot be shared by 2") as caught:
+        sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
+    assert caught.value.code == "E119"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"tp": 3}, "E119", "does not divide model.heads = 4"),
+        ({"optimizer": {"zero1": True}}, "E110", "optimizer.zero1 and parallel.tp"),
+        ({"model_more": {"compile": True}}, "E110", "model.compile and parallel.tp"),
+        ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused_when_read(change, code, said, tmp_path):
+    with pytest.raises(ZbcError) as caught:
+        plan_of(tmp_path, **{"tp": 2, **change})
+    assert caught.value.code == code and said in caught.value.message

@@ -1,0 +1,219 @@
+"""Layers that several ranks share: each has a part of every large weight (tensor parallel, arXiv 1909.08053).
+
+A linear layer that is cut by its outputs comes first, one cut by its inputs behind it; between them each rank works on
+its own columns. Both meet the whole tensors outside through two functions:
+
+    Group.enter    forward: nothing             backward: the sum of the ranks' gradients
+    Group.leave    forward: the sum of outputs  backward: nothing
+
+so F has one sum per pair of linear layers, B another, W none; in a BW the weight gradients that are due run beside the
+sum. All ranks of a group run the same ops in the same order,
+and get the same bits from every sum: what they hold whole, such as norms, stays alike without being compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.runtime.slot import current_slot
+from zbc.runtime.transport import Pending, Transport
+
+IGNORED = -100  # a target that does not count, as in torch's cross entropy
+
+
+class Group(NamedTuple):
+    """The ranks of a run that share the layers of this one, which has part `place`."""
+
+    ranks: tuple[int, ...]
+    place: int
+    transport: Transport
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """From where to where this rank's part of `count` rows goes."""
+        return bounds(count, self.place, self.size)
+
+    def start(self, tensor: Tensor) -> Pending:
+        """Start to sum it in place."""
+        return self.transport.start_sum(tensor, self.ranks)
+
+    def collect(self, mine: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape: (size, ...); blocks."""
+        parts = mine.new_empty((self.size, *mine.shape))
+        self.transport.start_gather(mine.contiguous(), parts, self.ranks).wait()
+        return parts
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What all ranks have, into layers of which each has a part."""
+        return _apply(_Enter, x, self)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What each rank has a term of: the sum."""
+        return _apply(_Leave, x, self)
+
+    def join(self, x: Tensor, count: int) -> Tensor:
+        """What each rank has some of the last `count` features of, as `bounds` says: all of them."""
+        return _apply(_Join, x, self, count)
+
+
+class Cut(NamedTuple):
+    """Which part of a weight a rank of a group of `ranks` has: along `dim` of its whole `shape` a share of each of the
+    `blocks` that lie there one after the other."""
+
+    shape: tuple[int, ...]
+    dim: int
+    blocks: tuple[int, ...]
+    ranks: int
+    place: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """From where to where, block by block."""
+        starts = accumulate(self.blocks, initial=0)
+        shares = (bounds(block, self.place, self.ranks) for block in self.blocks)
+        return [(start + low, start + high) for start, (low, high) in zip(starts, shares, strict=False)]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part, as a tensor of its own."""
+        return torch.cat([whole.narrow(self.dim, low, high - low) for low, high in self.ranges], self.dim)
+
+    def collect(self, part: Tensor, group: Group) -> Tensor:
+        """The whole, of the parts that all ranks have; blocks."""
+        cuts = [self._replace(place=place) for place in range(self.ranks)]
+        sizes = [math.prod(cut.part) for cut in cuts]
+        flat = functional.pad(part.reshape(-1), (0, max(sizes) - part.numel()))
+        whole = part.new_empty(self.shape)
+        for cut, size, found in zip(cuts, sizes, group.collect(flat), strict=True):
+            pieces = found[:size].view(cut.part).split([high - low for low, high in cut.ranges], self.dim)
+            for (low, high), piece in zip(cut.ranges, pieces, strict=True):
+                whole.narrow(self.dim, low, high - low).copy_(piece)
+        return whole
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        width = sum(high - low for low, high in self.ranges)
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+
+
+def bounds(count: int, place: int, ranks: int) -> tuple[int, int]:
+    """From where to where the part of one of so many ranks goes, of `count` rows."""
+    return count * place // ranks, count * (place + 1) // ranks
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, slot = grads[0].clone(memory_format=torch.contiguous_format), ctx.slot
+        pending = ctx.group.start(grad)
+        if slot is not None and slot.fills:
+            slot.run()
+        pending.wait()
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        group.start(y).wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, count: int) -> Tensor:
+        ctx.bounds = group.bounds(count)
+        sizes = [stop - start for start, stop in (bounds(count, i, group.size) for i in range(group.size))]
+        wide = functional.pad(x, (0, max(sizes) - x.shape[-1]))
+        return torch.cat([part[..., :size] for part, size in zip(group.collect(wide), sizes, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        start, stop = ctx.bounds
+        return grads[0][..., start:stop], None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- the loss over words that ranks share ------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The mean of log(sum of exp) less the target's logit, over targets that count. `logits` (N, words of this rank).
+
+    Ranks exchange three numbers per token: their largest logit, the sum of exp behind it, the target's logit. All
+    combine them in the order of ranks, so that all have the same bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
+        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        counted, place = targets != IGNORED, targets - first
+        here = counted & (place >= 0) & (place < wide.shape[-1])
+        place = place.where(here, torch.zeros_like(place))
+        most = wide.max(-1).values
+        own = wide.gather(-1, place[:, None])[:, 0].where(here, wide.new_zeros(()))
+        told = group.collect(torch.stack([most, (wide - most[:, None]).exp().sum(-1), own]))
+        top = told[:, 0].max(0).values
+        total, target = torch.zeros_like(top), torch.zeros_like(top)
+        for peak, part, said in told:
+            total = total + part * (peak - top).exp()
+            target = target + said
+        log = top + total.log()
+        count = counted.sum()
+        ctx.save_for_backward(logits, log, place, here, counted, count)
+        return (log - target).where(counted, log.new_zeros(())).sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        logits, log, place, here, counted, count = ctx.saved_tensors
+        share = (grads[0] / count).to(log.dtype)
+        found = (logits.to(log.dtype) - log[:, None]).exp_()
+        found.scatter_add_(-1, place[:, None], -here.to(found.dtype)[:, None])
+        found *= counted.to(found.dtype)[:, None] * share
+        return found.to(logits.dtype), None, None, None
+
+
+def cross_entropy(group: Group, vocab: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of `logits` (..., words of this rank) and `targets` (...), found by all ranks of the group together."""
+    first = group.bounds(vocab)[0]
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return _apply(_CrossEntropy, logits.flatten(0, -2), targets.flatten(), group, first)
+
+    return loss
+
+
+def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[Tensor], Tensor]:
+    """An embedding of which this rank has the `rows` from `first` on."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        place = tokens - first
+        away = (place < 0) | (place >= rows)
+        found: Tensor = table(place.masked_fill(away, 0))
+        return group.leave(found.masked_fill(away[..., None], 0.0))
+
+    return forward

@@ -1,0 +1,104 @@
+"""How the built-in layers are shared by the ranks of a tensor-parallel group.
+
+    embed    rows of the token table by words                           leave behind the look-up
+    blocks   heads of attention, columns of the MLP                      enter behind each norm, leave behind proj, down
+    head     rows of the projection by words                             enter behind the norm
+
+Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
+so holds them. A user's layer has a method `shard(group)` that does all of this and returns its cuts by parameter name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from zbc.errors import ZbcError
+from zbc.runtime.tensor_parallel import Cut, Group, look_up
+from zbc.training.models.gpt import Embed, GptBlock, GptHead
+from zbc.training.models.llama import LlamaBlock
+
+
+def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Mapping[str, Cut]:
+    """Leave this rank's part of a layer, in place; the cuts by name inside the layer.
+
+    `joined`: the head returns all logits, for a loss that does not know of parts. Raises E119 for layers of users.
+    """
+    if isinstance(layer, Embed):
+        return _embed(layer, group)
+    if isinstance(layer, GptBlock | LlamaBlock):
+        return _block(layer, group)
+    if isinstance(layer, GptHead):
+        return _head(layer, group, joined)
+    text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
+    raise ZbcError("E119", text, hint="set parallel.tp = 1, or use a built-in family")
+
+
+def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
+    words = layer.tokens.num_embeddings
+    first, stop = group.bounds(words)
+    cut = _keep(layer.tokens, "weight", 0, [words], group)
+    layer.tokens.num_embeddings = stop - first
+    layer.look_up = look_up(group, layer.tokens, first, stop - first)
+    return {"tokens.weight": cut}
+
+
+def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
+    words = layer.logits.out_features
+    cut = _keep(layer.logits, "weight", 0, [words], group)
+    layer.logits.out_features = layer.logits.weight.shape[0]
+    layer.enter = group.enter
+    if joined:
+        layer.join = lambda x: group.join(x, words)
+    return {"logits.weight": cut}
+
+
+def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
+    """Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads go to ranks whole."""
+    if isinstance(layer, GptBlock):
+        hidden = layer.proj.in_features
+        parts, widths = [hidden] * 3, ("up", [layer.up.out_features])
+        layer.heads //= group.size
+    else:
+        parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
+        widths = ("gate_up", [layer.gate_up.out_features // 2] * 2)
+        layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
+    name, mlp = widths
+    found = dict(_columns(layer, "qkv", parts, group)) | dict(_columns(layer, name, mlp, group))
+    for rows in ("proj", "down"):
+        found |= _rows(layer, rows, group)
+    layer.enter, layer.leave = group.enter, group.leave
+    return found
+
+
+def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
+    """Cut a linear layer by its outputs, each of its `parts` alike."""
+    linear = _linear(layer, name)
+    for key in ("weight", "bias"):
+        if getattr(linear, key) is not None:
+            yield f"{name}.{key}", _keep(linear, key, 0, parts, group)
+    linear.out_features = linear.weight.shape[0]
+
+
+def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
+    """Cut one by its inputs. Its bias is added once, by the first rank."""
+    linear = _linear(layer, name)
+    cut = _keep(linear, "weight", 1, [linear.in_features], group)
+    linear.in_features = linear.weight.shape[1]
+    if group.place:
+        linear.register_parameter("bias", None)
+    return {f"{name}.weight": cut}
+
+
+def _linear(layer: nn.Module, name: str) -> nn.Linear:
+    found = layer.get_submodule(name)
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def _keep(module: nn.Module, key: str, dim: int, blocks: list[int], group: Group) -> Cut:
+    whole: nn.Parameter = getattr(module, key)
+    cut = Cut(tuple(whole.shape), dim, tuple(blocks), group.size, group.place)
+    setattr(module, key, nn.Parameter(cut.of(whole.detach()), whole.requires_grad))
+    return cut
