@@ -302,6 +302,34 @@ def test_a_stage_that_recomputes_takes_its_forward_once_more_in_b_and_keeps_inpu
     assert left[1] == plain.bytes_of("left")[1] > kept[1]
 
 
+def test_sums_of_shared_layers_lengthen_f_and_b_and_hide_behind_the_w_of_a_bw():
+    times = {"f": 8.0, "b": 6.0, "w": 2.0, "tp": 0.5}
+    given = costs(job(parallel={"tp": 2}, costs=times))
+    assert [given.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6.5, 2.0, 8.0]
+    longer = costs(job(parallel={"tp": 2}, costs={**times, "tp": 3.0}))
+    assert [longer.of(column) for column in ("f", "b", "w", "bw")] == [11.0, 9.0, 2.0, 9.0]
+    again = costs(job(parallel={"tp": 2}, costs=times, memory={"activations": "recompute"}))
+    assert [again.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6 + 8 + 1, 2.0, 16.0]
+    alone = costs(job(costs=times))
+    assert [alone.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
+    free = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0}))
+    assert [free.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
+
+
+def test_parts_of_layers_take_their_part_of_time_and_memory():
+    wide = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 4096, "seq_len": 256}
+    fast = {"link_gbps": 1e6, "link_us": 0.0, "kernel_us": 0.0}
+    whole, half = (costs(job(model=wide, parallel={"tp": tp}, hardware=fast)) for tp in (1, 2))
+    for stage in range(4):
+        assert half.of("w", stage) == pytest.approx(whole.of("w", stage) / 2, rel=0.05)
+        assert half.bytes[stage].weights == pytest.approx(whole.bytes[stage].weights / 2, rel=0.05)
+        assert half.bytes[stage].optimizer == pytest.approx(whole.bytes[stage].optimizer / 2, rel=0.05)
+        assert 0.5 < half.bytes_of("kept")[stage] / whole.bytes_of("kept")[stage] < 0.9
+    slow = costs(job(model=wide, parallel={"tp": 2}, hardware={**fast, "link_us": 1000.0}))
+    more = [slow.of("f", s) - half.of("f", s) for s in range(4)], [slow.of("b", s) - half.of("b", s) for s in range(4)]
+    assert more == ([pytest.approx(ms) for ms in (5, 4, 4, 4)], [pytest.approx(ms) for ms in (4, 4, 4, 5)])
+
+
 def test_stages_recompute_one_by_one():
     plain, some = costs(job()), costs(job(memory={"activations": {"1": "recompute", "2": "keep"}}))
     for s in range(4):

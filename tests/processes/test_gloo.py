@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
-from tests.runtime import test_ties
+from tests.runtime import test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
+from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -75,6 +76,17 @@ def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, sche
     plan = test_ties.plan_of(schedule, 4, keep=without_step)
     expected, found = reference(plan), pool.run(train, plan, 1)
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "pp", "tp"), few([("1f1b", 1, 4), ("zb-v", 2, 2)], [("zb-v", 2, 2)]))
+def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp, tp, tmp_path):
+    plan = test_tensor_parallel.plan_of(tmp_path / "tp", kind, pp=pp, tp=tp)
+    (alone,) = run_threads(test_tensor_parallel.plan_of(tmp_path / "one", pp=1), 3)
+    found = pool.run(train, plan, 3)
+    for losses, norms, *_ in found:
+        assert losses == pytest.approx([one.loss for one in alone.results], rel=1e-5)
+        assert norms == pytest.approx([one.grad_norm for one in alone.results], rel=1e-5)
+    assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))

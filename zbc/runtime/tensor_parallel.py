@@ -49,9 +49,9 @@ class Group(NamedTuple):
 
     def collect(self, mine: Tensor) -> Tensor:
         """Every rank's tensor, all of one shape: (size, ...); blocks."""
-        parts = mine.new_empty((self.size, *mine.shape))
-        self.transport.start_gather(mine.contiguous(), parts, self.ranks).wait()
-        return parts
+        parts = mine.new_empty((self.size, mine.numel()))
+        self.transport.start_gather(mine.reshape(-1), parts, self.ranks).wait()
+        return parts.view(self.size, *mine.shape)
 
     def enter(self, x: Tensor) -> Tensor:
         """What all ranks have, into layers of which each has a part."""

@@ -109,8 +109,9 @@ class RecordedStep:
 
     def messages(self) -> Iterator[Arrival]:
         """Every tensor between two ranks."""
-        placement, copy = self.program.placement, [self.program.topology.of(rank).dp for rank in range(len(self.ranks))]
-        made: dict[tuple[int, ir.Message], tuple[Op, int, int]] = {}  # by whom, on which rank, as which of its ops
+        placement, of = self.program.placement, self.program.topology.of
+        copy = [(place.dp, place.tp) for place in map(of, range(len(self.ranks)))]
+        made: dict[tuple[tuple[int, int], ir.Message], tuple[Op, int, int]] = {}  # by whom, the rank, which of its ops
         for rank in range(len(self.ranks)):
             for index, op in self.compute(rank):
                 for sink in placement.beside(op.stage, op.kind.gives):

@@ -57,7 +57,13 @@ class Sampling:
 
 
 def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Sampling:
-    """The effort with what is left open as a local run of the job would have it. Raises E603 without a GPU."""
+    """The effort with what is left open as a local run of the job would have it.
+
+    Raises E110 for layers that ranks share, E603 without a GPU.
+    """
+    if job.parallel.tp > 1:
+        text = f"profile: the job has parallel.tp = {job.parallel.tp}, and parts of layers cannot be measured yet"
+        raise ZbcError("E110", text, hint="plan without a profile: costs are estimated, or given in [costs]")
     device = device or job.hardware.device
     if device == "cuda" and not torch.cuda.is_available():
         hint = "use --device cpu, or a machine with a GPU"
