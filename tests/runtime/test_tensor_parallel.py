@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn import functional
 
 import zbc
 from tests.jobs import toml_text
+from tests.runtime.small_plans import make_plan, make_program
 from tests.runtime.test_checkpoints import at
+from tests.runtime.test_gradients import VECTORS
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -225,11 +228,28 @@ def test_a_cut_finds_its_part_again():
     assert cuts[1].collect(functional.pad(parts[1], (0, 0)), Said()).equal(whole)
 
 
+WIDE = {"family": "tests.runtime.user_models:shared", "layers": 4, "loss": "mse", "args": {"width": 8, "count": 4}}
+
+
+def test_a_layer_of_a_user_says_how_it_is_shared():
+    numbers_of = []
+    for p, tp in ((1, 1), (2, 2)):
+        plan = make_plan(replace(make_program("zb-h1", p, 4), tp=tp), model=WIDE, **VECTORS)
+        workers = run_threads(plan, 3)
+        assert len(workers) == p * tp and bool(workers[0].cuts) is (tp > 1)
+        numbers_of.append(numbers(workers))
+    assert numbers_of[0] == [pytest.approx(pair, rel=1e-5) for pair in numbers_of[1]]
+
+
 def test_layers_that_cannot_be_shared_are_refused():
     group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
     with pytest.raises(ZbcError, match=r"layers\.0 \(Linear\) cannot be shared by 2") as caught:
         sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
-    assert caught.value.code == "E119"
+    assert caught.value.code == "E119" and "shard(group)" in caught.value.hint
+    wrong = torch.nn.Linear(2, 2)
+    wrong.shard = lambda group: {"wait": 0}
+    with pytest.raises(ZbcError, match="cuts 'wait' along 0, which it has not"):
+        sharding.shard("layers.0", wrong, group, joined=False)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,29 @@ def ready_made(width: int = 8, count: int = 4):
     return nn.Sequential(*(Residual(width) for _ in range(count)))
 
 
+class Shared(nn.Module):
+    """As docs/tensor_parallel.md has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.enter = self.leave = lambda x: x
+
+    def shard(self, group):
+        self.enter, self.leave = group.enter, group.leave
+        if group.place:
+            self.down.bias = None
+        blocks = [2 * self.down.out_features] * 2
+        return {"up.weight": (0, blocks), "up.bias": (0, blocks), "down.weight": (1, blocks)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.leave(self.down(torch.relu(self.up(self.enter(x)))))
+
+
+def shared(width: int = 8, count: int = 4):
+    return [lambda: Shared(width) for _ in range(count)]
+
+
 class Checkpointed(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

@@ -225,11 +225,10 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         return
     tp, where = parallel.tp, draft.document.where(("parallel", "tp"))
     model: Model | None = draft.sections.get("model")
-    if model is not None and (not model.builtin or model.experts):
-        what = "layers with experts" if model.builtin else f"the layers of {model.family}"
-        text = f"config: parallel.tp = {tp} shares the layers of gpt and llama, {what} cannot be shared"
+    if model is not None and model.experts:
+        text = f"config: parallel.tp = {tp} cannot share layers with experts"
         yield ZbcError("E119", text, where=where, hint="set tp = 1")
-    elif model is not None:
+    elif model is not None and model.builtin:
         counts = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.mlp_width}
         for key, count in counts.items():
             if count is not None and count % tp:

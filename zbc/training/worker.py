@@ -184,7 +184,7 @@ def _sharing(group: Group | None, settings: Settings, cuts: dict[str, Cut]) -> C
 
 def _by_words(chosen: spec.Model) -> bool:
     """Whether the loss is found from parts of the logits, where ranks share layers."""
-    return chosen.loss == "cross_entropy"
+    return chosen.builtin and chosen.loss == "cross_entropy"
 
 
 def _loss(chosen: spec.Model, group: Group | None) -> Loss:

@@ -5,16 +5,19 @@
     head     rows of the projection by words                             enter behind the norm
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
-so holds them. A user's layer has a method `shard(group)` that does all of this and returns its cuts by parameter name.
+so holds them. A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which
+dimension: {"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from torch import nn
 
 from zbc.errors import ZbcError
+from zbc.job import userobject
 from zbc.runtime.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
@@ -23,7 +26,7 @@ from zbc.training.models.llama import LlamaBlock
 def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Mapping[str, Cut]:
     """Leave this rank's part of a layer, in place; the cuts by name inside the layer.
 
-    `joined`: the head returns all logits, for a loss that does not know of parts. Raises E119 for layers of users.
+    `joined`: the head returns all logits, for a loss that knows of no parts. Raises E119 for layers without `shard`.
     """
     if isinstance(layer, Embed):
         return _embed(layer, group)
@@ -31,8 +34,24 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Mapping
         return _block(layer, group)
     if isinstance(layer, GptHead):
         return _head(layer, group, joined)
+    if callable(getattr(layer, "shard", None)):
+        return _by_its_user(name, layer, group)
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
-    raise ZbcError("E119", text, hint="set parallel.tp = 1, or use a built-in family")
+    raise ZbcError("E119", text, hint="give it a method shard(group) (docs/tensor_parallel.md), or set parallel.tp = 1")
+
+
+def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
+    told = userobject.call(lambda: dict(cast(Any, layer).shard(group)), {}, name, "model layer")
+    found, parameters = {}, dict(layer.named_parameters())
+    for local, way in told.items():
+        dim, blocks = way if isinstance(way, tuple) else (way, None)
+        whole = parameters.get(local)
+        if whole is None or not (isinstance(dim, int) and 0 <= dim < whole.dim()):
+            text = f"model: shard of {name} cuts {local!r} along {dim!r}, which it has not"
+            raise ZbcError("E119", text, hint="return names of named_parameters(), each with a dimension from 0 on")
+        path, _, key = local.rpartition(".")
+        found[local] = _keep(layer.get_submodule(path), key, dim, list(blocks or [whole.shape[dim]]), group)
+    return found
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
