@@ -196,7 +196,7 @@ def check_plan(target: Path) -> Checked:
         try:
             check_all(program)
             if evaluates(manifest):
-                check_forward(forward_only(program.placement, program.microbatches))
+                check_forward(forward_only(program.placement, program.microbatches, program.slices))
         except ZbcError as error:
             problems += error.errors
         else:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec
+from zbc.job.cuts import cuts_of
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -103,6 +105,7 @@ class Compiled:
             planning=with_recompute(self.job, self.found.recompute, self.program.placement).planning(),
             training=self.job.training(),
             ramp=parts,
+            cuts=cuts_of(self.job),
         )
         return manifest, {**files, **below}
 
@@ -225,7 +228,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     program = found.complete.program
     check_graph(found.complete.graph)
     if job.train.eval_every:
-        check_forward(forward_only(program.placement, program.microbatches))
+        check_forward(forward_only(program.placement, program.microbatches, program.slices))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = with_recompute(job, found.recompute, program.placement).memory
@@ -337,4 +340,5 @@ def _boundary(job: Job) -> plans.Boundary | None:
     model = job.model
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
-    return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype=model.parameters)
+    longest = max((b - a for a, b in pairwise(cuts_of(job))), default=model.seq_len)
+    return plans.Boundary(shape=[job.schedule.microbatch_size, longest, model.hidden], dtype=model.parameters)

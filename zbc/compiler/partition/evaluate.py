@@ -8,7 +8,7 @@ from itertools import chain
 from operator import add
 from typing import NamedTuple
 
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.balance import Weights, even
 from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
@@ -66,7 +66,7 @@ class Evaluator:
 
     def costs(self, choice: Choice) -> Costs:
         job = with_recompute(self.job, choice.recompute, self.placement)
-        return cost.build(job, self.placement, choice.stages, self.table)
+        return pricing.build(job, self.placement, choice.stages, self.table)
 
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
@@ -133,7 +133,8 @@ class Evaluator:
                 flights[0][stage] = max(flights[0][stage], *counts)
         given = estimate.given_activations(job, list(self.table))
         kept = [layer.size.act_b for layer in self.table] if given is None else [act_b for act_b, _ in given]
-        held = [[[count * size for size in kept] for count in flight] for flight in flights]
+        slices = 1 if searched else job.slices
+        held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
         state = [STATE * layer.params for layer in self.table]
         if job.hardware.memory_gib is not None:
             held += [[list(map(add, row, state)) for row in memory] for memory in held]

@@ -133,12 +133,9 @@ def _both(
     ranks = range(placement.ranks)
     rates = [units[rank] / max(sizes[rank], 1.0) for rank in ranks]
 
-    def measured(name: str) -> tuple[float, ...]:
-        most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
-        return tuple(max(a, b * rate) for a, b, rate in zip(costs.units(name), costs.bytes_of(name), most, strict=True))
-
     def measure() -> Costs:
-        return costs.with_units(**{name: measured(name) for name in costs.size})
+        most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
+        return costs.counted(lambda stage, size: max(size.units, size.bytes * most[stage]))
 
     needs, bytes_of_one = _least(placement, measure(), split), tuple(1 / rate for rate in rates)
     rates = [0.0 if needs[rank] > units[rank] + 1e-9 else rates[rank] for rank in ranks]
@@ -189,7 +186,7 @@ def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     """The costs with activations counted by their bytes, and the bytes of a unit: a rank's share without recompute."""
     sizes = costs.bytes or ()
     unit = sum(stage.share for stage in sizes) / p or 1.0
-    return costs.with_units(**{name: tuple(b / unit for b in costs.bytes_of(name)) for name in costs.size}), unit
+    return costs.counted(lambda stage, size: size.bytes / unit), unit
 
 
 def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:

@@ -19,6 +19,8 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
     problems = list(_not_for(draft, schedule, list(known)))
     if section.group is not None and "group" in schedule.options:
         problems += _group(draft, schedule, section.group, parallel.pp)
+    if schedule.whole and section.slices != 1:
+        problems.append(_whole(draft, schedule, list(known)))
     try:
         schedule.check_ranks(parallel.pp)
     except ZbcError as error:
@@ -32,7 +34,20 @@ def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     section = draft.sections.get("schedule")
     if section is None or (section.kind is None and section.file is None):  # a plugin is told
         return []
-    return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
+    problems = list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
+    if section.file is not None and section.slices != 1:
+        text = "schedule: schedule.slices: an order from a CSV file is one of whole microbatches"
+        where = draft.document.where(("schedule", "slices"))
+        problems.append(ZbcError("E120", text, where=where, hint="drop it, or name a schedule with kind"))
+    return problems
+
+
+def _whole(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> ZbcError:
+    why = "its places for whole microbatches meet in the middle, and slices come back in reverse"
+    text = f"schedule: {schedule.name} has no order of slices of a microbatch: {why}"
+    others = ", ".join(card.name for card in known if not card.whole)
+    where = draft.document.where(("schedule", "slices"))
+    return ZbcError("E120", text, where=where, hint=f"drop schedule.slices, or use one of {others}")
 
 
 def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:
