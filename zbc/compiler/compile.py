@@ -26,6 +26,7 @@ from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.sim.simulate import Timeline
+from zbc.compiler.slicing import decided
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
@@ -187,6 +188,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
     """
+    job = decided(job)
     compiled = _compile(job, budget)
     try:
         check_memory(job, compiled.memory, compiled.costs)
