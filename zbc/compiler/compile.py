@@ -235,7 +235,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = with_recompute(job, found.recompute, program.placement).memory
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
-    chosen = report.Chosen(layers, again, found.tried, found.all_tried)
+    chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     took = time.perf_counter() - began
