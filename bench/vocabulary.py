@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zbc.compiler.compile import compile_job, load_job
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.schedules.request import Request
@@ -129,7 +129,7 @@ def balanced_ms(job: Job) -> float:
     card = SCHEDULES["1f1b"]
     placement = card.placement(P, 1)
     cuts = [1 + stage * (len(table) - 2) // P for stage in range(P + 1)]
-    costs = cost.build(job, placement, [tuple(range(a, b)) for a, b in pairwise(cuts)], table)
+    costs = pricing.build(job, placement, [tuple(range(a, b)) for a, b in pairwise(cuts)], table)
     ends = [(layer.f / P, layer.b / P, layer.w / P) for layer in (table[0], table[-1])]
     f, b, w = (sum(column) for column in zip(*ends, strict=True))
     again = 2 * 4 * (job.model.vocab or 0) / P * (job.model.seq_len or 0)

@@ -67,6 +67,20 @@ class Op(NamedTuple):
         return parse_line(text)[0]
 
 
+def turned(n: int, slices: int) -> int:
+    """The unit (microbatch x slice) of a stage's n-th backward: slices of a microbatch come back in reverse.
+
+    Read the other way round, when a unit's backward comes: it is its own inverse.
+    """
+    return n - n % slices + slices - 1 - n % slices
+
+
+def nth(kind: Kind, stage: int, n: int, slices: int) -> Op:
+    """The n-th op of a kind on its stage: a forward, or a backward of either kind."""
+    mb, part = divmod(n if kind is Kind.F else turned(n, slices), slices)
+    return Op(kind, stage, mb, 0, part)
+
+
 class Key(NamedTuple):
     """The share of a step that tensors belong to."""
 

@@ -9,7 +9,7 @@ import pytest
 from tests.jobs import job
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.work import keys_seen
 from zbc.compiler.partition.initial import initial
@@ -22,7 +22,7 @@ LINEAR, V = Placement.linear(4), Placement.vshape(4)
 
 def costs(description, placement=LINEAR):
     table = estimate.layers(description)
-    return cost.build(description, placement, initial(description, placement, table), table)
+    return pricing.build(description, placement, initial(description, placement, table), table)
 
 
 def comm(found):

@@ -11,7 +11,7 @@ from tests.jobs import job
 from tests.profiles import layer, nbytes, profile_of
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.footprint import Footprint, more
 from zbc.compiler.partition.evaluate import Evaluator
 from zbc.compiler.partition.initial import initial
@@ -32,7 +32,7 @@ def costs(profile=None, placement=LINEAR, **changes):
     described = job(**changes)
     described = replace(described, profile=profile or profile_of(described))
     table = estimate.layers(described)
-    return cost.build(described, placement, initial(described, placement, table), table)
+    return pricing.build(described, placement, initial(described, placement, table), table)
 
 
 def comm(found):
@@ -123,7 +123,7 @@ def test_bytes_come_from_the_profile_and_shared_tensors_count_once():
 def test_layers_of_a_factory_have_bytes_once_they_were_measured():
     described = job(**MINE)
     table = estimate.layers(described)
-    assert cost.build(described, LINEAR, initial(described, LINEAR, table), table).bytes is None
+    assert pricing.build(described, LINEAR, initial(described, LINEAR, table), table).bytes is None
     found = costs(**MINE)
     assert found.bytes_of("kept") == (12000.0,) * 4
     assert [z.boundary for z in found.bytes] == [1000.0] * 4

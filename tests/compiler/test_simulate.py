@@ -12,7 +12,7 @@ from tests.compiler.grid import FIXED, chunk_counts, make, timed
 from tests.jobs import job
 from tests.lowered import lower
 from zbc.compiler.compile import compile_job
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import curve, over_time, peaks
 from zbc.compiler.partition.initial import initial
@@ -217,4 +217,4 @@ def cost_of(**changes):
     text = replace(text, parallel=text.parallel.model_copy(update=changes["parallel"]))
     placement = Placement.linear(2)
     table = estimate.layers(text)
-    return cost.build(text, placement, initial(text, placement, table), table)
+    return pricing.build(text, placement, initial(text, placement, table), table)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +26,12 @@ from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.sim.simulate import Timeline
+from zbc.compiler.slicing import decided
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec
+from zbc.job.cuts import cuts_of
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -103,6 +106,7 @@ class Compiled:
             planning=with_recompute(self.job, self.found.recompute, self.program.placement).planning(),
             training=self.job.training(),
             ramp=parts,
+            cuts=cuts_of(self.job),
         )
         return manifest, {**files, **below}
 
@@ -184,6 +188,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
     """
+    job = decided(job)
     compiled = _compile(job, budget)
     try:
         check_memory(job, compiled.memory, compiled.costs)
@@ -225,18 +230,17 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     program = found.complete.program
     check_graph(found.complete.graph)
     if job.train.eval_every:
-        check_forward(forward_only(program.placement, program.microbatches))
+        check_forward(forward_only(program.placement, program.microbatches, program.slices))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = with_recompute(job, found.recompute, program.placement).memory
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
-    chosen = report.Chosen(layers, again, found.tried, found.all_tried)
+    chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     took = time.perf_counter() - began
-    summary = replace(
-        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits_of(job, found.name), compile_seconds=took
-    )
+    limits = limits_of(job, found.name, found.costs)
+    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took)
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
 
@@ -337,4 +341,5 @@ def _boundary(job: Job) -> plans.Boundary | None:
     model = job.model
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
-    return plans.Boundary(shape=[job.schedule.microbatch_size, model.seq_len, model.hidden], dtype=model.parameters)
+    longest = max((b - a for a, b in pairwise(cuts_of(job))), default=model.seq_len)
+    return plans.Boundary(shape=[job.schedule.microbatch_size, longest, model.hidden], dtype=model.parameters)

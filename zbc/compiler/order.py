@@ -72,7 +72,8 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         text = f"schedule: plugin {name} returned {type(program).__name__}, not a zbc.ir.Program"
         raise ZbcError("E121", text, where=where, hint="return zbc.ir.Program(placement, microbatches, ranks)")
     _refuse_what_is_no_op(program, name, where)
-    refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
+    if program.slices != job.slices:
+        _refuse_other_slices(program, job, name, where)
     _refuse_what_is_no_pipeline(program.placement, name, where)
     found, asked_for = (program.placement.ranks, program.microbatches), (job.parallel.pp, job.schedule.microbatches)
     if found != asked_for:
@@ -86,6 +87,15 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
         hint = "leave schedule.chunks out" if made is None else f"set schedule.chunks = {made}, or leave it out"
         raise ZbcError("E121", text, where=job.where("schedule", "chunks"), hint=hint)
     return _given(name, replace(program, history=(name,)), job, table)
+
+
+def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> None:
+    """Raises E124 where the job says nothing of slices, E121 where it asks for other ones."""
+    if job.schedule.slices == 1:
+        refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
+    text = f"schedule: plugin {name} made an order of {program.slices} slices, schedule.slices is {job.schedule.slices}"
+    hint = f"it was asked for request.slices; or set schedule.slices = {program.slices}"
+    raise ZbcError("E121", text, where=where, hint=hint)
 
 
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
@@ -129,5 +139,6 @@ def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]
         early=asked.early,
         overlap=bool(asked.overlap),
         objective=job.objective,
+        slices=job.slices,
     )
     return functools.partial(make, request)

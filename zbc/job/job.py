@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zbc.errors import ZbcError, raise_all
@@ -27,6 +27,7 @@ from zbc.job.sections import (
 )
 from zbc.text import GIB
 
+_SINCE = ("slices", "cuts")  # keys of [schedule] that a plan names only where they are set
 RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
 
 
@@ -65,6 +66,16 @@ class Job:
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
 
     @property
+    def slices(self) -> int:
+        """Slices of a microbatch; 1 where their number is still open."""
+        asked = self.schedule.slices
+        return asked if isinstance(asked, int) else 1
+
+    def in_slices(self, count: int) -> Job:
+        """The job with so many slices of each microbatch."""
+        return replace(self, schedule=self.schedule.model_copy(update={"slices": count}))
+
+    @property
     def reserve_gib(self) -> float:
         """What is kept free of hardware.memory_gib on each rank."""
         return self._reserve(self.hardware.memory_gib or 0.0)
@@ -100,6 +111,9 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"]
         data["costs"]["profile"] = None
+        for key in _SINCE:  # a plan of whole microbatches is what it was before there were slices
+            if data["schedule"][key] == Schedule.model_fields[key].default:
+                del data["schedule"][key]
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured}
 

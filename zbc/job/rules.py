@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zbc.errors import ZbcError
-from zbc.job import extent, learning_rate, model_section, ramp, toml
+from zbc.job import cuts, extent, learning_rate, model_section, ramp, toml
 from zbc.job import unread as idle
 from zbc.job.job import Draft
 from zbc.job.model_section import Model
@@ -181,7 +181,8 @@ def _extent_rule(draft: Draft) -> Iterator[ZbcError]:
     schedule: Schedule | None = draft.sections.get("schedule")
     ranks, ops = None if parallel is None else parallel.ranks, None
     if parallel is not None and schedule is not None:
-        ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches
+        slices = schedule.slices if isinstance(schedule.slices, int) else 1
+        ops = 3 * parallel.pp * (schedule.chunks or 1) * schedule.microbatches * slices
     yield from extent.problems(draft.document, model.layers if model is not None else None, ranks, ops)
 
 
@@ -331,6 +332,7 @@ RULES = (
     _data_rules,
     _cost_rules,
     _memory_limit_rule,
+    cuts.problems,
     _partition_rules,
     _activation_rules,
     _copies_rule,

@@ -51,6 +51,12 @@ class Schedule(Section):
     early: Annotated[int, Field(ge=0, le=2)] | None = Field(
         None, description="waves: forwards of the next unit that run before the last backwards of this one"
     )
+    slices: Count | Literal["auto"] = Field(
+        1, description='parts along the sequence that each microbatch is cut into; "auto": the fastest number'
+    )
+    cuts: Literal["balanced", "even"] | list[Count] = Field(
+        "balanced", description='where slices end: "balanced" (equal time), "even" (equal length), or their lengths'
+    )
     overlap: bool | None = Field(
         None, description="dualpipe: pairs of F and backward are groups; default: if costs.overlap is not 0"
     )

@@ -27,6 +27,7 @@ from zbc.host.folders import folders_for
 from zbc.ir import Kind, Op, Program
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import MANIFEST as MANIFEST
+from zbc.plan.manifest import SLICES as SLICES
 from zbc.plan.manifest import VERSION as VERSION
 from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
@@ -111,6 +112,7 @@ def assemble(
     planning: Mapping[str, Any],
     training: Mapping[str, Any],
     ramp: Sequence[RampPlan] = (),
+    cuts: Sequence[int] = (),
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
@@ -141,13 +143,14 @@ def assemble(
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
-        capabilities=sorted({str(op[0]) for ops in program.ranks for op in ops}),
+        capabilities=sorted({str(op[0]) for ops in program.ranks for op in ops}) + [SLICES] * (program.slices > 1),
         predicted=dict(predicted),
         planning=dict(planning),
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},
         node=list(program.node or ()),
         ramp=list(ramp),
+        cuts=list(cuts),
     )
     return manifest, files
 

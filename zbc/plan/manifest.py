@@ -16,6 +16,8 @@ from zbc.topology import Topology
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
+OPTIONAL = frozenset({"cuts"})  # fields that stand in a manifest only where they say something
+SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
@@ -68,15 +70,20 @@ class Manifest(_Strict):
     planning: dict[str, Any]
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
+    cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
     ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
 
     def digest(self) -> str:
-        return digest_of(self.model_dump(mode="json", exclude={"sha256"}))
+        return digest_of(self._plain())
 
     def dumps(self) -> str:
-        return json.dumps({**self.model_dump(mode="json"), "sha256": self.digest()}, indent=1) + "\n"
+        return json.dumps({**self._plain(), "sha256": self.digest()}, indent=1) + "\n"
+
+    def _plain(self) -> dict[str, Any]:
+        """All but the sha256, as it is written."""
+        return self.model_dump(mode="json", exclude={"sha256"} if self.cuts else {"sha256", *OPTIONAL})
 
     @property
     def topology(self) -> Topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ from zbc.ir import Kind, Op, parse_line
 from zbc.job.sections import PLANNING, SECTIONS
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
-from zbc.plan.manifest import FORMAT, MANIFEST, VERSION, Manifest, RankPlan, digest_of, rank_file, sha
+from zbc.plan.manifest import (
+    FORMAT,
+    MANIFEST,
+    OPTIONAL,
+    SLICES,
+    VERSION,
+    Manifest,
+    RankPlan,
+    digest_of,
+    rank_file,
+    sha,
+)
 from zbc.topology import Topology
 
 REPLAN = "make it again with `zbc plan JOB.toml`"
@@ -47,7 +59,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
     _check_shape(path, manifest)
-    unknown = [kind for kind in manifest.capabilities if kind not in Kind.__members__]
+    unknown = [name for name in manifest.capabilities if name not in Kind.__members__ and name != SLICES]
     if unknown:
         text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
         raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")
@@ -58,7 +70,8 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
 
 def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
     """Raise E403 for a manifest that is as it was written, by a zbc whose manifests have other fields."""
-    written, mine = data.keys() - {"sha256"}, Manifest.model_fields.keys() - {"sha256"}
+    written = data.keys() - {"sha256"}
+    mine = Manifest.model_fields.keys() - {"sha256", *(OPTIONAL - written)}
     if written == mine or data.get("sha256") != digest_of({key: data[key] for key in written}):
         return
     differ = [
@@ -80,6 +93,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (len({len(holders) for holders in manifest.placement}) == 1, "placement lists differ in length"),
         (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
         (all(holders for holders in manifest.placement), "a stage has no rank"),
+        (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
         (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
         (
             len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
@@ -89,6 +103,12 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
     for fine, text in problems:
         if not fine:
             raise ZbcError("E404", f"plan: {path}: {text}", hint=REPLAN)
+
+
+def _cut(manifest: Manifest) -> bool:
+    """Whether cuts ascend from 0, one more of them than there are slices; () where nobody knows the sequence."""
+    cuts = manifest.cuts
+    return not cuts or (len(cuts) == manifest.slices + 1 > 2 and cuts[0] == 0 and all(a < b for a, b in pairwise(cuts)))
 
 
 def _tiles(manifest: Manifest) -> bool:
@@ -131,6 +151,8 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "placement",
             "layers",
             "boundaries",
+            "slices",
+            "cuts",
             "microbatch_size",
             "copies",
             "tp",

@@ -14,9 +14,10 @@ def title(program: Program) -> str:
     if len(placement.pipes) > 1:
         counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
+    slices = f" in {program.slices} slices" if program.slices > 1 else ""
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
     shares = f", tp {program.tp}" if program.tp > 1 else ""
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + replicas + shares
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + slices + replicas + shares
 
 
 def _count(number: int, noun: str) -> str:

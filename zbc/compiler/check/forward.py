@@ -7,7 +7,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import pairing_problems
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError, raise_all
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Kind, Op, Program, nth
 
 
 def check_forward(program: Program) -> None:
@@ -20,7 +20,8 @@ def check_forward(program: Program) -> None:
             if op in found or placement.rank_of(op.stage) != rank:
                 problems.append(ZbcError("E202", f"program: {op} is on rank {rank}", hint="make the plan again"))
             found[op] = rank
-    wanted = {Op(Kind.F, s, mb) for s in range(placement.stages) for mb in range(program.microbatches)}
+    units = program.microbatches * program.slices
+    wanted = {nth(Kind.F, s, unit, program.slices) for s in range(placement.stages) for unit in range(units)}
     problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - found.keys())]
     problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(found.keys() - wanted)]
     raise_all(problems)

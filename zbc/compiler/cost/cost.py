@@ -5,19 +5,14 @@ Times are ms. Memory is activation units (one rank's share of one microbatch = 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add, mul
+from operator import add
 from typing import NamedTuple
 
-from zbc.compiler.cost import estimate, nodes, profiled, stage_bytes
-from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.cost.footprint import GRAD_BYTES
-from zbc.compiler.cost.machine import Kernel, Machine
-from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
+from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.errors import ZbcError
 from zbc.ir import Edge, Kind, Op, Placement, chain
-from zbc.job.spec import Job
 from zbc.ops import VALUES, Ref
 
 PerStage = tuple[float, ...]
@@ -57,21 +52,25 @@ class Costs:
         agree            what the ranks take to agree on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
 
-    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W. Ask `units`,
-    `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask
-    `link`. For `occupies[pipe]` of them a message has its link to itself: the next one from the same rank to the same
-    rank waits; () where links take any number of messages. With `rendezvous` a message waits for its receiver to post
-    a buffer, too. `bytes` is None where the model's sizes are not known before it is built.
+    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W; with several
+    slices also "kv", the keys and values of a microbatch from its first F to its last B, and as much for their
+    gradients from its first B on. Ask `units`, `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a
+    transfer between two stages, 0 on one rank; ask `link`. For `occupies[pipe]` of them a message has its link to
+    itself: the next one from the same rank to the same rank waits; () where links take any number of messages. With
+    `rendezvous` a message waits for its receiver to post a buffer, too. `bytes` is None where the model's sizes are not
+    known before it is built.
     """
 
     ms: Mapping[str, Column]
-    size: Mapping[str, tuple[Size, ...]]
+    size: Mapping[str, tuple[Size | tuple[Size, ...], ...]]
     links: tuple[Links, ...]
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
+    slices: int = 1  # of a microbatch; where there are several, an entry of F, B, W and their values has one for each
+    sliced: tuple[tuple[StageBytes, ...], ...] = ()  # `bytes` of a slice, of every stage, as far as they depend on it
     rendezvous: bool = False
     occupies: tuple[Links, ...] = ()
 
@@ -83,7 +82,7 @@ class Costs:
         v = placement.stages / placement.ranks
         times = {name: (ms / v,) * placement.stages for name, ms in (("f", f), ("b", b), ("w", w))}
         size = {name: (Size(units / v),) * placement.stages for name, units in (("kept", 1.0), ("left", left))}
-        return cls(times, size, _links(placement, lambda stage, edge: comm))
+        return cls(times, size, links_of(placement, lambda stage, edge: comm))
 
     @classmethod
     def per_stage(
@@ -99,12 +98,54 @@ class Costs:
         return replace(self, ms={name: ms for name, ms in {**self.ms, **columns}.items() if ms})
 
     def with_units(self, **values: PerStage) -> Costs:
-        """The same with values of so many units; their bytes stay."""
+        """The same of whole microbatches with values of so many units; their bytes stay."""
         counted = {
             name: tuple(Size(each, size) for each, size in zip(units, self.bytes_of(name), strict=True))
             for name, units in values.items()
         }
         return replace(self, size={**self.size, **counted})
+
+    def counted(self, units: Callable[[int, Size], float]) -> Costs:
+        """The same with so many units for what a value of a stage takes; its bytes stay."""
+
+        def again(stage: int, entry: Size | tuple[Size, ...]) -> Size | tuple[Size, ...]:
+            if isinstance(entry, Size):
+                return Size(units(stage, entry), entry.bytes)
+            return tuple(Size(units(stage, one), one.bytes) for one in entry)
+
+        size = {name: tuple(again(s, entry) for s, entry in enumerate(sizes)) for name, sizes in self.size.items()}
+        return replace(self, size=size)
+
+    def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
+        """The same of microbatches in slices: `rows` is the share of its tokens that each has, `shares` those of the
+        times f, b and w, where they are others."""
+        names = [name for name in ("f", "b", "w", "bw") if name in self.ms]
+        ms = {name: _shared(self._column(name), shares.get(name[0], rows)) for name in names}
+        size = {
+            name: tuple(tuple(Size(one.units * row, one.bytes * row) for row in rows) for one in map(_whole, sizes))
+            for name, sizes in self.size.items()
+        }
+        return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
+
+    def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
+        """As if each slice were a microbatch of its own, of what `pick` says of the slices; "kv" is shared out."""
+        k = self.slices
+        if k == 1:
+            return self
+        kv = self.units("kv") if "kv" in self.size else (0.0,) * self.stages
+        shared = {"kept": tuple(each / k for each in kv)}
+        size = {
+            name: tuple(
+                Size(pick([one.units for one in _by_slice(entry, k)]) + more)
+                for entry, more in zip(self.size[name], shared.get(name, (0.0,) * self.stages), strict=True)
+            )
+            for name in ("kept", "left")
+        }
+        ms = {
+            name: tuple(pick(entry) if isinstance(entry, tuple) else entry for entry in column)
+            for name, column in self.ms.items()
+        }
+        return replace(self, ms=ms, size=size, slices=1, sliced=())
 
     def joined(self) -> Costs:
         """Backward in one piece, as a B that does everything and a W that does nothing."""
@@ -162,31 +203,55 @@ class Costs:
         return self.links[pipe][(a, b) if a < b else (b, a)]
 
     def units(self, value: str) -> PerStage:
-        """Activation units of a value on every stage."""
-        return tuple(size.units for size in self.size[value])
+        """Activation units of a value on every stage, for a whole microbatch."""
+        return tuple(_whole(size).units for size in self.size[value])
 
     def bytes_of(self, value: str) -> PerStage:
         """The same in bytes; 0 where sizes are not known."""
-        return tuple(size.bytes for size in self.size[value])
+        return tuple(_whole(size).bytes for size in self.size[value])
+
+    def bytes_at(self, stage: int, part: int = 0) -> StageBytes | None:
+        """Memory of a stage beside what it keeps, as ops of that slice find it; None where sizes are not known."""
+        if self.bytes is None:
+            return None
+        return self.sliced[part][stage] if self.sliced else self.bytes[stage]
 
     def over(self, transfer: str) -> Costs:
         """The same where messages wait for a buffer ("rendezvous"), or do not ("eager")."""
         return replace(self, rendezvous=transfer == "rendezvous")
 
     def held(self, op: Op) -> float:
-        """Activation units an op adds to what its rank holds; negative where it releases."""
+        """Activation units an op adds to what its rank holds; negative where it releases. Keys and values count."""
         made, freed = self._values(op)
-        return made.units - freed.units
+        units = made.units - freed.units
+        return units if self.slices == 1 else units + self.held_kv(op).units
 
     def held_bytes(self, op: Op) -> float:
         """The same in bytes; 0 where sizes are not known."""
         made, freed = self._values(op)
-        return made.bytes - freed.bytes
+        size = made.bytes - freed.bytes
+        return size if self.slices == 1 else size + self.held_kv(op).bytes
+
+    def held_kv(self, op: Op) -> Size:
+        """Of that, keys, values and their gradients: one buffer each for all slices of a microbatch.
+
+        The first F of it makes one, its first B (of the last slice) the other; its last B frees both.
+        """
+        if "kv" not in self.size or op.kind.row.family not in ("forward", "input"):
+            return _NOTHING
+        size, forward = _whole(self.size["kv"][op.stage]), op.kind.row.family == "forward"
+        begins, ends = op.slice == (0 if forward else self.slices - 1), not forward and op.slice == 0
+        buffers = begins - 2 * ends
+        return Size(buffers * size.units, buffers * size.bytes)
 
     def _values(self, op: Op) -> tuple[Size, Size]:
         """What an op makes and what it frees."""
         made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
-        return self.size[made][op.stage] if made else _NOTHING, self.size[freed][op.stage] if freed else _NOTHING
+        return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
+
+    def _size(self, value: str, op: Op) -> Size:
+        entry = self.size[value][op.stage]
+        return entry if isinstance(entry, Size) else entry[op.slice]
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:
         """What a compute op needs while it runs beyond the larger of what is held before and after it.
@@ -204,13 +269,37 @@ class Costs:
 
     def _need(self, op: Op, what: str) -> float:
         """What `StageBytes.<what>` says of ops like this; 0 where sizes are not known."""
-        if self.bytes is None:
+        size = self.bytes_at(op.stage, op.slice)
+        if size is None:
             return 0.0
-        found: float = getattr(getattr(self.bytes[op.stage], what), op.kind.row.cost, 0.0)
+        found: float = getattr(getattr(size, what), op.kind.row.cost, 0.0)
         return found
 
 
 _NOTHING = Size(0.0)
+CacheKey = tuple[Kind, int, int]
+
+
+def key_of(op: Op) -> CacheKey:
+    """What decides the costs of an op, whatever its microbatch and pipe: the key of all that remembers them."""
+    return op[0], op[1], op[4]
+
+
+def _whole(entry: Size | tuple[Size, ...]) -> Size:
+    """Of a microbatch."""
+    if isinstance(entry, Size):
+        return entry
+    return Size(sum(one.units for one in entry), sum(one.bytes for one in entry))
+
+
+def _by_slice(entry: Size | tuple[Size, ...], slices: int) -> tuple[Size, ...]:
+    """Slice by slice; what has one size for all slices has it for each."""
+    return (entry,) * slices if isinstance(entry, Size) else entry
+
+
+def _shared(column: Column, shares: Sequence[float]) -> Column:
+    wholes = [sum(entry) if isinstance(entry, tuple) else entry for entry in column]
+    return tuple(tuple(ms * share for share in shares) for ms in wholes)
 
 
 def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[float, ...]]) -> float | tuple[float, ...]:
@@ -221,271 +310,14 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
-    """Raise E124 if `what` is an order of slices of microbatches: costs are known of whole ones only."""
+    """Raise E124 if `what` is an order of slices of microbatches where nothing says how long they are."""
     if slices != 1:
-        text = f"{what} cuts microbatches into {slices} slices, which zbc can neither price nor run yet"
-        raise ZbcError("E124", text, where=where, hint="make ops of whole microbatches: slices = 1, no slice in an op")
+        text = f"{what} cuts microbatches into {slices} slices, and no job says where, so nobody knows what they cost"
+        hint = f"set schedule.slices = {slices} in the job; or make ops of whole microbatches: slices = 1"
+        raise ZbcError("E124", text, where=where, hint=hint)
 
 
-def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
-    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
-
-    Where a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; of activations
-    given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
-    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
-    """
-    job = _seated(job, placement, stages, table)
-    given = job.costs.f is not None
-    times = _times(job, placement, stages, table)
-    bytes = stage_bytes.of_stages(job, placement, stages, table)
-    size = _sizes(job, placement, stages, table, bytes)
-    known = job.model.builtin
-    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
-    links, occupies = _transfers(job, placement, stages, table)
-    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
-    costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
-    if job.profile is not None:
-        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
-    costs = _with_optimizer(costs, job, placement, stages, table)
-    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
-
-
-def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
-    """The job with its ranks on nodes."""
-    parallel = job.parallel
-    if parallel.node is not None:
-        return job
-    grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
-    sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
-    node = nodes.choose(placement, parallel.dp, max(1, size // parallel.tp), job.schedule.microbatches, sent, grads)
-    return replace(job, parallel=parallel.model_copy(update={"node": node}))
-
-
-def _times(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> dict[str, Column]:
-    """The columns of F, B and W, and that of BW where it is not B + W."""
-    if job.costs.f is not None and job.costs.per != "layer":
-        f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
-        more = f
-    else:
-        keys = ("f", "b", "w", "again")
-        f, b, w, more = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in keys)
-    again = _recomputed(job, placement)
-    more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
-    b = tuple(map(add, b, more))
-    if job.profile is None:
-        return _with_shared_layers({"f": f, "b": b, "w": w}, job, stages, table, again)
-    fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
-    host = profiled.host_ms(job.profile.host, placement)
-    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
-    return {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
-
-
-def _with_shared_layers(
-    times: dict[str, Column],
-    job: Job,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    again: Collection[int],
-) -> dict[str, Column]:
-    """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
-    of the embedding, one before the head. In a BW they hide behind its W.
-
-    Costs that are given without `costs.tp` mean sums that take no time.
-    """
-    if job.parallel.tp == 1 or (job.costs.f is not None and not job.costs.tp):
-        return times
-    if job.costs.tp is not None:
-        forward = backward = (job.costs.tp,) * len(stages)
-    else:
-        z = estimate.sizes_of(job)
-        one = Machine.of(job).shared_ms(0.0 if z is None else float(z.tokens * z.hidden * z.width))
-        last = len(table) - 1
-        forward = tuple(one * sum(1 if i == 0 else 0 if i == last else 2 for i in part) for part in stages)
-        backward = tuple(one * sum(0 if i == 0 else 1 if i == last else 2 for i in part) for part in stages)
-    costs = Costs(times, {}, ())
-    f = costs.with_ms(a=forward).each(add, "f", "a")
-    whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))
-    b = whole.each(add, "b", "a")
-    return {"f": f, "b": b, "w": times["w"], "bw": whole.each(lambda b, w, a: max(b + a, b + w), "b", "w", "a")}
-
-
-def _with_optimizer(
-    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> Costs:
-    """The same with the time of optimizer steps: given, or estimated from the bytes they move.
-
-    Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
-    """
-    given = job.costs.f is not None
-    hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
-    if job.costs.optimizer is not None:
-        step = tentative = _given_optimizer(job, placement, stages, table)
-    elif (measured := _measured_optimizer(job, stages, table)) is not None:
-        step, tentative = measured
-    elif given or not job.model.builtin:
-        return costs.with_ms(hop=(hop,))
-    else:
-        moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
-        machine = Machine.of(job)
-        counts = [sum(table[i].params for i in part) for part in stages]
-        step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
-    if job.optimizer.zero1:
-        shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
-        step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
-    return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
-
-
-def _measured_optimizer(
-    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[PerStage, PerStage] | None:
-    """ms of STEP and of TENTATIVE by a profile; None where it does not know this job's optimizer."""
-    found = [layer.measured for layer in table]
-    if job.profile is None or any(one is None or one.step is None for one in found):
-        return None
-    step = tuple(sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
-    ahead = tuple(sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
-    return step, tuple(map(max, step, ahead))  # a tentative step does what a step does, on copies
-
-
-def _given_optimizer(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> PerStage:
-    if job.costs.per != "layer":
-        return _per_stage(job, "optimizer", placement)
-    each = estimate.given_optimizer(job.costs, table)
-    return tuple(sum(each[i] for i in part) for part in stages)
-
-
-def _with_sums(
-    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> Costs:
-    """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
-    halves = 1 if job.optimizer.zero1 else 2
-    reduce, gather = [], []
-    for s, part in enumerate(stages):
-        holders = placement.holders(s)
-        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
-        if job.optimizer.zero1:
-            shares = stage_bytes.dealt(job, placement, s, part, table)
-            count = shares.ranks * shares.row
-        reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
-        weight = 2 if job.model.parameters == "bfloat16" else 4
-        gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
-    ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
-    tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
-    tie = _sum(job, tied, ends, 2) if tied else 0.0
-    summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
-    return replace(summed, tied=float(tied))
-
-
-def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of a sum over these ranks of all replicas of the pipeline, or of half of one."""
-    if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2 if job.parallel.dp * len(set(holders)) > 1 else 0.0
-    return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
-
-
-def check_stages(job: Job, placement: Placement) -> None:
-    """Raise E110 if memory.activations names a stage that there is not."""
-    named = job.memory.activations
-    for key in named if isinstance(named, dict) else ():
-        if int(key) >= placement.stages:
-            text = f"config: memory.activations names stage {key}, there are {placement.stages}"
-            where = job.where("memory", "activations", key)
-            raise ZbcError("E110", text, where=where, hint=f"stages are numbered from 0 to {placement.stages - 1}")
-
-
-def _recomputed(job: Job, placement: Placement) -> set[int]:
-    """The stages whose F keeps only the inputs of its layers."""
-    check_stages(job, placement)
-    return {s for s in range(placement.stages) if job.memory.of(s) == "recompute"}
-
-
-def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:
-    return sum(table[i].size.entry for i in part)
-
-
-def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
-    """A number or list of `[costs]` given per rank or per stage, as one number per stage."""
-    value, per = getattr(job.costs, key), job.costs.per
-    count = placement.ranks if per == "rank" else placement.stages
-    if isinstance(value, list) and len(value) != count:
-        text = f"costs: {key} has {len(value)} numbers, there are {count} {per}s"
-        raise ZbcError("E140", text, where=job.where("costs", key), hint=f"give one number, or {count}")
-    numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
-    if per == "stage":
-        return tuple(numbers)
-    homes = placement.pipes[0]
-    return tuple(numbers[rank] / homes.count(rank) for rank in homes)
-
-
-def _sizes(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    bytes: tuple[StageBytes, ...] | None,
-) -> dict[str, tuple[Size, ...]]:
-    """What F keeps until B and B leaves to W; where a stage recomputes, F keeps the inputs of its layers only."""
-    left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
-    whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
-    left_sizes = tuple(map(Size, left, left_bytes))
-    if bytes is None:
-        return {"kept": tuple(map(Size, whole)), "left": left_sizes}
-    again, kept = _recomputed(job, placement), []
-    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
-        size = (_entries(stages[s], table) if s in again else stage.share) - stage.given
-        kept.append(Size(units * size / (stage.share or 1.0), size))
-    return {"kept": tuple(kept), "left": left_sizes}
-
-
-def _activations(
-    job: Job,
-    placement: Placement,
-    stages: Sequence[Sequence[int]],
-    table: Sequence[Layer],
-    bytes: tuple[StageBytes, ...] | None,
-    left: PerStage,
-) -> tuple[PerStage, PerStage]:
-    """Units that F keeps without recompute, and B leaves: given ones, else from bytes, else equal shares of 1 per rank.
-
-    `left` are the bytes that B leaves.
-    """
-    layered = estimate.given_activations(job, list(table))
-    if layered is not None:
-        raw_b = tuple(sum(layered[i][0] for i in part) for part in stages)
-        raw_w = tuple(sum(layered[i][1] for i in part) for part in stages)
-    elif job.costs.act_b is not None and job.costs.per != "layer":
-        raw_b = _per_stage(job, "act_b", placement)
-        raw_w = raw_b if job.costs.act_w is None else _per_stage(job, "act_w", placement)
-    elif bytes is not None and job.costs.f is None:
-        raw_b, raw_w = tuple(stage.share for stage in bytes), left
-    else:
-        raw_b = raw_w = (placement.ranks / placement.stages,) * placement.stages
-    unit = sum(raw_b) / placement.ranks or 1.0
-    return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
-
-
-def _transfers(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
-    """ms of transfers, and in which they occupy their link: given, or estimated from the links.
-
-    Costs given without `comm` mean transfers that take no time.
-    """
-    if job.costs.comm is not None or job.costs.f is not None:
-        ms, busy = job.costs.comm or 0.0, job.costs.occupies
-        return _links(placement, lambda stage, edge: ms), _links(placement, lambda stage, edge: busy) if busy else ()
-    sizes, machine = boundaries(job, stages, table), Machine.of(job)
-    return (
-        _links(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage])),
-        _links(placement, lambda stage, edge: sizes[stage] / machine.link(edge).speed),
-    )
-
-
-def _links(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
+def links_of(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
     """`ms` of every edge of every pipe, from its source and its two ranks; 0 within a rank."""
     return tuple(
         {

@@ -6,7 +6,7 @@ are counted in footprint.py. These are estimates; measured times, given in [cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zbc.compiler.cost import footprint, profiled, work
@@ -63,9 +63,35 @@ def _counted(job: Job) -> list[Layer]:
     return table
 
 
-def _family(job: Job) -> list[Layer] | None:
+def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, float], rows: float) -> list[Layer]:
+    """The table for one slice of a microbatch, from token `begin` on; `job` has its length for `model.seq_len`.
+
+    Estimated times are those of its own kernels. Of times that were given or measured for whole microbatches it has its
+    `share` of a block's f, b and w, and its `rows` of any other layer's; so of bytes that were measured.
+    """
+    own = _family(job, begin)
+    if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
+        return own
+    return [_part(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
+
+
+def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
+    """`own` is the layer as it is counted for the slice; None where nobody can."""
+    parts = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
+    times = {name: getattr(layer, name) * parts[name] for name in "fbw"}
+    one = layer.measured
+    if one is not None:
+        one = replace(one, **times, bw=one.bw * parts["b"], again=one.again * parts["f"])
+    if own is not None and (layer.measured is None or layer.measured.size is None):
+        size = own.size
+    else:
+        size = layer.size.scaled(rows) if own is None else replace(layer.size.scaled(rows), kv=own.size.kv)
+    return replace(layer, **times, size=size, measured=one)
+
+
+def _family(job: Job, past: int = 0) -> list[Layer] | None:
     model, machine = job.model, Machine.of(job)
-    sizes = sizes_of(job)
+    sizes = sizes_of(job, past)
     if sizes is None:
         return None
     embed, block, head = (
@@ -81,8 +107,11 @@ def _family(job: Job) -> list[Layer] | None:
     return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
 
 
-def sizes_of(job: Job) -> Sizes | None:
-    """The sizes of a built-in model; None for a factory's layers, which nobody knows before they are built."""
+def sizes_of(job: Job, past: int = 0) -> Sizes | None:
+    """The sizes of a built-in model; None for a factory's layers, which nobody knows before they are built.
+
+    `past`: tokens of the sequence before those that are counted.
+    """
     model = job.model
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
@@ -107,6 +136,7 @@ def sizes_of(job: Job) -> Sizes | None:
         wide_norm=model.variant == "gemma",
         experts=model.experts or 0,
         top_k=model.met,
+        past=past,
     )
 
 

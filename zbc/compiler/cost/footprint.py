@@ -61,6 +61,7 @@ class Footprint:
     keeps_given: bool = False  # B leaves the very gradient that it was given for W, which act_w counts
     pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
+    kv: float = 0.0  # of act_b, the keys and values
 
     @property
     def first(self) -> Footprint:
@@ -73,6 +74,10 @@ class Footprint:
             more_bw=self.more_bw if bw is None else bw,
         )
 
+    def scaled(self, rows: float) -> Footprint:
+        """That of a share of the tokens; what belongs to parameters stays."""
+        return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
+
     @property
     def coming(self) -> Footprint:
         """The same in its first backward of a step, which needs, beyond what is held, what it makes of gradients."""
@@ -83,6 +88,9 @@ class Footprint:
             more_w=z.more_w + self.came_w if w is None else w,
             more_bw=z.more_bw + self.came_b + self.came_w if bw is None else bw,
         )
+
+
+_BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logits", "loose", "tail", "kv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,7 @@ class Sizes:
     wide_norm: bool = False  # gemma: norms of single operations, in float32, on every device
     experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
     top_k: int = 0
+    past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
 
     @property
     def tokens(self) -> int:
@@ -251,6 +260,7 @@ def block(z: Sizes) -> Footprint:
         casts=z.matrices * n if z.cast else 0,
         tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
+        kv=2 * k * n * t,
     )
 
 

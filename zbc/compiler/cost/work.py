@@ -70,8 +70,8 @@ def block(z: Sizes) -> Work:
     linear += [(h, z.experts, 1, 1)] if z.experts else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
-    square = z.queries * keys_seen(z.seq_len, TILE[device]) * z.tokens / ATTENTION[device]
-    heads = z.width * (z.queries + z.keys) * z.tokens
+    square = z.queries * (z.past + keys_seen(z.seq_len, TILE[device])) * z.tokens / ATTENTION[device]
+    heads = z.width * ((z.queries + z.keys) * z.tokens + z.keys * z.sequences * z.past)
     turns = 14 if z.rotary else 0
     plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
     back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)

@@ -19,7 +19,7 @@ def fullest(program: Program) -> list[list[Held]]:
 
 def _rank(program: Program, rank: int) -> list[Held]:
     stages = program.placement.stages_of(rank)
-    counts = {stage: [0] * len(HELD) for stage in stages}
+    counts = {stage: [0] * len(HELD) for stage in stages}  # of slices of microbatches, where there are several
     seen: set[Held] = set()
     found: list[Held] = []
     for kind, stage, *_ in program.ranks[rank]:

@@ -9,6 +9,7 @@ posted a buffer and the transfer is over).
 
     activations   kept, left: in units and bytes
     transit       act and grad on the edges: tensors (as units) and bytes
+    kv            keys, values and their gradients, which the slices of a microbatch share: the same
     workspace     what an op needs while it runs, from its beginning to its end
     gradients     from the first backward that makes them to the step of their stage
     host          values that were copied to the host
@@ -22,13 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.cost import CacheKey, Costs, Size, key_of
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row
 
+HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
 
 
@@ -69,6 +71,7 @@ class Change(NamedTuple):
     bytes: float
     flight: int  # microbatches that begin or cease to be kept
     logits: float  # bytes, of those, of what there is for every word of the vocabulary
+    kv: Size  # units and bytes, of those, of keys, values and their gradients that slices share
     begins: bool  # it counts as the op begins
 
 
@@ -77,11 +80,11 @@ class Activations:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._known: dict[tuple[Kind, int], Change | None] = {}
+        self._known: dict[CacheKey, Change | None] = {}
 
     def of(self, op: Op) -> Change | None:
         """None for an op that changes nothing."""
-        key = op[0], op[1]
+        key = key_of(op)
         if key not in self._known:
             self._known[key] = self._change(op)
         return self._known[key]
@@ -92,8 +95,10 @@ class Activations:
             return None
         costs = self._costs
         flight = ("kept" in made) - ("kept" in freed)
-        logits = costs.bytes[op.stage].logits if costs.bytes else 0.0
-        return Change(costs.held(op), costs.held_bytes(op), flight, flight * logits, begins=not freed)
+        size = costs.bytes_at(op.stage, op.slice)
+        logits = size.logits if size else 0.0
+        kv = costs.held_kv(op)
+        return Change(costs.held(op), costs.held_bytes(op), flight, flight * logits, kv, begins=not freed)
 
 
 def _held(refs: Sequence[Ref]) -> list[str]:
@@ -114,9 +119,10 @@ def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
     clock.set(rank)
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
         for deltas, times in ((entry.begin, clock.begin), (entry.end, clock.end)):
-            for category, units, size in deltas:
-                if category == "activations":
-                    yield Event(times[entry.op], entry.op, units, size)
+            found = [delta for delta in deltas if delta.category in HELD]
+            if found:
+                units, size = sum(delta.units for delta in found), sum(delta.bytes for delta in found)
+                yield Event(times[entry.op], entry.op, units, size)
 
 
 class _Clock:
@@ -167,7 +173,7 @@ class _RankLedger:
         self.activations = Activations(costs)
         self.mine = graph.program.placement.stages_of(rank)
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
-        self.effects: dict[tuple[Kind, int, int], _Effect] = {}
+        self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
         graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
@@ -176,7 +182,7 @@ class _RankLedger:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, gradients.bytes),), ())
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            effect = effects.get((op[0], op[1], op[3])) or self._effect(op)
+            effect = effects.get((key_of(op), op[3])) or self._effect(op)
             if effect.lane is Lane.LINK:
                 if effect.link is not None:
                     self._send(i, effect)
@@ -199,7 +205,7 @@ class _RankLedger:
             found = self._transfer(op)
         else:
             found = _Effect(row.lane, *self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
-        self.effects[op.kind, op.stage, op.pipe] = found
+        self.effects[key_of(op), op.pipe] = found
         return found
 
     def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
@@ -209,7 +215,10 @@ class _RankLedger:
         if made or freed:
             deltas.append(Delta("transit", float(len(made) - len(freed)), sum(made) - sum(freed)))
         if change is not None:
-            deltas.append(Delta("activations", change.units, change.bytes))
+            kv = change.kv
+            deltas.append(Delta("activations", change.units - kv.units, change.bytes - kv.bytes))
+            if kv.units or kv.bytes:
+                deltas.append(Delta("kv", *kv))
         if row.lane is Lane.OUT or row.lane is Lane.BACK:  # what a copy writes is there from its beginning
             return tuple(deltas), ()
         need = self._need(op, first=first)
@@ -244,12 +253,13 @@ class _RankLedger:
                     continue  # no transfer says how long it stays
                 by_maker = (ref.what == "act") == out
                 if not (ref.what == "act" and (by_maker or not crosses) and self._keeps_result(edge[0])):
-                    found.append(self._size(edge[0]))
+                    found.append(self._size(edge[0], op.slice))
         return found
 
-    def _size(self, source: int) -> float:
-        """Bytes of the tensor on an edge from a stage."""
-        return self.costs.bytes[source].behind if self.costs.bytes else 0.0
+    def _size(self, source: int, part: int) -> float:
+        """Bytes of the tensor of a slice on an edge from a stage."""
+        size = self.costs.bytes_at(source, part)
+        return size.behind if size else 0.0
 
     def _keeps_result(self, stage: int) -> bool:
         """Whether a stage's output is an activation, which its own backward needs as well, and not on its way."""
@@ -261,7 +271,7 @@ class _RankLedger:
         message = self.graph.program.placement.message(op)
         if message is None:
             return nothing
-        size = self._size(message.edge[0])
+        size = self._size(message.edge[0], op.slice)
         if op.kind.is_recv:
             return nothing._replace(begin=(Delta("transit", 1.0, size),))
         if message.forward and self._keeps_result(message.source):

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.cost import CacheKey, Costs, key_of
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class RankMemory:
     buffers: float  # tensors on their way, and what the running op needs beyond what is held
     together: float  # most of gradients, activations and buffers together: each alone may be largest at another op
     logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
+    kv: float = 0.0  # of the activations, keys, values and their gradients that slices of a microbatch share
 
     @property
     def bytes(self) -> float:
@@ -49,7 +50,7 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
 def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: float) -> RankMemory:
     """By the order of ops alone: the ledger's activations without their times."""
-    units = peak = held = most = logits = logits_then = 0.0
+    units = peak = held = most = logits = logits_then = kv = kv_then = 0.0
     flight = at_peak = 0
     where: Op | None = None
     changes = Activations(costs)
@@ -61,10 +62,11 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
         units += change.units
         flight += change.flight
         logits += change.logits
+        kv += change.kv.bytes
         if units > peak + 1e-9:
             peak, where, at_peak = units, op, flight
         if held > most:
-            most, logits_then = held, logits
+            most, logits_then, kv_then = held, logits, kv
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
     return RankMemory(
         units=peak,
@@ -78,6 +80,7 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
         buffers=buffers,
         together=together,
         logits=logits_then,
+        kv=kv_then,
     )
 
 
@@ -85,7 +88,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[floa
     """The most bytes at any op that are on their way or that the op needs beyond what is held before and after it; and
     the most of these, of the activations held around it and of the gradients that there are by then."""
     transit = whole = most = together = 0.0
-    changes, more = Activations(costs), dict[tuple[Kind, int, bool], float]()
+    changes, more = Activations(costs), dict[tuple[CacheKey, bool], float]()
     for i, begin, end, (_, gone), (_, still) in entries:
         op, need = graph.ops[i], 0.0
         for category, _, size in begin:
@@ -108,7 +111,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[floa
                 first = True
         change = changes.of(op)
         if change is not None and not change.begins:
-            key = kind, op[1], first
+            key = key_of(op), first
             if key not in more:
                 more[key] = costs.more_bytes(op, first=first)
             need = more[key]

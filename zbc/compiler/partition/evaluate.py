@@ -8,7 +8,7 @@ from itertools import chain
 from operator import add
 from typing import NamedTuple
 
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.balance import Weights, even
 from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
@@ -46,6 +46,7 @@ class Evaluator:
     def __init__(self, job: Job, table: Sequence[estimate.Layer], schedule: ScheduleCard, chunks: int | None) -> None:
         self.job, self.table, self.schedule = job, table, schedule
         schedule.check_ranks(job.parallel.pp)
+        schedule.check_slices(job.slices)
         self.v = schedule.stages_per_rank(chunks)
         self.placement = schedule.placement(job.parallel.pp, self.v)
         self.start = Choice.of(initial(job, self.placement, table))
@@ -66,7 +67,7 @@ class Evaluator:
 
     def costs(self, choice: Choice) -> Costs:
         job = with_recompute(self.job, choice.recompute, self.placement)
-        return cost.build(job, self.placement, choice.stages, self.table)
+        return pricing.build(job, self.placement, choice.stages, self.table)
 
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
@@ -94,7 +95,7 @@ class Evaluator:
         """By what share the least that any order of this schedule holds is above the limits; 0 if it is not."""
         where, costs = self.placement, self.costs(choice)
         over = shortage(self.job, where, costs, split=self.schedule.splits_backward)
-        if (own := own_limit(self.schedule.name, where.ranks)) is not None:
+        if (own := own_limit(self.schedule.name, where.ranks, costs)) is not None:
             over = max(over, max(least_of(where, costs)) / own - 1)
         return over if over > TINY else 0.0
 
@@ -133,7 +134,8 @@ class Evaluator:
                 flights[0][stage] = max(flights[0][stage], *counts)
         given = estimate.given_activations(job, list(self.table))
         kept = [layer.size.act_b for layer in self.table] if given is None else [act_b for act_b, _ in given]
-        held = [[[count * size for size in kept] for count in flight] for flight in flights]
+        slices = 1 if searched else job.slices
+        held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
         state = [STATE * layer.params for layer in self.table]
         if job.hardware.memory_gib is not None:
             held += [[list(map(add, row, state)) for row in memory] for memory in held]

@@ -83,10 +83,10 @@ def _same(costs: Costs, counted: Costs) -> bool:
     return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
 
 
-def limits_of(job: Job, schedule: str) -> MemoryLimits:
+def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
     """What a plan of the job by this schedule is held to."""
     p, asked = job.parallel.pp, _asked(job)
-    units = [float(own)] if (own := own_limit(schedule, p)) is not None else []
+    units = [float(own)] if (own := own_limit(schedule, p, costs)) is not None else []
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
     return MemoryLimits(
@@ -133,12 +133,9 @@ def _both(
     ranks = range(placement.ranks)
     rates = [units[rank] / max(sizes[rank], 1.0) for rank in ranks]
 
-    def measured(name: str) -> tuple[float, ...]:
-        most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
-        return tuple(max(a, b * rate) for a, b, rate in zip(costs.units(name), costs.bytes_of(name), most, strict=True))
-
     def measure() -> Costs:
-        return costs.with_units(**{name: measured(name) for name in costs.size})
+        most = [max(rates[rank] for rank in placement.holders(s)) for s in range(placement.stages)]
+        return costs.counted(lambda stage, size: max(size.units, size.bytes * most[stage]))
 
     needs, bytes_of_one = _least(placement, measure(), split), tuple(1 / rate for rate in rates)
     rates = [0.0 if needs[rank] > units[rank] + 1e-9 else rates[rank] for rank in ranks]
@@ -189,7 +186,7 @@ def _counted(costs: Costs, p: int) -> tuple[Costs, float]:
     """The costs with activations counted by their bytes, and the bytes of a unit: a rank's share without recompute."""
     sizes = costs.bytes or ()
     unit = sum(stage.share for stage in sizes) / p or 1.0
-    return costs.with_units(**{name: tuple(b / unit for b in costs.bytes_of(name)) for name in costs.size}), unit
+    return costs.counted(lambda stage, size: size.bytes / unit), unit
 
 
 def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:

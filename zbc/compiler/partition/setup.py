@@ -10,7 +10,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.memory import excess
-from zbc.compiler.cost import cost, estimate
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
@@ -104,10 +104,10 @@ class Setup:
     ) -> Setup:
         """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
         stages = choice.stages
-        costs = cost.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
+        costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
-        own = own_limit(schedule.name, placement.ranks)
+        own = own_limit(schedule.name, placement.ranks, costs)
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)
@@ -152,6 +152,7 @@ class Setup:
             costs=self.limit.costs,
             memory_limit=self.limit.units,
             objective=job.objective,
+            slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
             **search,
         )
@@ -194,7 +195,7 @@ class Setup:
 
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:
     """The job with the stages that recompute written down. Raises E110 for one that there is not."""
-    cost.check_stages(job, placement)
+    pricing.check_stages(job, placement)
     memory = job.memory.decided(recompute, placement.stages)
     return job if memory is job.memory else replace(job, memory=memory)
 
@@ -202,7 +203,7 @@ def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -
 def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
     """The partition a job starts from, and what its stages cost."""
     stages = initial(job, placement, table)
-    return stages, cost.build(with_recompute(job, (), placement), placement, stages, table)
+    return stages, pricing.build(with_recompute(job, (), placement), placement, stages, table)
 
 
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:

@@ -70,7 +70,11 @@ class FixedOrder:
         job, costs = setup.job, setup.costs
         if not limited(job):
             return -1.0
-        units, sizes = holding.units_of(self.held, costs), holding.bytes_of(self.held, costs)
+        if costs.slices == 1:
+            units, sizes = holding.units_of(self.held, costs), holding.bytes_of(self.held, costs)
+        else:  # one slice holds more than another
+            held = peaks(self.program, replace(costs, bytes=None))
+            units, sizes = [rank.units for rank in held], [rank.activations for rank in held] if costs.bytes else []
         over = above(job, setup.placement, costs, units, sizes)
         if over > 1e-9 or job.hardware.memory_gib is None or costs.bytes is None:
             return over

@@ -59,6 +59,7 @@ def _down_and_up(p: int, v: int) -> Placement:
 BIDIRECTIONAL = (
     ScheduleCard(
         name="chimera",
+        whole=True,
         make=chimera,
         placement=two_pipes,
         placement_name="two pipes",
@@ -76,6 +77,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="bitpipe",
+        whole=True,
         make=bitpipe,
         placement=two_pipes,
         placement_name="two V pipes",
@@ -93,6 +95,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="dualpipe",
+        whole=True,
         make=dualpipe,
         placement=two_pipes,
         placement_name="two pipes",
@@ -110,6 +113,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="dualpipe-v",
+        whole=True,
         make=dualpipe_v,
         placement=_down_and_up,
         placement_name="V",
@@ -127,6 +131,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="hanayo",
+        whole=True,
         make=hanayo,
         placement=_down_and_up,
         placement_name="waves",
@@ -145,6 +150,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="chimera-zb",
+        whole=True,
         make=chimera_zb,
         placement=two_pipes,
         placement_name="two pipes",
@@ -161,6 +167,7 @@ BIDIRECTIONAL = (
     ),
     ScheduleCard(
         name="bitpipe-zb",
+        whole=True,
         make=bitpipe_zb,
         placement=two_pipes,
         placement_name="two V pipes",

@@ -12,6 +12,10 @@ gradient W runs `lag(r)` microbatches behind its input gradient B. For p ranks a
 
 With fewer than 2p-1 microbatches the pipeline empties before every rank has a full set of W to put off: ZB-H2 then lags
 by r + (m-p) at most, and by r for m <= p, so that no rank ends with more W than the others have work.
+
+With k slices of each microbatch units are slices, and k - 1 more of them warm up (Seq1F1B, arXiv 2406.03488): F runs
+slices 0 to k-1, backwards k-1 to 0, so the first backward comes after the last F. The bubble is that of k times as many
+microbatches of a k-th each, and rank r holds (warmup(r) + lag(r) + k) / k microbatches.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from zbc.compiler.schedules.request import Request
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program, nth
 
 PerRank = Callable[[int], int]
 
 
 def gpipe(request: Request) -> Program:
     """All forwards, then all backwards."""
-    return lagged("gpipe", request, warmup=lambda r: request.m)
+    return lagged("gpipe", request, warmup=lambda r: request.units)
 
 
 def one_f_one_b(request: Request) -> Program:
@@ -46,7 +50,7 @@ def zb_h1(request: Request) -> Program:
 
 def zb_h2(request: Request) -> Program:
     """As many forwards up front as hide the way to the last stage and back; no bubble inside a rank's span."""
-    spare = max(0, request.m - request.p)
+    spare = max(0, request.units - request.p - request.slices + 1)
     return lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
 
 
@@ -64,20 +68,22 @@ def between_h1_and_h2(request: Request) -> Iterator[Program]:
 
 
 def lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
-    p, m = request.p, request.m
-    ranks = tuple(
-        tuple(_rank_ops(r, m, warmup=min(warmup(r), m), lag=None if lag is None else min(lag(r), m))) for r in range(p)
-    )
-    return Program(Placement.linear(p), m, ranks, history=(name,))
+    """With several slices the first backward, of the last one, comes after the last F: that many more warm up."""
+    p, m, k = request.p, request.m, request.slices
+    ranks = []
+    for r in range(p):
+        ahead = min(warmup(r) + k - 1, request.units)
+        ranks.append(tuple(_rank_ops(r, request.units, k, ahead, None if lag is None else min(lag(r), request.units))))
+    return Program(Placement.linear(p), m, tuple(ranks), history=(name,), slices=k)
 
 
-def _rank_ops(r: int, m: int, *, warmup: int, lag: int | None) -> Iterator[Op]:
-    yield from (Op(Kind.F, r, i) for i in range(warmup))
-    for i in range(m):
-        if warmup + i < m:
-            yield Op(Kind.F, r, warmup + i)
-        yield Op(Kind.BW if lag is None else Kind.B, r, i)
+def _rank_ops(r: int, units: int, slices: int, warmup: int, lag: int | None) -> Iterator[Op]:
+    yield from (nth(Kind.F, r, i, slices) for i in range(warmup))
+    for i in range(units):
+        if warmup + i < units:
+            yield nth(Kind.F, r, warmup + i, slices)
+        yield nth(Kind.BW if lag is None else Kind.B, r, i, slices)
         if lag is not None and i >= lag:
-            yield Op(Kind.W, r, i - lag)
+            yield nth(Kind.W, r, i - lag, slices)
     if lag is not None:
-        yield from (Op(Kind.W, r, i) for i in range(m - lag, m))
+        yield from (nth(Kind.W, r, i, slices) for i in range(units - lag, units))

@@ -24,53 +24,56 @@ half the distance in the warm-up:
     gis                g       (v-1)g + p-r                        (p + (v-1)g)/v, g from p/2 to p
 
 Its rounds are of g, and of what is left at the end; a short round has the order of a full one.
+
+With k slices of each microbatch a round is of ceil(p/k) microbatches, so of k ceil(p/k) >= p slices, and k - 1 more of
+them warm up. Rounds of p slices, as in the public code of arXiv 2406.03488, block where one cuts a microbatch in two.
 """
 
 from __future__ import annotations
 
 from zbc.compiler.schedules.request import Request
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program, nth
 
 
 def breadth_first(request: Request) -> Program:
     """All microbatches through one chunk before the next chunk."""
-    p, m, v = request.p, request.m, request.v
-    ranks = tuple(tuple(_walk(Kind.F, r, p, v, [m])) + tuple(_walk(Kind.BW, r, p, v, [m])) for r in range(p))
-    return Program(Placement.looped(p, v), m, ranks, history=("breadth-first",))
+    p, m, v, k = request.p, request.m, request.v, request.slices
+    ranks = tuple(tuple(op for kind in (Kind.F, Kind.BW) for op in _walk(kind, r, p, v, [m * k], k)) for r in range(p))
+    return Program(Placement.looped(p, v), m, ranks, history=("breadth-first",), slices=k)
 
 
 def interleaved_1f1b(request: Request) -> Program:
     """1F1B over v chunks per rank: the bubble shrinks by v, the number of transfers grows by v."""
-    p, m, v = request.p, request.m, request.v
-    group = request.group or p
-    sizes = round_sizes(group, m)
-    reach = 2 * (p - 1) if group >= p else 2 * min(sizes) - 1
+    p, m, v, k = request.p, request.m, request.v, request.slices
+    group = request.group or -(-p // k)
+    sizes = [k * size for size in round_sizes(group, m)]
+    reach = 2 * (p - 1) if k * group >= p else 2 * min(sizes) - 1
     ranks = []
     for r in range(p):
-        forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.BW, r, p, v, sizes)
-        warmup = min(min(2 * (p - 1 - r), reach) + (v - 1) * max(sizes), len(forwards))
+        forwards, backwards = _walk(Kind.F, r, p, v, sizes, k), _walk(Kind.BW, r, p, v, sizes, k)
+        warmup = min(min(2 * (p - 1 - r), reach) + (v - 1) * max(sizes) + k - 1, len(forwards))
         ops = forwards[:warmup]
         for step, forward in enumerate(forwards[warmup:]):
             ops += [forward, backwards[step]]
         ops += backwards[len(forwards) - warmup :]
         ranks.append(tuple(ops))
-    return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",))
+    return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",), slices=k)
 
 
 def gis(request: Request) -> Program:
     """Interleaved 1F1B with W after each B: shorter warm-ups, and less memory with rounds of fewer than p."""
-    p, m, v = request.p, request.m, request.v
-    group = request.group or p
-    sizes = [group] * -(-m // group)
+    p, m, v, k = request.p, request.m, request.v, request.slices
+    group = request.group or -(-p // k)
+    sizes = [k * group] * -(-m // group)
     ranks = []
     for r in range(p):
-        forwards, backwards = _walk(Kind.F, r, p, v, sizes), _walk(Kind.B, r, p, v, sizes)
-        warmup = min((v - 1) * group + p - r, len(forwards))
+        forwards, backwards = _walk(Kind.F, r, p, v, sizes, k), _walk(Kind.B, r, p, v, sizes, k)
+        warmup = min((v - 1) * k * group + p - r + k - 1, len(forwards))
         ops = forwards[:warmup]
         for step, backward in enumerate(backwards):
             ops += [backward, backward._replace(kind=Kind.W), *forwards[warmup + step : warmup + step + 1]]
         ranks.append(tuple(op for op in ops if op.mb < m))
-    return Program(Placement.looped(p, v), m, tuple(ranks), history=("gis",))
+    return Program(Placement.looped(p, v), m, tuple(ranks), history=("gis",), slices=k)
 
 
 def round_sizes(group: int, m: int) -> list[int]:
@@ -79,11 +82,11 @@ def round_sizes(group: int, m: int) -> list[int]:
     return [m // rounds + (k < m % rounds) for k in range(rounds)]
 
 
-def _walk(kind: Kind, r: int, p: int, v: int, sizes: list[int]) -> list[Op]:
-    """The rank's ops of one direction, round by round; backward visits the chunks in reverse."""
+def _walk(kind: Kind, r: int, p: int, v: int, sizes: list[int], slices: int) -> list[Op]:
+    """The rank's ops of one direction, round by round; backward visits the chunks in reverse. Sizes are in units."""
     chunks = range(v) if kind is Kind.F else range(v - 1, -1, -1)
     ops, start = [], 0
     for size in sizes:
-        ops += [Op(kind, chunk * p + r, i) for chunk in chunks for i in range(start, start + size)]
+        ops += [nth(kind, chunk * p + r, i, slices) for chunk in chunks for i in range(start, start + size)]
         start += size
     return ops

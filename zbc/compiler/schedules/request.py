@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Request:
     """`p` ranks, `m` microbatches and `v` stages per rank; generators for real op times read `costs` too.
 
+    Each microbatch comes in `slices` along its sequence: m x slices units of work. F of a stage runs them in order, its
+    backwards run those of a microbatch in reverse.
+
     `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
     means no limit.
     `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take. With `rungs` it also goes
@@ -38,6 +41,12 @@ class Request:
     rungs: float | None = None
     beat: float = float("inf")
     compiled: bool = False
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        """Slices of all microbatches."""
+        return self.m * self.slices
 
     def limits(self) -> list[float] | None:
         """The limit of each rank."""
@@ -74,6 +83,7 @@ class ScheduleCard:
     searched: bool = False  # made for the costs and the memory limit of the job
     fitted: bool = False  # made by hand, but packed at the costs of the job where its slots collide
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
+    whole: bool = False  # it has no order of slices of microbatches
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
@@ -94,6 +104,14 @@ class ScheduleCard:
                 "or leave it out",
             )
         return v
+
+    def check_slices(self, count: int | str) -> None:
+        """Raise E120 if the schedule has no order of slices of microbatches; "auto" may come down to none."""
+        if self.whole and count not in (1, "auto"):
+            why = "its places for whole microbatches meet in the middle, and slices come back in reverse"
+            text = f"schedule: {self.name} has no order of slices of a microbatch: {why}"
+            hint = 'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"'
+            raise ZbcError("E120", text, hint=hint)
 
     def check_ranks(self, p: int) -> None:
         """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""

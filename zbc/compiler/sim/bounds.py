@@ -44,6 +44,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     With several pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py. A rank
     that has no stage bounds nothing.
     """
+    if costs.slices > 1:
+        return _of_slices(placement, costs, m, limit)
     if costs.overlap:  # as if every F could hide, as far as groups allow
         hidden = 1.0 - costs.overlap
         costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
@@ -62,6 +64,23 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     way = Way(placement, costs)
     single = [_RankBounds(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
+
+
+def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:
+    """Bounds for microbatches in slices: those of as many microbatches as there are slices, which can do whatever
+    slices can, of the least that any slice takes; and the work of each rank after the way to it."""
+    least = costs.unit(min)
+    found = bounds(placement, least, m * costs.slices, limit)
+    costs, way = costs.least(), Way(placement, least)
+    f, b, w = map(costs.column, ("f", "b", "w"))
+    makespan, span = found.makespan, found.span
+    for stages in way.stages:
+        if stages:
+            work, later = m * sum(f[s] + b[s] + w[s] for s in stages), m * sum(w[s] for s in stages)
+            back = way.up(stages[0], 0) + way.b[0] - way.b[stages[0]]
+            span = max(span, work)
+            makespan = max(makespan, way.down(0, stages[0]) + max(work, work - later + back))
+    return Bounds(makespan, span)
 
 
 def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:

@@ -1,0 +1,332 @@
+"""The costs of a job on one partition: given, estimated or measured, of whole microbatches or of their slices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from operator import add, mul
+
+from zbc.compiler.cost import estimate, nodes, profiled, stage_bytes
+from zbc.compiler.cost.cost import Column, Costs, Links, PerStage, Size, links_of
+from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.footprint import GRAD_BYTES
+from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.job.cuts import cuts_of, share, shares_of
+from zbc.job.spec import Job
+
+
+def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
+    """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
+
+    Where a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; of activations
+    given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
+    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
+    """
+    job = _seated(job, placement, stages, table)
+    whole, cuts = _build(job, placement, stages, table), cuts_of(job)
+    if not cuts:
+        return whole
+    rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
+    parts, tables = list[Costs](), list[list[Layer]]()
+    for j, (begin, end) in enumerate(pairwise(cuts)):
+        one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
+        times = {name: each[j] for name, each in shares.items()}
+        tables.append(estimate.of_slice(one, table, begin, times, rows[j]))
+        parts.append(_build(one, placement, stages, tables[j]))
+    found = whole.cut(rows, **shares)
+    if job.costs.f is None or job.costs.per == "layer":
+        names = [name for name in ("f", "b", "w", "bw") if name in whole.ms]
+        found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
+    longest = parts[rows.index(max(rows))]  # its transfers are taken for those of all slices
+    found = replace(found, links=longest.links, occupies=longest.occupies)
+    if whole.bytes is None:
+        return found
+    kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
+    return _weighed(found, whole, parts, kv, _recomputed(job, placement))
+
+
+def _weighed(
+    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], again: Collection[int]
+) -> Costs:
+    """The same with the bytes that slices keep: all that `parts` do but for keys and values, `kv[slice][stage]`.
+
+    Those are kept for the whole microbatch; of a stage that recomputes, beside the inputs of its layers. A byte is as
+    many units as it is of the `whole` microbatch.
+    """
+    rates = {
+        name: [
+            units / size if size else 0.0 for units, size in zip(whole.units(name), whole.bytes_of(name), strict=True)
+        ]
+        for name in whole.size
+    }
+    size = dict[str, tuple[Size | tuple[Size, ...], ...]](costs.size)
+    for name in whole.size:
+        each = [list(part.bytes_of(name)) for part in parts]
+        if name == "kept":
+            each = [
+                [kept - (0.0 if s in again else kv[j][s]) for s, kept in enumerate(one)] for j, one in enumerate(each)
+            ]
+        size[name] = tuple(
+            tuple(Size(one[s] * rates[name][s], one[s]) for one in each) if rates[name][s] else costs.size[name][s]
+            for s in range(whole.stages)
+        )
+    all_kv = [sum(one[s] for one in kv) for s in range(whole.stages)]
+    size["kv"] = tuple(Size(each * rate, each) for each, rate in zip(all_kv, rates["kept"], strict=True))
+    return replace(costs, size=size, sliced=tuple(part.bytes or () for part in parts))
+
+
+def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
+    """The same of whole microbatches."""
+    given = job.costs.f is not None
+    times = _times(job, placement, stages, table)
+    bytes = stage_bytes.of_stages(job, placement, stages, table)
+    size = _sizes(job, placement, stages, table, bytes)
+    known = job.model.builtin
+    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
+    links, occupies = _transfers(job, placement, stages, table)
+    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+    costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
+    if job.profile is not None:
+        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
+    costs = _with_optimizer(costs, job, placement, stages, table)
+    return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
+
+
+def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
+    """The job with its ranks on nodes."""
+    parallel = job.parallel
+    if parallel.node is not None:
+        return job
+    grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
+    sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
+    node = nodes.choose(placement, parallel.dp, max(1, size // parallel.tp), job.schedule.microbatches, sent, grads)
+    return replace(job, parallel=parallel.model_copy(update={"node": node}))
+
+
+def _times(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> dict[str, Column]:
+    """The columns of F, B and W, and that of BW where it is not B + W."""
+    if job.costs.f is not None and job.costs.per != "layer":
+        f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
+        more = f
+    else:
+        keys = ("f", "b", "w", "again")
+        f, b, w, more = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in keys)
+    again = _recomputed(job, placement)
+    more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
+    b = tuple(map(add, b, more))
+    if job.profile is None:
+        return _with_shared_layers({"f": f, "b": b, "w": w}, job, stages, table, again)
+    fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
+    host = profiled.host_ms(job.profile.host, placement)
+    f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
+    return {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
+
+
+def _with_shared_layers(
+    times: dict[str, Column],
+    job: Job,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    again: Collection[int],
+) -> dict[str, Column]:
+    """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
+    of the embedding, one before the head. In a BW they hide behind its W.
+
+    Costs that are given without `costs.tp` mean sums that take no time.
+    """
+    if job.parallel.tp == 1 or (job.costs.f is not None and not job.costs.tp):
+        return times
+    if job.costs.tp is not None:
+        forward = backward = (job.costs.tp,) * len(stages)
+    else:
+        z = estimate.sizes_of(job)
+        one = Machine.of(job).shared_ms(0.0 if z is None else float(z.tokens * z.hidden * z.width))
+        last = len(table) - 1
+        forward = tuple(one * sum(1 if i == 0 else 0 if i == last else 2 for i in part) for part in stages)
+        backward = tuple(one * sum(0 if i == 0 else 1 if i == last else 2 for i in part) for part in stages)
+    costs = Costs(times, {}, ())
+    f = costs.with_ms(a=forward).each(add, "f", "a")
+    whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))
+    b = whole.each(add, "b", "a")
+    return {"f": f, "b": b, "w": times["w"], "bw": whole.each(lambda b, w, a: max(b + a, b + w), "b", "w", "a")}
+
+
+def _with_optimizer(
+    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> Costs:
+    """The same with the time of optimizer steps: given, or estimated from the bytes they move.
+
+    Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
+    """
+    given = job.costs.f is not None
+    hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
+    if job.costs.optimizer is not None:
+        step = tentative = _given_optimizer(job, placement, stages, table)
+    elif (measured := _measured_optimizer(job, stages, table)) is not None:
+        step, tentative = measured
+    elif given or not job.model.builtin:
+        return costs.with_ms(hop=(hop,))
+    else:
+        moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
+        machine = Machine.of(job)
+        counts = [sum(table[i].params for i in part) for part in stages]
+        step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
+    if job.optimizer.zero1:
+        shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
+        step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
+    return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
+
+
+def _measured_optimizer(
+    job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[PerStage, PerStage] | None:
+    """ms of STEP and of TENTATIVE by a profile; None where it does not know this job's optimizer."""
+    found = [layer.measured for layer in table]
+    if job.profile is None or any(one is None or one.step is None for one in found):
+        return None
+    step = tuple(sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
+    ahead = tuple(sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
+    return step, tuple(map(max, step, ahead))  # a tentative step does what a step does, on copies
+
+
+def _given_optimizer(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> PerStage:
+    if job.costs.per != "layer":
+        return _per_stage(job, "optimizer", placement)
+    each = estimate.given_optimizer(job.costs, table)
+    return tuple(sum(each[i] for i in part) for part in stages)
+
+
+def _with_sums(
+    costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> Costs:
+    """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
+    halves = 1 if job.optimizer.zero1 else 2
+    reduce, gather = [], []
+    for s, part in enumerate(stages):
+        holders = placement.holders(s)
+        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
+        if job.optimizer.zero1:
+            shares = stage_bytes.dealt(job, placement, s, part, table)
+            count = shares.ranks * shares.row
+        reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
+        weight = 2 if job.model.parameters == "bfloat16" else 4
+        gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
+    ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
+    tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
+    tie = _sum(job, tied, ends, 2) if tied else 0.0
+    summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
+    return replace(summed, tied=float(tied))
+
+
+def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
+    """ms of a sum over these ranks of all replicas of the pipeline, or of half of one."""
+    if job.costs.reduce is not None:
+        return job.costs.reduce * halves / 2 if job.parallel.dp * len(set(holders)) > 1 else 0.0
+    return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
+
+
+def check_stages(job: Job, placement: Placement) -> None:
+    """Raise E110 if memory.activations names a stage that there is not."""
+    named = job.memory.activations
+    for key in named if isinstance(named, dict) else ():
+        if int(key) >= placement.stages:
+            text = f"config: memory.activations names stage {key}, there are {placement.stages}"
+            where = job.where("memory", "activations", key)
+            raise ZbcError("E110", text, where=where, hint=f"stages are numbered from 0 to {placement.stages - 1}")
+
+
+def _recomputed(job: Job, placement: Placement) -> set[int]:
+    """The stages whose F keeps only the inputs of its layers."""
+    check_stages(job, placement)
+    return {s for s in range(placement.stages) if job.memory.of(s) == "recompute"}
+
+
+def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:
+    return sum(table[i].size.entry for i in part)
+
+
+def _per_stage(job: Job, key: str, placement: Placement) -> PerStage:
+    """A number or list of `[costs]` given per rank or per stage, as one number per stage."""
+    value, per = getattr(job.costs, key), job.costs.per
+    count = placement.ranks if per == "rank" else placement.stages
+    if isinstance(value, list) and len(value) != count:
+        text = f"costs: {key} has {len(value)} numbers, there are {count} {per}s"
+        raise ZbcError("E140", text, where=job.where("costs", key), hint=f"give one number, or {count}")
+    numbers = [float(x) for x in value] if isinstance(value, list) else [float(value)] * count
+    if per == "stage":
+        return tuple(numbers)
+    homes = placement.pipes[0]
+    return tuple(numbers[rank] / homes.count(rank) for rank in homes)
+
+
+def _sizes(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    bytes: tuple[StageBytes, ...] | None,
+) -> dict[str, tuple[Size, ...]]:
+    """What F keeps until B and B leaves to W; where a stage recomputes, F keeps the inputs of its layers only."""
+    left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
+    whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
+    left_sizes = tuple(map(Size, left, left_bytes))
+    if bytes is None:
+        return {"kept": tuple(map(Size, whole)), "left": left_sizes}
+    again, kept = _recomputed(job, placement), []
+    for s, (units, stage) in enumerate(zip(whole, bytes, strict=True)):
+        size = (_entries(stages[s], table) if s in again else stage.share) - stage.given
+        kept.append(Size(units * size / (stage.share or 1.0), size))
+    return {"kept": tuple(kept), "left": left_sizes}
+
+
+def _activations(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    bytes: tuple[StageBytes, ...] | None,
+    left: PerStage,
+) -> tuple[PerStage, PerStage]:
+    """Units that F keeps without recompute, and B leaves: given ones, else from bytes, else equal shares of 1 per rank.
+
+    `left` are the bytes that B leaves.
+    """
+    layered = estimate.given_activations(job, list(table))
+    if layered is not None:
+        raw_b = tuple(sum(layered[i][0] for i in part) for part in stages)
+        raw_w = tuple(sum(layered[i][1] for i in part) for part in stages)
+    elif job.costs.act_b is not None and job.costs.per != "layer":
+        raw_b = _per_stage(job, "act_b", placement)
+        raw_w = raw_b if job.costs.act_w is None else _per_stage(job, "act_w", placement)
+    elif bytes is not None and job.costs.f is None:
+        raw_b, raw_w = tuple(stage.share for stage in bytes), left
+    else:
+        raw_b = raw_w = (placement.ranks / placement.stages,) * placement.stages
+    unit = sum(raw_b) / placement.ranks or 1.0
+    return tuple(x / unit for x in raw_b), tuple(x / unit for x in raw_w)
+
+
+def _transfers(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
+    """ms of transfers, and in which they occupy their link: given, or estimated from the links.
+
+    Costs given without `comm` mean transfers that take no time.
+    """
+    if job.costs.comm is not None or job.costs.f is not None:
+        ms, busy = job.costs.comm or 0.0, job.costs.occupies
+        occupied = links_of(placement, lambda stage, edge: busy) if busy else ()
+        return links_of(placement, lambda stage, edge: ms), occupied
+    sizes, machine = boundaries(job, stages, table), Machine.of(job)
+    return (
+        links_of(placement, lambda stage, edge: machine.link(edge).ms(sizes[stage])),
+        links_of(placement, lambda stage, edge: sizes[stage] / machine.link(edge).speed),
+    )

@@ -1,0 +1,177 @@
+"""Where the sequence of a microbatch is cut into slices: equal time under causal attention, equal length, or as given.
+
+A token at position t costs `linear + attend t`: the weights it meets, and the keys it attends to. So tokens [a, b) take
+linear (b - a) + attend (b^2 - a^2) / 2, and the places that make slices of equal time are roots of a quadratic. Forward
+and backward of attention and of products keep this ratio; only W has no attention. Real kernels have steps and a floor:
+`from_measured` takes any time of (a, b) that grows with b and falls with a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import sqrt
+
+from zbc.errors import ZbcError
+from zbc.job.job import Draft, Job
+from zbc.job.model_section import Model
+from zbc.job.sections import Hardware, Schedule
+from zbc.job.slice_times import SliceTimes
+
+MULTIPLE = {"cuda": 128, "cpu": 1}  # of tokens: tiles of the kernels
+Cuts = tuple[int, ...]  # where slices begin, and the end of the sequence
+_STEPS = 60  # of a bisection
+
+
+def cuts_of(job: Job) -> Cuts:
+    """The places of a job with several slices; () for one slice."""
+    count, length = job.slices, job.model.seq_len
+    if count == 1 or length is None:
+        return ()
+    asked, multiple = job.schedule.cuts, MULTIPLE[job.hardware.device]
+    if isinstance(asked, list):
+        return tuple(sum(asked[:j]) for j in range(count + 1))
+    times = SliceTimes.of(job.profile)
+    if asked == "balanced" and times is not None:
+        return from_measured(length, count, times.all, multiple)
+    linear, attend = (1.0, 0.0) if asked == "even" else flops(job.model)
+    return balanced(length, count, linear, attend, multiple)
+
+
+def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
+    """The parts of a block's F, B and W that each slice takes, by a profile's times of slices or by operations."""
+    times = SliceTimes.of(job.profile)
+    if times is None:
+        mixed = share(cuts, *flops(job.model))
+        return {"f": mixed, "b": mixed, "w": share(cuts, 1.0, 0.0)}
+    each = [times.each(begin, end) for begin, end in pairwise(cuts)]
+    whole = [sum(column) or 1.0 for column in zip(*each, strict=True)]
+    return {name: [one[i] / whole[i] for one in each] for i, name in enumerate(("f", "b", "w"))}
+
+
+def flops(model: Model) -> tuple[float, float]:
+    """Of a block's forward per token, and per token and key; (1, 0) where the model's sizes are not known."""
+    if not model.builtin or model.hidden is None:
+        return 1.0, 0.0
+    queries = (model.heads or 1) * model.head_width
+    width, each = (model.expert_width, model.met) if model.experts else (model.mlp_width, 1)
+    matrices = (3 if model.family == "llama" else 2) * each * width
+    return 2.0 * model.hidden * (2 * queries + 2 * model.kv_width + matrices), 4.0 * queries
+
+
+def share(cuts: Cuts, linear: float, attend: float) -> list[float]:
+    """The part of a microbatch's time that each slice takes; they add up to 1."""
+    each = [linear * (b - a) + attend * (b * b - a * a) / 2 for a, b in pairwise(cuts)]
+    whole = sum(each)
+    return [one / whole for one in each]
+
+
+def balanced(length: int, count: int, linear: float, attend: float, multiple: int = 1) -> Cuts:
+    """Slices of equal time, each place the nearest multiple; at least one multiple apart where the length allows."""
+    total = linear * length + attend * length * length / 2
+    cuts = [0]
+    for j in range(1, count):
+        goal = total * j / count
+        at = 2 * goal / (linear + sqrt(linear * linear + 2 * attend * goal))  # stable for attend -> 0
+        cuts.append(max(cuts[-1] + multiple, round(at / multiple) * multiple))
+    for j in range(1, count):  # long sequences in few multiples: leave one to each slice that follows
+        last = -(-length // multiple) * multiple - (count - j) * multiple
+        cuts[j] = min(cuts[j], last)
+    return (*cuts, length)
+
+
+def from_measured(length: int, count: int, cost: Callable[[int, int], float], multiple: int = 1) -> Cuts:
+    """The slices whose slowest is fastest by `cost(a, b)`: exact on the grid of `multiple`."""
+    places = [*range(0, length, multiple), length]
+    low, high = 0.0, cost(0, length)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _reaching(places, count, cost, middle) else (middle, high)
+    cuts = _reaching(places, count, cost, high) or [0, length]
+    while len(cuts) <= count:  # fewer slices do it as well: halve the longest
+        j = max(range(len(cuts) - 1), key=lambda j: cuts[j + 1] - cuts[j])
+        cuts.insert(j + 1, max(cuts[j] + multiple, (cuts[j] + cuts[j + 1]) // 2 // multiple * multiple))
+    return tuple(cuts)
+
+
+def _reaching(places: list[int], count: int, cost: Callable[[int, int], float], most: float) -> list[int] | None:
+    """As far as at most `count` slices of at most that cost reach: their places, or None if that is not the end."""
+    cuts, at = [0], 0
+    for _ in range(count):
+        low, high = at, len(places) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if cost(places[at], places[middle]) <= most else (low, middle - 1)
+        if low == at:
+            return None
+        at = low
+        cuts.append(places[at])
+        if at == len(places) - 1:
+            return cuts
+    return None
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def problems(draft: Draft) -> Iterator[ZbcError]:
+    """E103 for slices and cuts that are not inside the sequence, E110 for what cannot be cut."""
+    schedule: Schedule | None = draft.sections.get("schedule")
+    model: Model | None = draft.sections.get("model")
+    hardware: Hardware | None = draft.sections.get("hardware")
+    if schedule is None or model is None or hardware is None:
+        return
+    where = draft.document.where(("schedule", "slices"))
+    if schedule.slices == 1:
+        if schedule.cuts != "balanced":
+            text = "config: schedule.cuts says where slices end, and schedule.slices is 1"
+            count = len(schedule.cuts) if isinstance(schedule.cuts, list) else 4
+            place = draft.document.where(("schedule", "cuts"))
+            yield ZbcError("E110", text, where=place, hint=f"set schedule.slices = {count}, or drop it")
+        return
+    if model.seq_len is None:
+        text = "config: schedule.slices cuts sequences of tokens, and there is no model.seq_len"
+        yield ZbcError("E110", text, where=where, hint="give model.seq_len, or drop it")
+    elif schedule.slices == "auto":
+        yield from _lengths_of_auto(draft, schedule)
+    else:
+        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, MULTIPLE[hardware.device])
+
+
+def _lengths_of_auto(draft: Draft, schedule: Schedule) -> Iterator[ZbcError]:
+    if isinstance(schedule.cuts, list):
+        text = 'config: schedule.cuts are lengths of a given number of slices, and schedule.slices is "auto"'
+        hint = f"set schedule.slices = {len(schedule.cuts)}, or drop schedule.cuts"
+        yield ZbcError("E110", text, where=draft.document.where(("schedule", "cuts")), hint=hint)
+
+
+def _misplaced(draft: Draft, schedule: Schedule, count: int, length: int, multiple: int) -> Iterator[ZbcError]:
+    most = -(-length // multiple)
+    if count > most:
+        text = f"config: schedule.slices = {count} slices do not fit into model.seq_len = {length} tokens"
+        text += f" in multiples of {multiple}" if multiple > 1 else ""
+        yield ZbcError("E103", text, where=draft.document.where(("schedule", "slices")), hint=f"use {most} or fewer")
+        return
+    cuts = schedule.cuts
+    if not isinstance(cuts, list):
+        return
+    where = draft.document.where(("schedule", "cuts"))
+    if len(cuts) != count:
+        text = f"config: schedule.cuts has {len(cuts)} lengths, schedule.slices is {count}"
+        yield ZbcError("E103", text, where=where, hint=f"set schedule.slices = {len(cuts)}, or give {count} lengths")
+    elif sum(cuts) != length or any(part % multiple for part in cuts[:-1]):
+        text = f"config: schedule.cuts are lengths that add up to {sum(cuts)}, model.seq_len is {length}"
+        if sum(cuts) == length:
+            text = f"config: schedule.cuts has lengths that are no multiples of {multiple}, the tile of a GPU's kernels"
+        near = _nearest(cuts, length, multiple)
+        yield ZbcError("E103", text, where=where, hint=f'set schedule.cuts = {near}, or "balanced"')
+
+
+def _nearest(cuts: list[int], length: int, multiple: int) -> list[int]:
+    """Lengths that work, in the proportions of these."""
+    scale, ends = length / sum(cuts), [0]
+    for j in range(1, len(cuts)):
+        left = (len(cuts) - j) * multiple
+        at = round(sum(cuts[:j]) * scale / multiple) * multiple
+        ends.append(max(ends[-1] + multiple, min(at, -(-length // multiple) * multiple - left)))
+    return [b - a for a, b in pairwise([*ends, length])]
