@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
@@ -20,7 +20,9 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.slicing import Inside, Part, within
 from zbc.runtime.stage import Stage
+from zbc.runtime.stage_slice import in_slices
 from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
@@ -83,9 +85,6 @@ def build_worker(
     (nothing to compile with).
     """
     manifest = plan.manifest
-    if manifest.slices > 1:
-        text = f"run: the plan cuts microbatches into {manifest.slices} slices, which this runtime cannot execute"
-        raise ZbcError("E406", text, hint="plan without sequence slices")
     settings = Settings.of(manifest)
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
@@ -94,9 +93,15 @@ def build_worker(
     if ends or settings.data.kind not in KINDS:
         samples = build_samples(settings.data, settings.model, settings.train.seed)
     plans = layer_plans(settings) if plans is None else list(plans)
-    shapes = shapes_of(settings, plans, samples, manifest, device)
+    slices = parts_of(manifest)
+    lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]
+    by_rows = {rows: shapes_of(settings, plans, samples, manifest, device, rows) for rows in lengths}
+    shapes = by_rows[lengths[0]]
     parts, phases = [*ramp, plan], Phases.of(manifest)
     stages = _build_stages(parts, settings, plans, shapes, device)
+    for stage in stages.values():
+        if slices:
+            in_slices(stage, slices, [_forms(manifest, stage.index, by_rows[part.rows]) for part in slices])
     worker = Worker(
         phase_runs=[_phase_run(part, shapes) for part in parts],
         phases=phases,
@@ -133,14 +138,25 @@ def shapes_of(
     samples: Samples | None,
     manifest: Manifest,
     device: torch.device,
+    rows: int | None = None,
 ) -> Shapes:
-    """What the layers `plans` look like in training on `device`. Raises as `derive`."""
+    """What the layers `plans` look like in training on `device`, in a slice of so many rows. Raises as `derive`."""
     lowered = LOWERED[settings.model.parameters]
     first = input_spec(settings.data, settings.model, samples, manifest.microbatch_size)
     if lowered is not None and first.dtype.is_floating_point:
         first = first._replace(dtype=lowered)
     autocast = device if settings.model.dtype == "bfloat16" else None
-    return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
+    if rows is None:
+        return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
+    first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
+    with within(Inside(Part(0, 0, rows, rows))):
+        return derive(plans, first, manifest, autocast=autocast, lowered=lowered, rows=rows)
+
+
+def parts_of(manifest: Manifest) -> list[Part]:
+    """The slices of a plan's microbatches; none where they are whole."""
+    cuts = manifest.cuts
+    return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
 
 
 def _phase_run(plan: RankPlan, shapes: Shapes) -> PhaseRun:
@@ -237,7 +253,7 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     """What a step of `plan` reads on a rank of the run, in its order."""
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
-    forwards = [op for op in plan.ops if op.kind is Kind.F]
+    forwards = [op for op in plan.ops if op.kind is Kind.F and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
     return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]
@@ -258,10 +274,7 @@ def _build_stages(
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
-            takes=shapes.inputs[s],
-            gives=next((shapes.inputs[other] for other in placement.sinks(s)), None),
-            came=shapes.layouts[s],
-            goes=next((shapes.layouts[other] for other in placement.sinks(s)), None),
+            **_forms(manifest, s, shapes),
             traits=shapes.traits,
             seed=settings.train.seed,
             device=device,
@@ -271,12 +284,23 @@ def _build_stages(
             flows=shapes.flows[s],
             needed=shapes.needed[s],
             compiles=settings.model.compile,
-            laid=shapes.laid[s],
         )
         for part in parts:
             refuse_stage(part.manifest, part.ops, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device)
     return stages
+
+
+def _forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
+    """What a stage takes and gives, and how."""
+    after = next(iter(manifest.to_placement().sinks(stage)), None)
+    return {
+        "takes": shapes.inputs[stage],
+        "gives": None if after is None else shapes.inputs[after],
+        "came": shapes.layouts[stage],
+        "goes": None if after is None else shapes.layouts[after],
+        "laid": shapes.laid[stage],
+    }
 
 
 def _split(parts: Sequence[RankPlan]) -> set[int]:

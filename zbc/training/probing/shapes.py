@@ -84,10 +84,12 @@ def derive(
     *,
     autocast: torch.device | None,
     lowered: torch.dtype | None = None,
+    rows: int | None = None,
 ) -> Shapes:
     """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
 
-    `lowered` is the type parameters are turned into for forward, if it is not their own.
+    `lowered` is the type parameters are turned into for forward, if it is not their own. `rows`: `first` is a slice of
+    so many tokens.
 
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
     layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
@@ -122,7 +124,7 @@ def derive(
         free = autocast is not None
         laid.append(behind[position])
         layouts.append(plans[position - 1].gives.layout)
-        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free))
+        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free, rows=rows))
     names = sorted(sizes)
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
@@ -261,14 +263,19 @@ def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
                 raise ZbcError("E508", text, hint="tie parameters of the same shape")
 
 
-def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:
-    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'."""
+def _agreed(
+    stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool, rows: int | None
+) -> TensorSpec:
+    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'.
+
+    A plan says the shape of the longest slice; `rows` is the length of this one."""
     if planned is None:
         return derived
     dtype = getattr(torch, planned.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ZbcError("E505", f"run: the plan's boundary after stage {stage} has unknown dtype {planned.dtype!r}")
-    told = TensorSpec(tuple(planned.shape), dtype)
+    shape = planned.shape if rows is None else [*planned.shape[:1], rows, *planned.shape[2:]]
+    told = TensorSpec(tuple(shape), dtype)
     free = free_dtype and dtype.is_floating_point and derived.dtype.is_floating_point
     if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
         text = f"run: the tensor after stage {stage} is {derived}, the plan says {told}"
