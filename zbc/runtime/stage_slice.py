@@ -91,6 +91,6 @@ def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> 
     shared = {one.name: getattr(stage, one.name) for one in fields(Stage) if one.init}
     pasts = dict[int, Pasts]()
     stage.slices = tuple(
-        StageSlice(**{**shared, **own}, part=part, slices=(), whole=stage, pasts=pasts)
+        StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
         for part, own in zip(parts, shapes, strict=True)
     )

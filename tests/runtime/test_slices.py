@@ -1,0 +1,170 @@
+"""Microbatches in slices along their sequence compute what whole ones do, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
+from tests.runtime.test_gradients import without_step
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.runtime.slicing import Inside, Part, Past, attention, positions, share_of, within
+from zbc.runtime.slot import Slot, using
+from zbc.runtime.split import split_backward
+from zbc.training.models import model
+from zbc.training.models.gpt import GptBlock
+from zbc.training.models.llama import LlamaBlock
+from zbc.training.models.rotary import Rotary
+
+ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
+TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def plan_of(schedule="1f1b", p=2, m=3, k=3, how=None, **options):
+    program = make_program(schedule, p, m, slices=k, **(how or {}))
+    return make_plan(program, **{"rows": ROWS[k], **options})
+
+
+def near(found, wanted, tolerance=1e-6):
+    """How far two tensors are apart, as a share of the norm of one."""
+    return ((found - wanted).norm() / (wanted.norm() or 1.0)).item() <= tolerance
+
+
+def check_gradients(plan):
+    """Against one process with whole microbatches and plain autograd."""
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    assert found.keys() == expected.grads.keys()
+    scale = math.sqrt(sum(grad.square().sum().item() for grad in expected.grads.values()))
+    for name, grad in expected.grads.items():
+        assert (found[name].grad - grad).norm().item() <= 1e-6 * max(grad.norm().item(), 1e-2 * scale), name
+    for worker in workers:
+        assert worker.results[0].loss == pytest.approx(expected.losses[0], rel=1e-6)
+        assert worker.results[0].grad_norm == pytest.approx(expected.norms[0], rel=1e-5)
+    return workers
+
+
+# ---- one layer -----------------------------------------------------------------------------------------------
+
+BLOCKS = {
+    "gpt": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
+    "rotary": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
+    "llama": lambda: LlamaBlock(
+        32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)
+    ),
+}
+
+
+def run_slices(block, x, grad, cuts, slot=Slot, split=False):
+    """Output, input gradient and what is held after each F and each B."""
+    pasts, kept, held = {}, [], []
+    for number, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        part = Part(number, start, stop, cuts[-1])
+        leaf, mine = part.of(x).clone().requires_grad_(), slot()
+        with using(mine), within(Inside(part, pasts, "block")):
+            kept.append((part, leaf, block(leaf), mine))
+        held.append(sum(past.nbytes for past in pasts.values()))
+    for part, _, y, mine in reversed(kept):
+        mine.split = split
+        y.backward(part.of(grad))
+        held.append(sum(past.nbytes for past in pasts.values()))
+    for *_, mine in kept:
+        mine.run()
+    y, dx = (torch.cat(parts, 1) for parts in ([y.detach() for _, _, y, _ in kept], [leaf.grad for _, leaf, *_ in kept]))
+    return y, dx, held
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("cuts", [(0, 24), (0, 12, 24), (0, 1, 2, 23, 24), (0, 13, 17, 21, 24)])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_block_in_slices_is_the_whole_block(name, dtype, cuts, split):
+    torch.manual_seed(3)
+    block, tight = BLOCKS[name]().to(dtype), TIGHT[dtype]
+    for buffer in block.buffers():
+        buffer.data = buffer.data.to(dtype)
+    x, grad = (torch.randn(2, 24, 32, dtype=dtype) for _ in range(2))
+    whole = x.clone().requires_grad_()
+    y = block(whole)
+    y.backward(grad)
+    wanted = {key: p.grad.clone() for key, p in block.named_parameters()}
+    block.zero_grad()
+    split_backward(block)
+    found, dx, held = run_slices(block, x, grad, cuts, split=split)
+    assert near(found, y.detach(), tight) and near(dx, whole.grad, tight)
+    for key, parameter in block.named_parameters():
+        assert near(parameter.grad, wanted[key], tight * 3), key
+    heads = 2 if name == "llama" else 4
+    kv = 2 * 2 * heads * 24 * 8 * dtype.itemsize
+    k = len(cuts) - 1
+    assert held[:k] == [kv] * k, "one buffer for all slices"
+    assert held[k:] == [2 * kv] * (k - 1) + [0], "as much for gradients, and nothing behind the first slice"
+
+
+def test_slices_that_come_in_another_order_are_refused():
+    past, k = Past(6), torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ZbcError, match=r"forward of rows \[3, 6\): the next to run are those that begin at 0"):
+        past.write(3, 6, k, k)
+    past.write(0, 3, k, k)
+    past.write(3, 6, k, k)
+    with pytest.raises(ZbcError, match=r"backward of rows \[0, 3\): the next to come are those that end at 6"):
+        past.add(0, 3, k, k)
+    both = torch.zeros(1, 2, 6, 4)
+    past.add(3, 6, both, both.clone())
+    with pytest.raises(ZbcError, match="those that end at 3"):
+        past.add(3, 6, both, both)
+
+
+def test_two_attentions_of_a_layer_have_a_past_each():
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 8, 4)
+    wanted, found, pasts = attention(x, x, x) + attention(x, x.roll(1, -1), x), [], {}
+    for number, (start, stop) in enumerate([(0, 3), (3, 8)]):
+        part = x[:, :, start:stop]
+        with within(Inside(Part(number, start, stop, 8), pasts, "layer")):
+            found.append(attention(part, part, part) + attention(part, part.roll(1, -1), part))
+    assert len(pasts) == 2
+    torch.testing.assert_close(torch.cat(found, 2), wanted)
+
+
+def test_positions_are_those_of_the_sequence():
+    x = torch.zeros(2, 3, 5)
+    assert positions(x).tolist() == [0, 1, 2]
+    with within(Inside(Part(1, 4, 7, 9))):
+        assert positions(x).tolist() == [4, 5, 6]
+
+
+def test_a_share_counts_the_targets_that_count():
+    target = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100]])
+    assert share_of(target, Part(0, 0, 1, 4)) == 2 / 3 and share_of(target, Part(2, 2, 4, 4)) == 0.0
+    assert share_of(target.float(), Part(0, 0, 1, 4)) == 0.25
+    assert math.isnan(share_of(torch.full((1, 4), -100), Part(0, 0, 1, 4)))
+
+
+# ---- whole steps ---------------------------------------------------------------------------------------------
+
+WAYS = [
+    ("1f1b", 2, 3, 2, {}),
+    ("1f1b", 4, 2, 4, {}),
+    ("zb-h1", 4, 3, 3, {}),
+    ("gpipe", 2, 2, 3, {}),
+    ("interleaved-1f1b", 2, 4, 3, {}),
+    ("1f1b", 1, 2, 4, {}),
+    ("1f1b", 2, 3, 3, {"model": LLAMA}),
+    ("zb-h1", 2, 3, 3, {"model": {**GPT, "rotary": True}}),
+    ("zb-h1", 2, 3, 3, {"activations": "recompute"}),
+    ("1f1b", 2, 3, 3, {"activations": "recompute"}),
+    ("1f1b", 2, 2, 2, {"how": {"copies": 2}}),
+    ("zb-h1", 2, 2, 2, {"how": {"copies": 2, "sharded": True}}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "k", "options"), few(WAYS, lambda way: way[4] == {}))
+def test_a_step_in_slices_has_the_gradients_of_whole_microbatches(schedule, p, m, k, options):
+    check_gradients(plan_of(schedule, p, m, k, keep=without_step, **options))
