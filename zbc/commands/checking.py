@@ -35,7 +35,7 @@ class Checked:
     program: Program
     survives: Survival
     as_json: dict[str, Any]
-    transfers: Transfers | None  # None for slices of microbatches, whose costs nobody knows
+    transfers: Transfers | None  # None for slices of microbatches of which the job says nothing
     files: int = 0  # verified; 0 for a job and a CSV
     priced: tuple[Job, float] | None = None  # what it was planned for, and what a step takes with its optimizer
     step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
@@ -214,8 +214,9 @@ def check_plan(target: Path) -> Checked:
         survives &= one.survives
     # What was predicted when the plan was made, and what was proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
-    transfers = None if manifest.slices > 1 else either_transfer(graph, recall.costs_of(manifest))
-    limits, told = limits_of(job, manifest.schedule), manifest.predicted
+    costs = recall.costs_of(manifest) if manifest.slices == job.slices else None
+    transfers = None if costs is None else either_transfer(graph, costs)
+    limits, told = limits_of(job, manifest.schedule, costs), manifest.predicted
     more = {"limits": asdict(limits)}
     more |= {} if transfers is None else transfers._asdict()
     predicted = {**told, **headline(manifest)}

@@ -237,9 +237,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     took = time.perf_counter() - began
-    summary = replace(
-        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits_of(job, found.name), compile_seconds=took
-    )
+    limits = limits_of(job, found.name, found.costs)
+    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took)
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
 

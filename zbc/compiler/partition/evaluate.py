@@ -46,6 +46,7 @@ class Evaluator:
     def __init__(self, job: Job, table: Sequence[estimate.Layer], schedule: ScheduleCard, chunks: int | None) -> None:
         self.job, self.table, self.schedule = job, table, schedule
         schedule.check_ranks(job.parallel.pp)
+        schedule.check_slices(job.slices)
         self.v = schedule.stages_per_rank(chunks)
         self.placement = schedule.placement(job.parallel.pp, self.v)
         self.start = Choice.of(initial(job, self.placement, table))
@@ -94,7 +95,7 @@ class Evaluator:
         """By what share the least that any order of this schedule holds is above the limits; 0 if it is not."""
         where, costs = self.placement, self.costs(choice)
         over = shortage(self.job, where, costs, split=self.schedule.splits_backward)
-        if (own := own_limit(self.schedule.name, where.ranks)) is not None:
+        if (own := own_limit(self.schedule.name, where.ranks, costs)) is not None:
             over = max(over, max(least_of(where, costs)) / own - 1)
         return over if over > TINY else 0.0
 

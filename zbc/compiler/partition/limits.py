@@ -83,10 +83,10 @@ def _same(costs: Costs, counted: Costs) -> bool:
     return all(abs(a - b) <= 1e-9 for pair in names for a, b in zip(*pair, strict=True))
 
 
-def limits_of(job: Job, schedule: str) -> MemoryLimits:
+def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
     """What a plan of the job by this schedule is held to."""
     p, asked = job.parallel.pp, _asked(job)
-    units = [float(own)] if (own := own_limit(schedule, p)) is not None else []
+    units = [float(own)] if (own := own_limit(schedule, p, costs)) is not None else []
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
     return MemoryLimits(

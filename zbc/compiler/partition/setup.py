@@ -107,7 +107,7 @@ class Setup:
         costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
-        own = own_limit(schedule.name, placement.ranks)
+        own = own_limit(schedule.name, placement.ranks, costs)
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)

@@ -19,13 +19,14 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
     problems = list(_not_for(draft, schedule, list(known)))
     if section.group is not None and "group" in schedule.options:
         problems += _group(draft, schedule, section.group, parallel.pp)
-    if schedule.whole and section.slices != 1:
-        problems.append(_whole(draft, schedule, list(known)))
-    try:
-        schedule.check_ranks(parallel.pp)
-    except ZbcError as error:
-        where = draft.document.where(("parallel", "pp"))
-        problems.append(ZbcError(error.code, error.message, where=where, hint=error.hint))
+    for check, value, key in (
+        (schedule.check_slices, section.slices, ("schedule", "slices")),
+        (schedule.check_ranks, parallel.pp, ("parallel", "pp")),
+    ):
+        try:
+            check(value)
+        except ZbcError as error:
+            problems.append(ZbcError(error.code, error.message, where=draft.document.where(key), hint=error.hint))
     return problems
 
 
@@ -40,14 +41,6 @@ def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
         where = draft.document.where(("schedule", "slices"))
         problems.append(ZbcError("E120", text, where=where, hint="drop it, or name a schedule with kind"))
     return problems
-
-
-def _whole(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> ZbcError:
-    why = "its places for whole microbatches meet in the middle, and slices come back in reverse"
-    text = f"schedule: {schedule.name} has no order of slices of a microbatch: {why}"
-    others = ", ".join(card.name for card in known if not card.whole)
-    where = draft.document.where(("schedule", "slices"))
-    return ZbcError("E120", text, where=where, hint=f"drop schedule.slices, or use one of {others}")
 
 
 def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:

@@ -105,6 +105,14 @@ class ScheduleCard:
             )
         return v
 
+    def check_slices(self, count: int | str) -> None:
+        """Raise E120 if the schedule has no order of slices of microbatches; "auto" may come down to none."""
+        if self.whole and count not in (1, "auto"):
+            why = "its places for whole microbatches meet in the middle, and slices come back in reverse"
+            text = f"schedule: {self.name} has no order of slices of a microbatch: {why}"
+            hint = 'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"'
+            raise ZbcError("E120", text, hint=hint)
+
     def check_ranks(self, p: int) -> None:
         """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""
         step = self.ranks_in

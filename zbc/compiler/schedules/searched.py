@@ -31,8 +31,8 @@ from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Placement, Program
-from zbc.text import at_least
+from zbc.ir import Kind, Op, Placement, Program, turned
+from zbc.text import at_least, short
 
 _OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
     "zb-v": lambda p: p,
@@ -41,9 +41,27 @@ _OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
 }
 
 
-def own_limit(name: str, p: int) -> int | None:
-    """The limit that the name of a schedule says, if it says one, in activation units of p ranks."""
-    return _OWN_LIMIT[name](p) if name in _OWN_LIMIT else None
+def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
+    """The limit that the name of a schedule says, if it says one, in activation units of p ranks.
+
+    With slices it is as many of them as it is microbatches without, and one more for each that has to come before the
+    first can go back: the largest of so many in a row, with the buffers that a microbatch's slices share.
+    """
+    if name not in _OWN_LIMIT:
+        return None
+    if costs is None or costs.slices == 1:
+        return _OWN_LIMIT[name](p)
+    k, stages = costs.slices, range(costs.stages)
+    each = [sum(costs.held(Op(Kind.F, s, 0, 0, j)) for s in stages) for j in range(k)]
+    buffers = sum(costs.units("kv")) if "kv" in costs.size else 0.0
+    whole, rest = divmod(_OWN_LIMIT[name](p) + k - 1, k)
+    return whole + (sum(sorted(each)[k - rest :]) + buffers) / (sum(each) or 1.0)
+
+
+def even_slices(placement: Placement, slices: int) -> Costs:
+    """The papers' unit costs, of microbatches in slices of equal time."""
+    costs = Costs.uniform(placement)
+    return costs if slices == 1 else costs.cut([1 / slices] * slices)
 
 
 def zb_auto(request: Request) -> Program:
@@ -58,7 +76,7 @@ def v_auto(request: Request) -> Program:
 
 def zb_v(request: Request) -> Program:
     """The V placement at the activations of 1F1B; without costs, the order of the paper."""
-    if request.costs is None:
+    if request.costs is None and request.slices == 1:
         return zb_v_by_hand(request)
     return _found("zb-v", Placement.vshape(request.p), _at_most("zb-v", request))
 
@@ -85,12 +103,13 @@ def looped_zb(request: Request) -> Program:
 
 def _at_most(name: str, request: Request) -> Request:
     """The request with the schedule's own limit per rank, or the tighter one it has. Raises E303 if it is too small."""
-    given, units = request.limits(), _OWN_LIMIT[name](request.p)
+    costs = request.costs or even_slices(Placement.vshape(request.p), request.slices)
+    given, units = request.limits(), own_limit(name, request.p, costs) or 0.0
     if request.costs is not None:
         needs = least_of(Placement.vshape(request.p), request.costs)
         rank = max(range(request.p), key=lambda r: needs[r])
         if needs[rank] > units + 1e-6:
-            text = f"does not fit: {name} is for {units} activation units per rank"
+            text = f"does not fit: {name} is for {short(units)} activation units per rank"
             text += f", rank {rank} holds {needs[rank]:.6g} for one microbatch alone"
             share = at_least(needs[rank] / request.p, 6)
             raise ZbcError("E303", text, hint=f'use v-auto, with memory_limit = "{share}x"')
@@ -98,7 +117,7 @@ def _at_most(name: str, request: Request) -> Request:
 
 
 def _found(name: str, placement: Placement, request: Request, *, split: bool = True) -> Program:
-    costs = request.costs or Costs.uniform(placement)
+    costs = request.costs or even_slices(placement, request.slices)
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
@@ -130,12 +149,12 @@ def _join(program: Program) -> Program:
 
 def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterator[tuple[str, Sequence[int]]]:
     """Orders for this placement that need no search."""
-    plain = Request(request.p, request.m, problem.v)
+    plain = Request(request.p, problem.m // problem.slices, problem.v, slices=problem.slices)
     programs: Iterable[Program] = ()
     if placement == Placement.linear(request.p):
         programs = between_h1_and_h2(plain)
     elif placement == Placement.vshape(request.p):
-        programs = (zb_v_by_hand(plain),)
+        programs = (zb_v_by_hand(plain),) if plain.slices == 1 else ()
     elif placement == Placement.looped(request.p, plain.v):
         programs = (interleaved_1f1b(plain),)
     for program in programs:
@@ -148,4 +167,12 @@ def _numbers(problem: Problem, program: Program) -> list[int]:
     rows = problem.rows()
     base = {kind: rows.bases(kind) for kind in KINDS}
     base_of = {kind: [base[kind]] for kind in KINDS} | {Kind.BW: [base[Kind.B], base[Kind.W]]}
-    return [base[op.stage] + op.mb for ops in program.ranks for op in ops for base in base_of[op.kind]]
+    k = problem.slices
+    if k == 1:
+        return [base[op.stage] + op.mb for ops in program.ranks for op in ops for base in base_of[op.kind]]
+
+    def place(op: Op) -> int:
+        unit = op.mb * k + op.slice
+        return unit if op.kind is Kind.F else turned(unit, k)
+
+    return [base[op.stage] + place(op) for ops in program.ranks for op in ops for base in base_of[op.kind]]

@@ -15,6 +15,7 @@ from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.patterns import AnyBlock, expanded
+from zbc.compiler.search.played import Played, played
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling, filled
 
@@ -28,7 +29,7 @@ TIME_VISITS = 1
 MADE_VISITS, BLOCK_VISITS = 8, 2  # orders made op by op
 STEPS = 8  # after which a sequence of steps has a period, as in `simulate.steady_state`
 
-Recipe = Genes | Filling | AnyBlock | tuple[float, ...]  # the last: knobs of a policy
+Recipe = Genes | Filling | AnyBlock | Played | tuple[float, ...]  # the last: knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,10 @@ class Bench:
             self.spent += FILL_VISITS * self.problem.size
             order = filled(self.problem, recipe)
             return self._timed(self.engine.numbers(order), origin, recipe) if order and self.fits(order) else None
+        if isinstance(recipe, Played):
+            self.spent += FILL_VISITS * self.problem.size
+            made = played(self.problem, self._rows.table(), expanded(self.problem, recipe.block))
+            return self._timed(self.engine.numbers(made), origin, recipe) if made else None
         if isinstance(recipe, AnyBlock):
             self.spent += BLOCK_VISITS * self.problem.size
             order = expanded(self.problem, recipe)
@@ -126,6 +131,7 @@ class Bench:
             self._reserves,
             self.engine.numbers(knobs),
             *keys,
+            self.problem.slices,
             self._blank,
             self._order,
         )

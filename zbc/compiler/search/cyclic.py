@@ -36,7 +36,7 @@ def reduced(problem: Problem) -> Problem | None:
     if problem.v == 1 and max(problem.limit) < p * max(problem.keep_b) - ROOM:
         counts.append(2 * p)
     for few in counts:
-        few += (problem.m - few) % CYCLE
+        few += (problem.m - few) % (CYCLE * problem.slices)
         if problem.m > 1.5 * few:
             return replace(problem, m=few)
     return None
@@ -47,7 +47,7 @@ def stretched(few: Problem, many: Problem, order: Sequence[int], starts: Sequenc
     step = max(starts)
     for cut in CUTS:
         done = _begun(few, order, starts, cut * step)
-        for size in SIZES:
+        for size in (microbatches * few.slices for microbatches in SIZES):
             if max(done) + size <= few.m:
                 yield _repeated(few, many, order, done, size)
 

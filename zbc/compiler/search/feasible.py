@@ -6,12 +6,13 @@ microbatch, run alone, holds at its fullest. Running microbatches one after anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.problem import KINDS, Problem
 from zbc.errors import ZbcError
-from zbc.ir import Placement
+from zbc.ir import Kind, Placement, nth
 from zbc.text import at_least
 
 
@@ -19,6 +20,8 @@ def least_of(placement: Placement, costs: Costs) -> list[float]:
     """`least` for any placement: with several pipes, that of one microbatch in the pipe that needs more."""
     kept, left = costs.units("kept"), costs.units("left")
     found = [0.0] * placement.ranks
+    if costs.slices > 1:
+        return _of_slices(placement, costs)
     for homes in placement.pipes:
         for rank in set(homes):
             mine = [stage for stage, home in enumerate(homes) if home == rank]
@@ -40,7 +43,30 @@ def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequen
 
 def least(problem: Problem) -> list[float]:
     """Per rank, the smallest limit with which any order exists, in the problem's units."""
+    if problem.slices > 1:
+        changes = {kind: [change for _, change in mine] for kind, mine in zip(KINDS, problem.exact, strict=True)}
+        return [_peak(_in_turn(mine, changes)) for mine in problem.stages]
     return [_alone(mine, problem.keep_b, problem.keep_w) for mine in problem.stages]
+
+
+def _of_slices(placement: Placement, costs: Costs) -> list[float]:
+    k, stages = costs.slices, range(placement.stages)
+    changes = {kind: [tuple(costs.held(nth(kind, s, n, k)) for n in range(k)) for s in stages] for kind in KINDS}
+    return [_peak(_in_turn(placement.stages_of(rank), changes)) for rank in range(placement.ranks)]
+
+
+def _in_turn(stages: Sequence[int], changes: Mapping[Kind, Sequence[Sequence[float]]]) -> Iterator[float]:
+    """What the ops of one microbatch alone change, slice by slice: all F, then B and its W from the last stage up."""
+    f, b, w = (changes[kind] for kind in KINDS)
+    for s in stages:
+        yield from f[s]
+    for s in reversed(stages):
+        for both in zip(b[s], w[s], strict=True):
+            yield from both
+
+
+def _peak(changes: Iterable[float]) -> float:
+    return max(accumulate(changes), default=0.0)
 
 
 def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) -> float:
@@ -58,9 +84,10 @@ def one_by_one(problem: Problem) -> list[int]:
     rows = problem.rows()
     f, b, w = (rows.bases(kind) for kind in KINDS)
     order = []
+    k = problem.slices
     for stages in problem.stages:
-        for i in range(problem.m):
-            order += [f[s] + i for s in stages]
+        for i in range(0, problem.m, k):
+            order += [f[s] + i + j for s in stages for j in range(k)]
             for s in reversed(stages):
-                order += [b[s] + i, w[s] + i]
+                order += [base + i + j for j in range(k) for base in (b[s], w[s])]
     return order

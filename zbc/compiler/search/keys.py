@@ -110,7 +110,7 @@ class Decoder:
         ]
 
     def keys(self, genes: Genes) -> tuple[list[float], list[float]]:
-        """Start of F and of B of each stage for microbatch 0."""
+        """Start of F and of the first B of each stage for microbatch 0."""
         p, n = self.problem.p, self.problem.n_stages
         starts = [0.0]
         for i, step in enumerate(self._steps, start=1):
@@ -119,7 +119,8 @@ class Decoder:
             if genes.single:
                 extra = max(0.0, extra + genes.single[i - 1])
             starts.append(starts[-1] + step + self.unit * extra)
-        return starts[:n], starts[n:][::-1]
+        turn = (self.problem.slices - 1) * self.period * genes.period  # its last slice comes back first
+        return starts[:n], [start + turn for start in starts[n:][::-1]] if turn else starts[n:][::-1]
 
     def caps(self, genes: Genes, key_f: Sequence[float], key_b: Sequence[float]) -> list[int]:
         """Most microbatches between F and B per stage: as many as overlap in the steady state, and `genes.cap` more."""

@@ -14,8 +14,9 @@ Ranks run in time. At each decision a rank picks F, B or W, which stand for thei
 - FIRST_B: a warm-up F may put off the earliest possible first B by that share of itself (9 and more: no limit).
 - PICK_F, PICK_B: of several stages the latest (0), the earliest (1) or the oldest microbatch (2).
 - where B leaves more than it frees, room for that is kept free, and W runs as soon as a B needs it.
-- an F must leave a unit for each later stage of its rank, or it could deadlock; RESERVE and RESERVE_LATER scale what is
-  kept for them beyond that, before and after the first B, while anything is in flight.
+- an F must leave a unit for each later stage of its rank, or it could deadlock: of slices, the rest of the microbatch
+  that the stage runs next, since no slice comes back before the last one is there. RESERVE and RESERVE_LATER scale what
+  is kept for them beyond that, before and after the first B, while anything is in flight.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def list_schedule(
     key_f: Numbers,
     key_b: Numbers,
     cap: Numbers,
+    slices: int,
     blank: tuple[Numbers, Numbers, Numbers, Numbers],
     order: Numbers,
 ) -> bool:
@@ -83,7 +85,7 @@ def list_schedule(
     f_rules = (mode == 3, look * length[0], knobs[10], knobs[11], knobs[5], knobs[3], knobs[8], knobs[9])
     b_seats = (seat_first, stage, units, inputs, change, missing, ready, returned, held, limit, key_b)
     f_seats = (seat_first, stage, units, forward, change, missing, ready, started, returned, held, room, key_f)
-    f_more = (cap, reserve, first_b, length, flying, had_b)
+    f_more = (cap, reserve, first_b, length, flying, had_b, slices)
     due = order.copy()  # by rank a queue of W whose B has run, from `head` to `tail`
     head, tail, place, wake = first.copy(), first.copy(), first.copy(), by_rank.copy()
     heap = first_calls(seats, count, wake, unstarted)
@@ -143,10 +145,11 @@ def list_schedule(
             last_f[r] = 1
         else:
             op = inputs[b_seat] + returned[b_seat]
-            due[tail[r]] = weight[b_seat] + returned[b_seat]
+            i = returned[b_seat]
+            due[tail[r]] = weight[b_seat] + i
             tail[r] += 1
             returned[b_seat] += 1
-            flying[r] -= change[forward[b_seat]]
+            flying[r] -= change[forward[b_seat] + i - 2 * (i % slices) + slices - 1]
             last_f[r] = 0
             had_b[r] = 1
         held[r] += change[op]
@@ -243,7 +246,7 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
     """The F that rank r should start."""
     keyed, look_ms, period, release, pick, overshoot, early, late = rules
     first, stage, units, base, change, missing, ready, started, returned, held, room, keys = seats
-    cap, reserve, first_b, length, flying, had_b = more
+    cap, reserve, first_b, length, flying, had_b, slices = more
     low, high = first[r], first[r + 1]
     best, key_best, later, least, blocked = -1, -INF, INF, INF, False
     soon = now + EPS
@@ -279,7 +282,14 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
                     need = 1.0 * rest
                 if need < 1.0:
                     need = 1.0
-            most += change[base[other]] * ((need + EPS) // 1.0)
+            if slices == 1:
+                most += change[base[other]] * ((need + EPS) // 1.0)
+            else:
+                unit = started[other]
+                end = unit + slices - unit % slices
+                while unit < units[other] and (unit < end or unit + 1.0 <= started[other] + need + EPS):
+                    most += change[base[other] + unit]
+                    unit += 1
             other += 1
         if most > room[r] + ROOM:
             if at <= soon:

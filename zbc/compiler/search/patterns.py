@@ -64,15 +64,33 @@ def fitting(problem: Problem) -> list[AnyBlock]:
         return []
     found = []
     for place, (block, offsets) in enumerate(_blocks(p, not any(problem.w))):
-        held = [_most(problem, offsets, rank) for rank in sorted({0, p // 2, p - 1})]
+        widened = _widened(offsets, problem.slices)
+        held = [_most(problem, widened, rank) for rank in sorted({0, p // 2, p - 1})]
         if all(most <= limit + ROOM for most, limit in held):
             found.append((-sum(most for most, _ in held), place, block))
     return [block for *_, block in sorted(found)]
 
 
+def in_flight(problem: Problem) -> list[AnyBlock]:
+    """The blocks whose F and B, if each W followed its B, keep to the limit; short walks first, the fullest first.
+
+    For slices in V placements of two chunks; else nothing.
+    """
+    p = problem.p
+    if problem.slices == 1 or problem.v != 2 or problem.rank != [*range(p), *reversed(range(p))] or p < 2:
+        return []
+    found = []
+    for family, blocks in enumerate((_walking(p), _blocks(p, whole=False))):
+        for place, (block, offsets) in enumerate(blocks):
+            held = [_most(problem, _widened(offsets, problem.slices), rank, late=False) for rank in range(p)]
+            if all(most <= limit + ROOM for most, limit in held):
+                found.append((family, -sum(most for most, _ in held), place, block))
+    return [block for *_, block in sorted(found)]
+
+
 def expanded(problem: Problem, block: AnyBlock) -> list[int]:
-    """All microbatches, SLOTS apart, merged into one order per rank."""
-    m, offsets = problem.m, _offsets(problem.p, block)
+    """All units, SLOTS apart, merged into one order per rank."""
+    m, offsets = problem.m, _widened(_offsets(problem.p, block), problem.slices)
     order: list[int] = []
     for rank in range(problem.p):
         entries = _cycle(problem, offsets, rank)
@@ -95,9 +113,9 @@ def _cycle(problem: Problem, offsets: Offsets, rank: int) -> list[tuple[int, int
     return [entry[2:] for entry in sorted(found)]
 
 
-def _most(problem: Problem, offsets: Offsets, rank: int) -> tuple[float, float]:
-    """What a rank holds at its fullest in the steady state, and what it may."""
-    entries = _cycle(problem, offsets, rank)
+def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -> tuple[float, float]:
+    """What a rank holds at its fullest in the steady state, and what it may; `late`: W in its slot, not after its B."""
+    entries = _cycle(problem, offsets if late else (*offsets[:4], *offsets[2:4]), rank)
     held = most = -sum(lead * change for lead, _, change in entries)
     for _, _, change in entries:
         held += change
@@ -126,6 +144,22 @@ def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
                     pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
                     if not any(_collide(a, b) for a, b in pairs):
                         yield block
+
+
+@lru_cache(maxsize=8)
+def _walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
+    """The shortest block of each four steps of one to four slots between neighbouring ranks, one step for each leg."""
+    found: list[tuple[AnyBlock, Offsets]] = []
+    for down, climb, back_down, back_up in product(range(1, 5), repeat=4):
+        if down + climb > SLOTS or back_down + back_up > SLOTS:
+            continue
+        for g1, g2, g3 in sorted(product(range(1, SLOTS + 1), repeat=3), key=sum):
+            block = BuildingBlock((down, down, climb, back_down, back_up), p - 1, (g1, g2, g3), whole=False)
+            f0, f1, b1, b0, _, _ = _offsets(p, block, weights=False)
+            if all(len({slot % SLOTS for slot in slots}) == 4 for slots in zip(f0, f1, b1, b0, strict=True)):
+                found.append((block, _offsets(p, block)))
+                break
+    return found
 
 
 def _meet_at_the_ends(p: int, way: int, g1: int, g2: int, g3: int) -> bool:
@@ -203,6 +237,16 @@ def _offsets(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
         return way, f1, b1, b0, b1, b0
     w1, w0 = _weights(p, way, f1, b1, b0) if weights else ([], [])
     return way, f1, b1, b0, w1, w0
+
+
+def _widened(offsets: Offsets, slices: int) -> Offsets:
+    """The same with a period more for each further slice between the last F and the first B: whole periods collide with
+    nothing, and keep one more unit each."""
+    if slices == 1:
+        return offsets
+    late = SLOTS * (slices - 1)
+    f0, f1, b1, b0, w1, w0 = offsets
+    return f0, f1, *([slot + late for slot in each] for each in (b1, b0, w1, w0))  # type: ignore[return-value]
 
 
 def _collide(a: list[int], b: list[int]) -> bool:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from statistics import fmean
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
 from zbc.compiler.search.table import Rows, SearchRow
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Placement, Program, nth
 
 UNLIMITED = 1e15
 KINDS = (Kind.F, Kind.B, Kind.W)
+Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of what is held, slice by slice
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """m microbatches through the stages of one pipe; times in ms, memory in activation units.
+    """m units through the stages of one pipe; times in ms, memory in activation units.
 
+    A unit is a microbatch, or one of its `slices`: then f, b, w and what is kept are means over them, and `exact` has,
+    for F, B and W of each stage, ms and change of what is held of each slice in the order in which the stage runs them.
     `lag[s]` is the transfer between stages s-1 and s, `limit[r]` what rank r may hold, `stages[r]` its stages in path
     order. How ops are numbered is in table.py; rows are sorted by kind, F, B, W, then by stage.
     """
@@ -34,11 +38,15 @@ class Problem:
     keep_b: list[float]
     keep_w: list[float]
     limit: list[float]
+    slices: int = 1
+    exact: tuple[list[Exact], ...] = ()
 
     @classmethod
     def make(cls, placement: Placement, costs: Costs, m: int, limit: float | Sequence[float] | None) -> Problem:
-        """`limit` in activation units, one for all ranks or one each; None for none."""
-        p = placement.ranks
+        """m microbatches; `limit` in activation units, one for all ranks or one each; None for none."""
+        p, k = placement.ranks, costs.slices
+        exact = tuple([_exact(costs, kind, s) for s in range(placement.stages)] for kind in KINDS) if k > 1 else ()
+        m, costs = m * k, costs.unit(fmean)
         each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
@@ -52,6 +60,8 @@ class Problem:
             keep_b=list(map(float, costs.units("kept"))),
             keep_w=list(map(float, costs.units("left"))),
             limit=list(map(float, each)),
+            slices=k,
+            exact=exact,
         )
 
     @property
@@ -74,6 +84,13 @@ class Problem:
 
     def rows(self) -> Rows:
         """The ops, numbered."""
+        if self.slices > 1:
+            exact = [
+                SearchRow(kind, s, 0, self.rank[s], self.m, ms, change)
+                for kind, mine in zip(KINDS, self.exact, strict=True)
+                for s, (ms, change) in enumerate(mine)
+            ]
+            return Rows(self.placement, exact, lambda a, b, pipe: self.lag[max(a, b)], self.slices)
         growth = [w - b for b, w in zip(self.keep_b, self.keep_w, strict=True)]
         columns = ((self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w]))
         rows = [
@@ -99,7 +116,10 @@ class Problem:
 
     def room(self) -> list[float]:
         """What each rank may hold with an F: its limit less the most that a B leaves beyond what it frees."""
-        growth = [max(0.0, w - b) for b, w in zip(self.keep_b, self.keep_w, strict=True)]
+        if self.slices > 1:
+            growth = [max(0.0, *change) for _, change in self.exact[1]]
+        else:
+            growth = [max(0.0, w - b) for b, w in zip(self.keep_b, self.keep_w, strict=True)]
         return [
             limit - max((growth[s] for s in mine), default=0.0)
             for limit, mine in zip(self.limit, self.stages, strict=True)
@@ -110,7 +130,7 @@ class Problem:
         f_start = [0.0]
         for before, now in pairwise(range(self.n_stages)):
             f_start.append(f_start[before] + self.f[before] + self.lag[now])
-        b_start = [f_start[-1] + self.f[-1]] * self.n_stages
+        b_start = [f_start[-1] + self.slices * self.f[-1]] * self.n_stages
         for now, after in reversed(list(pairwise(range(self.n_stages)))):
             b_start[now] = b_start[after] + self.b[after] + self.lag[after]
         return f_start, b_start
@@ -136,6 +156,11 @@ class Problem:
     def program(self, order: Sequence[int], name: str) -> Program:
         """The program of a rank-major order of op numbers."""
         rows = self.rows()
-        ops = [Op(row.kind, row.stage, unit) for row in rows.rows for unit in range(row.units)]
+        ops = [nth(row.kind, row.stage, unit, self.slices) for row in rows.rows for unit in range(row.units)]
         ranks = tuple(tuple(map(ops.__getitem__, order[low:high])) for low, high in pairwise(rows.first))
-        return Program(self.placement, self.m, ranks, history=(name,))
+        return Program(self.placement, self.m // self.slices, ranks, history=(name,), slices=self.slices)
+
+
+def _exact(costs: Costs, kind: Kind, stage: int) -> Exact:
+    ops = [nth(kind, stage, n, costs.slices) for n in range(costs.slices)]
+    return tuple(map(costs.duration, ops)), tuple(map(costs.held, ops))

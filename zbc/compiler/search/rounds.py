@@ -30,9 +30,9 @@ class Filling(NamedTuple):
 
 
 def filled(problem: Problem, recipe: Filling) -> list[int] | None:
-    """A rank-major order for a V placement of two chunks with room for it, else None."""
+    """A rank-major order for a V placement of two chunks with room for it, else None; so of slices."""
     p = problem.p
-    if problem.v != 2 or problem.rank != [*range(p), *range(p - 1, -1, -1)]:
+    if problem.slices > 1 or problem.v != 2 or problem.rank != [*range(p), *range(p - 1, -1, -1)]:
         return None
     ranks = _Rounds(problem, recipe.fill)
     return [op for ops in ranks.order for op in ops] if ranks.warm_up() and ranks.steady() else None

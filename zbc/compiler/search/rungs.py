@@ -10,6 +10,7 @@ below. In activation units, up to what 1F1B holds (p); beyond, each doubling of 
     3 to 5     1/2      1/20
     6 and up   1        1/10
 
+Of microbatches in k slices the steps are a k-th of these.
 Where ranks have limits of their own, a rung takes the same from each of them, down to the least it needs.
 """
 
@@ -46,7 +47,8 @@ class Grid:
             most[rank] += problem.m * max(problem.keep_b[s], problem.keep_w[s])
         everything = max(a + b for a, b in zip(most, below, strict=True))
         units = {*problem.keep_b, *problem.keep_w}
-        unit = units.pop() if len(units) == 1 else 0.0
+        same = all(len({*change}) == 1 for mine in problem.exact for _, change in mine)
+        unit = units.pop() if len(units) == 1 and same else 0.0
         return cls(problem, tuple(least(problem)), below, min(largest, everything), everything, unit)
 
     def at(self, rung: float) -> Problem:
@@ -61,20 +63,21 @@ class Grid:
 
     def coarse(self) -> Iterator[float]:
         """The coarse rungs from the largest within the limits down to one at which no rank has more than it needs."""
-        rung = self.top if self.top >= self.everything else _floor(self.problem.p, self.top, 1)
+        rung = self.top if self.top >= self.everything else _floor(self.problem.p, self.top, self.problem.slices)
         lowest = min(need + below for need, below in zip(self.least, self.below, strict=True))
         while True:
             yield rung
             if rung <= lowest:
                 return
-            rung = _below(self.problem.p, rung, 1)
+            rung = _below(self.problem.p, rung, self.problem.slices)
 
     def fine(self, low: float, high: float) -> Iterator[float]:
         """The fine rungs above `low`, up to and with `high`, from the largest down."""
-        rung = _floor(self.problem.p, high, FINE)
+        parts = FINE * self.problem.slices
+        rung = _floor(self.problem.p, high, parts)
         while rung > low + SLACK:
             yield rung
-            rung = _below(self.problem.p, rung, FINE)
+            rung = _below(self.problem.p, rung, parts)
 
 
 def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, ...]]:

@@ -1,8 +1,9 @@
 """Every op of a search as a number, and what the kernels read about it: flat columns, filled from the rows of ops.py.
 
 Ops of one kind, stage and pipe are a *row* of ops: number `base + unit`, units in the order in which the stage runs
-them. What an op of a row waits for is known without any order: the writer of a value that it reads is the op of another
-row for the same unit. A kind that ops.py has a row for therefore needs no kernel of its own.
+them: forwards by microbatch and slice, backwards with the slices of a microbatch in reverse. What an op of a row waits
+for is known without any order: the writer of a value that it reads is the op of another row for the same unit. A kind
+that ops.py has a row for therefore needs no kernel of its own.
 
 A *place* is an index into a rank-major order: rank r has the places `first[r]` up to `first[r + 1]`.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from zbc.ir import Kind, Placement
+from zbc.ir import Kind, Placement, turned
 from zbc.ops import At, Ref
 
 Numbers = Any  # a flat list, or an array of the same length when compiled
@@ -23,15 +24,18 @@ _ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edg
 
 
 class SearchRow(NamedTuple):
-    """The ops of one kind, stage and pipe. `ms` each, `change` of what the rank holds, in activation units."""
+    """The ops of one kind, stage and pipe. `ms` each, `change` of what the rank holds, in activation units.
+
+    Those of the slices of a microbatch, in the order of the row, where they are not all the same.
+    """
 
     kind: Kind
     stage: int
     pipe: int
     rank: int
     units: int
-    ms: float
-    change: float
+    ms: float | tuple[float, ...]
+    change: float | tuple[float, ...]
 
 
 class Table(NamedTuple):
@@ -60,6 +64,7 @@ class _Link(NamedTuple):
     row: int
     shift: int = 0
     lag: float = 0.0
+    turned: bool = False  # one of them is a row of forwards, the other one of backwards
 
 
 class Rows:
@@ -68,8 +73,10 @@ class Rows:
     `lag(a, b, pipe)` are the ms from stage a to stage b.
     """
 
-    def __init__(self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], float]) -> None:
-        self.placement, self.rows, self._lag = placement, rows, lag
+    def __init__(
+        self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], float], slices: int = 1
+    ) -> None:
+        self.placement, self.rows, self._lag, self.slices = placement, rows, lag, slices
         self.base = [0, *accumulate(row.units for row in rows)]
         self.number = {(row.kind, row.stage, row.pipe): k for k, row in enumerate(rows)}
         self.size = self.base.pop()
@@ -98,7 +105,7 @@ class Rows:
         return Table(
             self.first,
             self.column([row.rank for row in self.rows]),
-            self.column([float(row.ms) for row in self.rows]),
+            self.column([row.ms for row in self.rows]),
             self.change(),
             self.column(list(map(len, self._waits))),
             waits,
@@ -107,7 +114,7 @@ class Rows:
 
     def change(self) -> list[float]:
         """What each op adds to what its rank holds, in activation units."""
-        return self.column([float(row.change) for row in self.rows])
+        return self.column([row.change for row in self.rows])
 
     def fences(self) -> Fences:
         first = self.first
@@ -130,15 +137,16 @@ class Rows:
         return self._links(_reversed(self.needs))
 
     def column(self, values: Sequence[Any]) -> list[Any]:
-        """By op what is given by row."""
-        return [x for row, value in zip(self.rows, values, strict=True) for x in [value] * row.units]
+        """By op what is given by row, of numbers for each slice in turn."""
+        return [x for row, value in zip(self.rows, values, strict=True) for x in _spread(value, row.units)]
 
     def _of_unit(self, row: SearchRow) -> Iterator[_Link]:
         """Rows of the same stage whose values a row reads, unit by unit."""
         for ref in row.kind.row.reads:
             maker = self._makers.get(ref) if ref.at is At.OWN else None
             if maker is not None:
-                yield _Link(self.number[maker, row.stage, row.pipe])
+                across = self.slices > 1 and (maker is Kind.F) != (row.kind is Kind.F)
+                yield _Link(self.number[maker, row.stage, row.pipe], turned=across)
 
     def _awaited(self, k: int) -> Iterator[_Link]:
         """Rows at the other end of the edges that a row reads from, not those that its rank's order has before it.
@@ -165,12 +173,19 @@ class Rows:
                 low, high = max(0, -link.shift), row.units - max(0, link.shift)  # units that have such a one
                 edges = range(len(others), len(others) + high - low)
                 there = self.base[link.row] + link.shift
-                others += range(there + low, there + high)
+                if link.turned:
+                    others += [there + turned(unit, self.slices) for unit in range(low, high)]
+                else:
+                    others += range(there + low, there + high)
                 lags += [link.lag] * len(edges)
                 after += last[low:high]
                 last[low:high] = edges
             head += last
         return head, others or [-1], lags or [0.0], after or [-1]  # numba cannot tell what is in no list
+
+
+def _spread(value: Any, units: int) -> list[Any]:
+    return list(value) * (units // len(value)) if isinstance(value, tuple) else [value] * units
 
 
 def _makers(kinds: set[Kind]) -> dict[Ref, Kind]:
@@ -183,5 +198,5 @@ def _reversed(links: Sequence[Sequence[_Link]]) -> list[list[_Link]]:
     found: list[list[_Link]] = [[] for _ in links]
     for k, mine in enumerate(links):
         for link in mine:
-            found[link.row].append(_Link(k, -link.shift, link.lag))
+            found[link.row].append(_Link(k, -link.shift, link.lag, link.turned))
     return found
