@@ -24,6 +24,13 @@ from zbc.training.models.rotary import Rotary
 
 ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
+HERE = "tests.runtime.sliced_models:"
+SEQUENCES = {"data": {"kind": HERE + "Sequences"}}
+PADDED = {"data": {"kind": HERE + "Padded"}}
+
+
+def user(factory, loss="mse", **args):
+    return {"family": HERE + factory, "layers": 4, "loss": loss, "args": args, "seq_len": 16}
 
 
 def plan_of(schedule="1f1b", p=2, m=3, k=3, how=None, **options):
@@ -157,14 +164,89 @@ WAYS = [
     ("interleaved-1f1b", 2, 4, 3, {}),
     ("1f1b", 1, 2, 4, {}),
     ("1f1b", 2, 3, 3, {"model": LLAMA}),
-    ("zb-h1", 2, 3, 3, {"model": {**GPT, "rotary": True}}),
+    ("zb-h1", 2, 3, 3, {"model": {**GPT, "positions": "rotary"}}),
     ("zb-h1", 2, 3, 3, {"activations": "recompute"}),
     ("1f1b", 2, 3, 3, {"activations": "recompute"}),
+    ("zb-v", 2, 3, 3, {}),
+    ("zb-v", 4, 3, 2, {"activations": "recompute"}),
+    ("looped-zb", 2, 3, 2, {}),
+    ("v-half", 2, 2, 3, {}),
     ("1f1b", 2, 2, 2, {"how": {"copies": 2}}),
-    ("zb-h1", 2, 2, 2, {"how": {"copies": 2, "sharded": True}}),
+    ("zb-h1", 2, 2, 2, {"how": {"tied": True}, "model": {**GPT, "tie_embeddings": True}}),
+    ("zb-h1", 2, 3, 3, {"model": user("mixers"), **SEQUENCES}),
+    ("zb-v", 2, 3, 3, {"model": user("several"), **SEQUENCES}),
+    ("1f1b", 2, 3, 3, {"model": user("several"), **SEQUENCES, "activations": "recompute"}),
+    ("1f1b", 2, 4, 4, {"model": user("tokens", loss="cross_entropy"), **PADDED}),
+    ("zb-h1", 2, 4, 4, {"model": user("tokens", loss=HERE + "own_cross_entropy"), **PADDED}),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "k", "options"), few(WAYS, lambda way: way[4] == {}))
 def test_a_step_in_slices_has_the_gradients_of_whole_microbatches(schedule, p, m, k, options):
     check_gradients(plan_of(schedule, p, m, k, keep=without_step, **options))
+
+
+TRAINED = [
+    ("zb-h1", 2, 3, {"sync": "post-validate"}, {"optimizer": {"clip_grad_norm": 0.5, "sync": "post-validate"}}),
+    ("1f1b", 2, 2, {"copies": 2, "sharded": True}, {"optimizer": {"zero1": True}}),
+    ("zb-v", 2, 3, {"sync": "post-validate"}, {"optimizer": {"sync": "post-validate"}, "activations": "recompute"}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "m", "k", "how", "options"), TRAINED)
+def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options):
+    options = {**options, "optimizer": {"kind": "sgd", "lr": 0.5, **options["optimizer"]}}
+    plan = plan_of(schedule, 2, m, k, how=how, **options)
+    workers, expected = run_threads(plan, 4), reference(plan, 4)
+    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    for name, parameter in parameters(workers).items():
+        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
+
+
+def test_in_bfloat16_too():
+    """The losses; gradients of keys and values are added up in the type that they have."""
+    options = {"model": {**LLAMA, "dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
+    workers = run_threads(plan_of("zb-h1", 2, 3, 3, **options), 4)
+    whole = run_threads(plan_of("zb-h1", 2, 3, 1, **options), 4)
+    losses, wanted = ([result.loss for result in ranks[0].results] for ranks in (workers, whole))
+    assert losses == pytest.approx(wanted, rel=2e-3) and losses != wanted
+
+
+def test_each_slice_draws_for_itself_whatever_the_plan():
+    model = user("mixers", dropout=0.5)
+    one, two = (plan_of(*how, 3, 3, model=model, keep=without_step, **SEQUENCES) for how in (("1f1b", 1), ("zb-v", 2)))
+    found, wanted = (parameters(run_threads(plan, 1)) for plan in (two, one))
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    (drop,) = (plan_of("1f1b", 1, 1, 2, model=model, rows=(0, 8, 16), **SEQUENCES),)
+    masks = []
+
+    def setup(worker):
+        for layer in worker.stages[0].layers:
+            layer.module.drop.register_forward_hook(lambda module, args, y: masks.append((y == 0).tolist()))
+
+    run_threads(drop, 1, setup=setup)
+    assert len(masks) == 8 and all(a != b for a, b in zip(masks[:4], masks[4:], strict=True))
+
+
+def test_evaluation_runs_in_slices():
+    train = {"train": {"eval_every": 2}}
+    for schedule, data in (("1f1b", {}), ("zb-v", {"activations": "recompute"})):
+        found, wanted = (
+            run_threads(plan_of(schedule, 2, 3, k, data={"kind": "synthetic", "validation": 0.00001}, **train, **data), 4)
+            for k in (3, 1)
+        )
+        losses, whole = ([one.loss for one in ranks[0].evaluation.results] for ranks in (found, wanted))
+        assert len(losses) == 2 and losses == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
+    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+    first, second = plan_of("1f1b", 2, 3, before, **options), plan_of("zb-v", 2, 3, after, **options)
+    run_threads(first, 2, folder=tmp_path)
+    workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
+    whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
+    losses = [result.loss for result in workers[0].results]
+    assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-5)
