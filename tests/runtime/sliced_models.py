@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 import zbc
 
 LENGTH = 16
+LONGEST = 64
 
 
 class Sequences:
@@ -54,7 +56,7 @@ class Mixer(nn.Module):
 
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.places = nn.Embedding(LENGTH, width)
+        self.places = nn.Embedding(LONGEST, width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.drop = nn.Dropout(dropout)
 
@@ -127,6 +129,18 @@ class Counts(nn.Module):
         return x
 
 
+class _Centred(torch.autograd.Function):
+    """As it is; gradients of the tokens are centred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] - grads[0].mean(1, keepdim=True)
+
+
 def _both_ways(x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(x, x, x)
 
@@ -156,6 +170,7 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
     "state": lambda: OverTime(_state),
     "recurrent": lambda: Recurrent(),
     "counts": Counts,
+    "backwards": lambda: OverTime(_Centred.apply),
 }
 
 

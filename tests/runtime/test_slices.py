@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,11 +13,9 @@ from tests.runtime.test_gradients import without_step
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.ir import Kind
 from zbc.runtime.slicing import Inside, Part, Past, attention, positions, share_of, within
 from zbc.runtime.slot import Slot, using
 from zbc.runtime.split import split_backward
-from zbc.training.models import model
 from zbc.training.models.gpt import GptBlock
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
@@ -26,6 +24,7 @@ ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 HERE = "tests.runtime.sliced_models:"
 SEQUENCES = {"data": {"kind": HERE + "Sequences"}}
+LONG = {"data": {"kind": HERE + "Sequences", "args": {"length": 48}}, "rows": (0, 20, 48)}
 PADDED = {"data": {"kind": HERE + "Padded"}}
 
 
@@ -62,16 +61,14 @@ def check_gradients(plan):
 BLOCKS = {
     "gpt": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
     "rotary": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
-    "llama": lambda: LlamaBlock(
-        32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)
-    ),
+    "llama": lambda: LlamaBlock(32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)),
 }
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):
     """Output, input gradient and what is held after each F and each B."""
     pasts, kept, held = {}, [], []
-    for number, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, stop) in enumerate(pairwise(cuts)):
         part = Part(number, start, stop, cuts[-1])
         leaf, mine = part.of(x).clone().requires_grad_(), slot()
         with using(mine), within(Inside(part, pasts, "block")):
@@ -83,7 +80,9 @@ def run_slices(block, x, grad, cuts, slot=Slot, split=False):
         held.append(sum(past.nbytes for past in pasts.values()))
     for *_, mine in kept:
         mine.run()
-    y, dx = (torch.cat(parts, 1) for parts in ([y.detach() for _, _, y, _ in kept], [leaf.grad for _, leaf, *_ in kept]))
+    y, dx = (
+        torch.cat(parts, 1) for parts in ([y.detach() for _, _, y, _ in kept], [leaf.grad for _, leaf, *_ in kept])
+    )
     return y, dx, held
 
 
@@ -219,8 +218,7 @@ def test_each_slice_draws_for_itself_whatever_the_plan():
     found, wanted = (parameters(run_threads(plan, 1)) for plan in (two, one))
     for name, parameter in wanted.items():
         torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
-    (drop,) = (plan_of("1f1b", 1, 1, 2, model=model, rows=(0, 8, 16), **SEQUENCES),)
-    masks = []
+    drop, masks = plan_of("1f1b", 1, 1, 2, model=model, rows=(0, 8, 16), **SEQUENCES), []
 
     def setup(worker):
         for layer in worker.stages[0].layers:
@@ -231,12 +229,9 @@ def test_each_slice_draws_for_itself_whatever_the_plan():
 
 
 def test_evaluation_runs_in_slices():
-    train = {"train": {"eval_every": 2}}
-    for schedule, data in (("1f1b", {}), ("zb-v", {"activations": "recompute"})):
-        found, wanted = (
-            run_threads(plan_of(schedule, 2, 3, k, data={"kind": "synthetic", "validation": 0.00001}, **train, **data), 4)
-            for k in (3, 1)
-        )
+    same = {"train": {"eval_every": 2}, "data": {"kind": "synthetic", "validation": 0.00001}}
+    for schedule, more in (("1f1b", {}), ("zb-v", {"activations": "recompute"})):
+        found, wanted = (run_threads(plan_of(schedule, 2, 3, k, **same, **more), 4) for k in (3, 1))
         losses, whole = ([one.loss for one in ranks[0].evaluation.results] for ranks in (found, wanted))
         assert len(losses) == 2 and losses == pytest.approx(whole, rel=1e-5)
 
@@ -250,3 +245,49 @@ def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
     whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
     losses = [result.loss for result in workers[0].results]
     assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-5)
+
+
+# ---- what cannot be cut --------------------------------------------------------------------------------------
+
+OTHERS = [
+    ("convolution", "layers.2 mixes tokens of different slices (they differ by", "from token 20 on)"),
+    ("normed", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("both_ways", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("own_causal", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("pooled", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("state", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("recurrent", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("counts", "layers.2 changes seen in its forward, which runs once for every slice", ""),
+]
+
+
+def refused(**options):
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan_of("1f1b", 1, 2, 2, **options), 1)
+    return caught.value
+
+
+@pytest.mark.parametrize(("what", "text", "where"), OTHERS)
+def test_a_layer_that_mixes_tokens_on_its_own_is_refused_by_name(what, text, where):
+    error = refused(model={**user("mixing", what=what), "seq_len": 48}, **LONG)
+    assert error.code == "E512" and text in error.message and error.message.endswith(where)
+    assert error.hint.endswith("or set schedule.slices = 1")
+
+
+def test_a_gradient_that_mixes_tokens_is_seen_too():
+    error = refused(model={**user("mixing", what="backwards"), "seq_len": 48}, **LONG)
+    assert error.code == "E512" and "layers.2 mixes tokens of different slices in its backward" in error.message
+
+
+@pytest.mark.parametrize("loss", ["without_zeros", "sum_over_tokens", "last_token"])
+def test_a_loss_that_is_no_mean_over_tokens_is_refused(loss):
+    padded = {"kind": HERE + "Padded", "args": {"ignored": 0}}
+    what = ("tokens", {"data": padded}) if loss == "without_zeros" else ("mixers", SEQUENCES)
+    error = refused(model=user(what[0], loss=HERE + loss), **what[1])
+    assert error.code == "E513" and error.message.startswith(f"model: {HERE}{loss} is no mean over tokens: ")
+
+
+def test_samples_that_are_no_sequences_are_refused():
+    error = refused(model=user("mixers"), data={"kind": HERE + "OneNumber"})
+    assert (error.code, error.hint) == ("E110", "set schedule.slices = 1")
+    assert error.message.endswith(f"and targets of {HERE}OneNumber are float32 [] each")

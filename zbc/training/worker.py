@@ -33,6 +33,7 @@ from zbc.training.models import model, pretrained
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
+from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
 
@@ -102,6 +103,8 @@ def build_worker(
     for stage in stages.values():
         if slices:
             in_slices(stage, slices, [_forms(manifest, stage.index, by_rows[part.rows]) for part in slices])
+    if slices:
+        _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     worker = Worker(
         phase_runs=[_phase_run(part, shapes) for part in parts],
         phases=phases,
@@ -151,6 +154,30 @@ def shapes_of(
     first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
     with within(Inside(Part(0, 0, rows, rows))):
         return derive(plans, first, manifest, autocast=autocast, lowered=lowered, rows=rows)
+
+
+def _refuse_slices(
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    stages: Mapping[int, Stage],
+    samples: Samples | None,
+    shapes: Shapes,
+    slices: Sequence[Part],
+    *,
+    last: bool,
+) -> None:
+    """Raise E110, E512 or E513 for data, layers or a loss that cannot be cut into slices, as far as they are here."""
+    targets = None
+    if samples is not None and settings.data.kind not in KINDS:
+        some = range(min(len(samples), 8))
+        targets = samples.targets(some)
+        for what, found in (("inputs", samples.inputs(some)), ("targets", targets)):
+            refuse_others(settings.data.kind, what, found, slices[-1].length)
+    if not settings.model.builtin:
+        try_layers(plans, stages.values(), shapes.before, slices, LOWERED[settings.model.parameters])
+    if last and samples is not None and settings.model.loss not in model.LOSSES:
+        known = samples.targets(range(min(len(samples), 8))) if targets is None else targets
+        try_loss(settings.model.loss, model.loss(settings.model.loss), shapes.output, known)
 
 
 def parts_of(manifest: Manifest) -> list[Part]:

@@ -40,6 +40,7 @@ class Shapes:
     """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
     per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
     a cut; transfers make tensors contiguous. `layouts`: per stage, how its input is packed if it is several tensors.
+    `before`: what each layer takes, by name; `output`: what the last one returns.
 
     `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
     a layer passes none on. `needed`: whether its output gets one.
@@ -53,6 +54,8 @@ class Shapes:
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
     layouts: tuple[Packing | None, ...]
+    before: Mapping[str, Laid]
+    output: TensorSpec
 
 
 class _Seen(NamedTuple):
@@ -108,7 +111,7 @@ def derive(
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
             if found.traits.carries or found.made:
-                found = found.judged(*carried(_with_values(plan, lowered), behind[-1].spec))
+                found = found.judged(*carried(with_values(plan, lowered), behind[-1].spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         inners[plan.name] = inner
@@ -129,7 +132,8 @@ def derive(
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
     counts = tuple(sizes[name] for name in names)
-    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts))
+    before, last = {plan.name: taken for plan, taken in zip(plans, behind, strict=False)}, behind[-1].spec
+    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts), before, last)
 
 
 def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -183,7 +187,7 @@ def _output(
     takes = Laid(takes.spec)
     try:
         with seeded(0):
-            built = _with_values(plan, lowered)
+            built = with_values(plan, lowered)
             with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
                 tried = _looked_at(plan, built, takes, flow, torch.device("cpu"))
         return found or tried
@@ -200,7 +204,7 @@ def _output(
         raise ZbcError("E505", text, hint=hint, details=details) from error
 
 
-def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
+def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
     with seeded(0):
         built = copy.deepcopy(plan.build(0))
