@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
@@ -181,8 +182,11 @@ def _refuse_slices(
 
 
 def parts_of(manifest: Manifest) -> list[Part]:
-    """The slices of a plan's microbatches; none where they are whole."""
+    """The slices of a plan's microbatches; none where they are whole. Raises E406 where the plan says no places."""
     cuts = manifest.cuts
+    if manifest.slices > 1 and not cuts:
+        text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
+        raise ZbcError("E406", text, hint="give model.seq_len, and plan again")
     return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
 
 
