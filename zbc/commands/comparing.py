@@ -217,7 +217,7 @@ def _names(rows: Sequence[ComparedPlan]) -> list[str]:
 
 
 def _name(row: ComparedPlan) -> list[str]:
-    return [row.schedule, *(_plainly(value) for _, value in row.settings)]
+    return [row.name, *(_plainly(value) for _, value in row.settings)]
 
 
 def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[str]]:

@@ -52,6 +52,9 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
+    if report.slices:
+        yield labelled("slices", *_slices_note(report))
+        yield indented(_slices(report))
     if verbose:
         yield labelled("stages", *_cut_note(report))
         yield indented(_stages(compiled))
@@ -148,6 +151,10 @@ def _path(path: Path) -> Iterator[str]:
     yield f"critical path: {kinds} ms"
     share = percent(most / path.total if path.total else 0.0)
     yield f"and {path.changes} transfers, {short(path.transfers, 3)} ms; {share} of it on rank {rank}"
+    if path.by_slice:
+        late, ms = max(path.by_slice.items(), key=lambda item: item[1])
+        part, mean = ms / sum(path.by_slice.values()), 1 / len(path.by_slice)
+        yield f"of its F, B and W {percent(part)} are of slice {late}, {percent(mean)} of a slice on average"
 
 
 def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
@@ -306,6 +313,23 @@ _BYTES = {
     "logit_bytes": "logits",
     "buffer_bytes": "buffers",
 }
+
+
+def _slices_note(report: Report) -> Iterator[str]:
+    yield "of a microbatch; F, B, W: ms through all stages"
+    yield f"the slowest takes {report.slice_balance:.4f} times the mean"
+    if report.bytes_known:
+        most = max(report.per_rank, key=lambda rank: rank.kv_bytes)
+        yield f"they share keys and values, with their gradients {size(most.kv_bytes)} on rank {most.rank}"
+
+
+def _slices(report: Report) -> RenderableType:
+    """One row per slice."""
+    times = [aligned([getattr(one, key) for one in report.slices]) for key in ("f_ms", "b_ms", "w_ms", "ms")]
+    named = ((str(j), str(one.begin), str(one.tokens)) for j, one in enumerate(report.slices))
+    heads = ["slice", "from", "tokens", "F", "B", "W", "all"]
+    rows = [(*names, *cells) for names, cells in zip(named, zip(*times, strict=True), strict=True)]
+    return table(heads, rows, left=1, most=_ROWS)
 
 
 def _cut_note(report: Report) -> Iterator[str]:

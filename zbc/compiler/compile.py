@@ -26,6 +26,7 @@ from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.sim.simulate import Timeline
+from zbc.compiler.slicing import decided
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
@@ -187,6 +188,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
     """
+    job = decided(job)
     compiled = _compile(job, budget)
     try:
         check_memory(job, compiled.memory, compiled.costs)
@@ -233,7 +235,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = with_recompute(job, found.recompute, program.placement).memory
     again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
-    chosen = report.Chosen(layers, again, found.tried, found.all_tried)
+    chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     took = time.perf_counter() - began

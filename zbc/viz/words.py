@@ -14,8 +14,9 @@ def title(program: Program) -> str:
     if len(placement.pipes) > 1:
         counts.insert(2, (len(placement.pipes), "pipe"))
     name = program.history[0] if program.history else "program"
+    slices = f" in {program.slices} slices" if program.slices > 1 else ""
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
-    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + replicas
+    return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + slices + replicas
 
 
 def _count(number: int, noun: str) -> str:

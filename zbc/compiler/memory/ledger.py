@@ -119,9 +119,10 @@ def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
     clock.set(rank)
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
         for deltas, times in ((entry.begin, clock.begin), (entry.end, clock.end)):
-            for category, units, size in deltas:
-                if category in HELD:
-                    yield Event(times[entry.op], entry.op, units, size)
+            found = [delta for delta in deltas if delta.category in HELD]
+            if found:
+                units, size = sum(delta.units for delta in found), sum(delta.bytes for delta in found)
+                yield Event(times[entry.op], entry.op, units, size)
 
 
 class _Clock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.device import Survival, survival
@@ -13,7 +14,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.simulate import Timeline, steady_state
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
@@ -49,6 +50,7 @@ class RankReport:
     logit_bytes: int  # of activation_bytes, what there is for every word of the vocabulary
     sent_bytes: int  # of boundary tensors it sends to neighbours in a step
     summed_bytes: int  # it sends to add up gradients over the copies of its stages
+    kv_bytes: int = 0  # of activation_bytes, keys, values and their gradients that slices share
 
     @property
     def parameter_bytes(self) -> int:
@@ -69,6 +71,22 @@ class StageReport:
     state_bytes: int  # weights, gradients and what the optimizer keeps
     activation_bytes: int  # from F to B
     recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SliceReport:
+    """One slice of a microbatch: ms through all stages, and the bytes that F keeps of it on all of them."""
+
+    begin: int  # token of the sequence
+    tokens: int
+    f_ms: float
+    b_ms: float
+    w_ms: float
+    activation_bytes: int  # without keys and values
+
+    @property
+    def ms(self) -> float:
+        return self.f_ms + self.b_ms + self.w_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +146,10 @@ class Report:
     limits: MemoryLimits = MemoryLimits()
     rates: Throughput = NOTHING_KNOWN  # with the optimizer, in steady state
     speedup_over_1f1b: float | None = None  # per sequence; None where nobody asked, or 1F1B cannot be
+    slices: tuple[SliceReport, ...] = ()  # of a microbatch; () where it is one
 
     def as_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = _plain(asdict(self))
+        data = self._data()
         del data["rates"]
         people = {"idle_rate": self.idle_rate, "balance": self.balance, **self.rates._asdict()}
         people["bound_is"] = self.bound_is
@@ -138,10 +157,25 @@ class Report:
 
     def predicted(self) -> dict[str, Any]:
         """The part that depends on nothing but the plan, for the manifest."""
-        data: dict[str, Any] = _plain(asdict(self))
+        data = self._data()
         for key in _NOT_PREDICTED:
             del data[key]
         return data
+
+    def _data(self) -> dict[str, Any]:
+        """All of it, without what only slices have where there are none."""
+        data: dict[str, Any] = _plain(asdict(self))
+        if not self.slices:
+            del data["slices"]
+            for rank in data["per_rank"]:
+                del rank["kv_bytes"]
+        return data
+
+    @property
+    def slice_balance(self) -> float:
+        """The slowest slice over the mean; 1 for one."""
+        each = [one.ms for one in self.slices]
+        return max(each) * len(each) / sum(each) if each and sum(each) else 1.0
 
     @property
     def idle_rate(self) -> float:
@@ -226,6 +260,7 @@ class Chosen(NamedTuple):
     recomputed: Collection[int]
     tried: int = 1
     all_tried: bool = False
+    cuts: Sequence[int] = ()  # of a microbatch into slices
 
 
 def build(
@@ -265,7 +300,15 @@ def build(
         engine=engine_name(),
         per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
         cut=_cut(program, costs, timeline, chosen),
+        slices=tuple(_slice(costs, j, begin, end) for j, (begin, end) in enumerate(pairwise(chosen.cuts))),
     )
+
+
+def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
+    f, b, w = (sum(costs.of(name, s, j) for s in range(costs.stages)) for name in ("f", "b", "w"))
+    first = [Op(Kind.F, s, slice=j) for s in range(costs.stages)]
+    kept = sum(costs.held_bytes(op) - costs.held_kv(op).bytes for op in first)
+    return SliceReport(begin, end - begin, f, b, w, round(kept))
 
 
 def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:
@@ -281,9 +324,9 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], reco
         stage=s,
         ranks=program.placement.holders(s),
         layers=layers,
-        f_ms=costs.of("f", s),
-        b_ms=costs.of("b", s),
-        w_ms=costs.of("w", s),
+        f_ms=costs.column("f")[s],
+        b_ms=costs.column("b")[s],
+        w_ms=costs.column("w")[s],
         state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
         activation_bytes=round(costs.bytes_of("kept")[s]),
         recompute=recompute,
@@ -295,7 +338,7 @@ def _rank(
 ) -> RankReport:
     idle = timeline.idle(rank)
     ops = program.ranks[rank]
-    sends = Counter((kind, stage, 0, pipe) for kind, stage, _, pipe, _ in ops if kind.is_send)
+    sends = Counter((kind, stage, 0, pipe, part) for kind, stage, _, pipe, part in ops if kind.is_send)
     return RankReport(
         rank=rank,
         stages=program.placement.stages_of(rank),
@@ -317,13 +360,15 @@ def _rank(
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
         summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums)),
+        kv_bytes=round(memory.kv),
     )
 
 
 def _message(program: Program, costs: Costs, op: Op) -> float:
     """Bytes of what a SEND sends, which are those of the boundary it crosses."""
     message = program.placement.message(op)
-    return 0.0 if costs.bytes is None or message is None else costs.bytes[message.edge[0]].behind
+    size = None if message is None else costs.bytes_at(message.edge[0], op.slice)
+    return 0.0 if size is None else size.behind
 
 
 def _sent(program: Program, costs: Costs, op: Op) -> float:

@@ -42,8 +42,15 @@ class ComparedPlan:
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
     error: ZbcError | None = None
 
+    @property
+    def name(self) -> str:
+        """Its schedule, and how many slices its microbatches have where no setting says it: `zb-auto k=8`."""
+        slices = 0 if self.report is None else len(self.report.slices)
+        told = "schedule.slices" in dict(self.settings)
+        return self.schedule if slices < 2 or told else f"{self.schedule} k={slices}"
+
     def __str__(self) -> str:
-        name = " ".join([self.schedule, *(f"{key}={value}" for key, value in self.settings)])
+        name = " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
         if self.report is None:
             return f"{name}: {self.error and self.error.message}"
         one = self.report

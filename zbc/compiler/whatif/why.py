@@ -12,6 +12,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
 from zbc.job.spec import Job, parse_limit
 
 SAME = 1e-9
@@ -25,6 +26,7 @@ class Path:
     by_rank: dict[int, float]
     transfers: float
     changes: int  # how often it moves to another rank
+    by_slice: dict[int, float]  # of a microbatch, where it has several
 
     @property
     def total(self) -> float:
@@ -52,6 +54,7 @@ def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
     graph = timeline.graph
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
+    by_slice: dict[int, float] = {}
     transfers, changes = 0.0, 0
     for node in chain(timeline, rank, begin):
         length = timeline.end[node] - timeline.start[node]
@@ -59,13 +62,16 @@ def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
             kind, r = graph.ops[node].kind, graph.rank(node)
             by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
             by_rank[r] = by_rank.get(r, 0.0) + length
+            part = graph.ops[node].slice
+            if graph.program.slices > 1 and kind.computes:
+                by_slice[part] = by_slice.get(part, 0.0) + length
         elif node in graph.met:
             kind = graph.ops[graph.met[node][0]].kind
             by_kind[kind.value] = by_kind.get(kind.value, 0.0) + length
         else:
             transfers += length
             changes += 1
-    return Path({kind: ms for kind, ms in by_kind.items() if ms > SAME}, by_rank, transfers, changes)
+    return Path({kind: ms for kind, ms in by_kind.items() if ms > SAME}, by_rank, transfers, changes, by_slice)
 
 
 def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
@@ -135,10 +141,14 @@ def _full(compiled: Compiled) -> bool:
     job, costs, placement = compiled.job, compiled.costs, compiled.program.placement
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     room = job.room
-    kept, kept_bytes = costs.units("kept"), costs.bytes_of("kept")
+    stages = range(costs.stages)
+    kept, kept_bytes = (
+        [min(hold(Op(Kind.F, s, slice=j)) for j in range(costs.slices)) for s in stages]
+        for hold in (costs.held, costs.held_bytes)
+    )
     for rank, held in enumerate(compiled.memory):
-        stages = placement.stages_of(rank)
-        units, size = min(kept[s] for s in stages), min(kept_bytes[s] for s in stages)
+        mine = placement.stages_of(rank)
+        units, size = min(kept[s] for s in mine), min(kept_bytes[s] for s in mine)
         if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
             return True
         if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
