@@ -1,0 +1,294 @@
+"""Jobs whose microbatches are cut into slices: keys, costs, memory, plans and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.jobs import job, toml_text
+from tests.tiers import few
+from zbc.compiler import recall
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.memory.ledger import ledger
+from zbc.compiler.memory.per_rank import curve, peaks
+from zbc.compiler.schedules.lagged import one_f_one_b
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.whatif.compare import Asked
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.job.cuts import cuts_of
+from zbc.plan.directory import MANIFEST, StoredPlan
+
+LONG = {"model": {"seq_len": 2048, "hidden": 64}}
+GIVEN = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
+
+
+def planned(**changes):
+    return compile_job(job(**changes), suggest=False, budget=0.0)
+
+
+def sliced(count=4, **changes):
+    schedule = {"slices": count, **changes.pop("schedule", {})}
+    return {**LONG, **changes, "schedule": schedule}
+
+
+def refused(**changes):
+    """The only problem of a job."""
+    with pytest.raises(ZbcError) as caught:
+        job(**changes)
+    (error,) = caught.value.errors
+    return error
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_slices_stand_in_the_manifest_and_cost_the_same_when_it_is_read_again(tmp_path):
+    compiled = planned(**sliced(kind="zb-h1"))
+    manifest = compiled.write(tmp_path / "plan")
+    assert manifest.slices == 4 and "slices" in manifest.capabilities
+    assert manifest.cuts == [0, *manifest.cuts[1:4], 2048] and sorted(set(manifest.cuts)) == manifest.cuts
+    longest = max(b - a for a, b in pairwise(manifest.cuts))
+    assert {tuple(boundary.shape) for boundary in manifest.boundaries} == {(2, longest, 64)}
+    stored = StoredPlan.read(tmp_path / "plan")
+    timeline, costs = recall.timeline_of(stored)
+    assert costs == compiled.costs
+    assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
+    assert len(manifest.predicted["slices"]) == 4
+
+
+def test_a_plan_of_whole_microbatches_says_nothing_of_slices(tmp_path):
+    planned(**LONG).write(tmp_path / "plan")
+    manifest = json.loads((tmp_path / "plan" / MANIFEST).read_text())
+    assert "cuts" not in manifest and "slices" not in manifest["capabilities"] and manifest["slices"] == 1
+    assert not {"slices", "cuts"} & manifest["planning"]["schedule"].keys()
+    assert "slices" not in manifest["predicted"] and "kv_bytes" not in manifest["predicted"]["per_rank"][0]
+
+
+def test_cuts_that_do_not_ascend_are_damage(tmp_path):
+    compiled = planned(**sliced())
+    manifest, _ = compiled.assemble()
+    for cuts in ([0, 5, 5, 6, 2048], [0, 2048], [1, 2, 3, 4, 2048]):
+        broken = manifest.model_copy(update={"cuts": cuts})
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / MANIFEST).write_text(broken.dumps())
+        with pytest.raises(ZbcError, match="cuts") as caught:
+            StoredPlan.read(folder)
+        assert caught.value.code == "E404"
+
+
+def test_a_seq_len_beyond_its_slices():
+    assert (one := refused(**sliced(17, model={"seq_len": 16}))).code == "E103" and "16 or fewer" in one.hint
+    assert "schedule.slices = 17" in one.message and ":" in one.where
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        ([10, 6], "2 lengths, schedule.slices is 3"),
+        ([10, 4, 4], "add up to 18, model.seq_len is 16"),
+        ([10, 3, 2], "add up to 15"),
+    ],
+)
+def test_lengths_that_are_not_the_sequence(cuts, words):
+    error = refused(**sliced(3, model={"seq_len": 16}, schedule={"cuts": cuts}))
+    assert error.code == "E103" and words in error.message
+    if len(cuts) == 3:  # what the hint says works
+        near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
+        assert cuts_of(job(**sliced(3, model={"seq_len": 16}, schedule={"cuts": near})))[-1] == 16
+
+
+def test_lengths_on_a_gpu_are_multiples_of_its_tile():
+    gpu = {"hardware": {"device": "cuda"}, "model": {"seq_len": 1024}}
+    error = refused(**sliced(2, schedule={"cuts": [500, 524]}, **gpu))
+    assert error.code == "E103" and "multiples of 128" in error.message and "[512, 512]" in error.hint
+    assert all(place % 128 == 0 for place in cuts_of(job(**sliced(3, **gpu))))
+    assert refused(**sliced(9, **gpu)).code == "E103"
+
+
+def test_cuts_without_slices_and_slices_without_a_sequence():
+    assert refused(schedule={"cuts": "even"}).code == "E110"
+    assert refused(**sliced("auto", schedule={"cuts": [1024, 1024]})).code == "E110"
+
+
+def test_slices_of_what_is_no_sequence(tmp_path):
+    path = tmp_path / "zbc.toml"
+    text = toml_text(model={"family": "tests.jobs:layers"}, schedule={"slices": 2}, data={"kind": "tests.jobs:data"})
+    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("seq_len")))
+    with pytest.raises(ZbcError) as caught:
+        load_job(path)
+    assert [error.code for error in caught.value.errors] == ["E110"]
+    assert "model.seq_len" in caught.value.errors[0].message
+
+
+@pytest.mark.parametrize("kind", few(["chimera-zb", "dualpipe", "hanayo", "bitpipe"], 2))
+def test_schedules_without_an_order_of_slices(kind):
+    chunks = {"chunks": 2} if kind in ("hanayo", "bitpipe") else {}
+    error = refused(**sliced(2, kind=kind, schedule=chunks))
+    assert error.code == "E120" and "meet in the middle" in error.message and 'kind = "zb-v"' in error.hint
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", ["balanced", "even", [1024, 512, 256, 256]])
+def test_shares_of_given_times_add_up_to_the_whole(cuts):
+    compiled = planned(**sliced(schedule={"cuts": cuts}), **GIVEN)
+    costs, places = compiled.costs, cuts_of(compiled.job)
+    for name in ("f", "b", "w"):
+        assert costs.column(name) == pytest.approx([1.0] * 4)
+    rows = [(b - a) / 2048 for a, b in pairwise(places)]
+    assert costs.ms["w"][0] == pytest.approx(rows)
+    if cuts == "balanced":
+        assert costs.ms["f"][0] == pytest.approx([0.25] * 4, rel=2e-3)
+        assert rows == sorted(rows, reverse=True)
+    if cuts == "even":
+        assert list(costs.ms["f"][0]) == sorted(costs.ms["f"][0])
+
+
+def test_estimated_slices_keep_what_the_whole_keeps():
+    """But for the place of keys and values, which all slices of a microbatch share."""
+    whole, cut = planned(**LONG).costs, planned(**sliced()).costs
+    for s in range(4):
+        kept, kv = cut.bytes_of("kept")[s], cut.bytes_of("kv")[s]
+        assert kept + kv == pytest.approx(whole.bytes_of("kept")[s], rel=0.01)
+        assert cut.bytes_of("left")[s] == pytest.approx(whole.bytes_of("left")[s], rel=0.01)
+        assert cut.units("kept")[s] + cut.units("kv")[s] == pytest.approx(whole.units("kept")[s], rel=0.01)
+    assert cut.bytes_of("kv")[1] == 2 * 2 * 64 * 4 * 2 * 2048  # K and V, 2 layers, width 64, float32, 2 sequences
+    assert cut.column("f")[1] == pytest.approx(whole.column("f")[1], rel=0.05)
+
+
+def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward():
+    compiled = planned(**sliced(kind="zb-h1"))
+    kv = compiled.costs.bytes_of("kv")
+    for rank, entries in enumerate(ledger(compiled.timeline, compiled.costs)):
+        ops, there, open_ = compiled.timeline.graph.ops, 0.0, {}
+        for entry in entries:
+            op = ops[entry.op]
+            change = sum(delta.bytes for delta in (*entry.begin, *entry.end) if delta.category == "kv")
+            there += change
+            if op.kind is Kind.F and op.slice == 0:
+                assert change == pytest.approx(kv[rank])
+                open_[op.mb] = 1
+            elif op.kind in (Kind.B, Kind.BW) and op.slice == 3:
+                assert change == pytest.approx(kv[rank])  # the gradients
+                open_[op.mb] = 2
+            elif op.kind in (Kind.B, Kind.BW) and op.slice == 0:
+                assert change == pytest.approx(-2 * kv[rank])
+                del open_[op.mb]
+            else:
+                assert change == 0
+            assert there == pytest.approx(kv[rank] * sum(open_.values()))
+        assert there == pytest.approx(0.0)
+
+
+def test_nothing_is_held_after_a_step_and_the_curve_has_the_peak():
+    compiled = planned(**sliced(kind="zb-v"))
+    for rank, memory in enumerate(peaks(compiled.program, compiled.costs, compiled.timeline)):
+        *_, (_, last) = points = list(curve(compiled.timeline, rank, compiled.costs))
+        assert last == pytest.approx(0.0, abs=1e-9)
+        assert max(units for _, units in points) == pytest.approx(memory.units)
+        assert 0 < memory.kv < memory.activations
+
+
+def test_recompute_keeps_keys_and_values_beside_the_inputs_of_layers():
+    again = planned(**sliced(memory={"activations": "recompute"})).costs
+    plain = planned(**sliced()).costs
+    assert again.bytes_of("kv") == plain.bytes_of("kv")
+    assert again.bytes_of("kept")[1] < plain.bytes_of("kept")[1] / 3
+    assert again.column("b")[1] == pytest.approx(plain.column("b")[1] + plain.column("f")[1])
+
+
+def test_slices_take_less_memory_and_time():
+    whole, cut = planned(**LONG), planned(**sliced(8))
+    assert max(rank.activations for rank in cut.memory) < 0.6 * max(rank.activations for rank in whole.memory)
+    assert cut.timeline.makespan < whole.timeline.makespan
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-auto", "zb-v", "v-auto", "looped-zb"], ("1f1b", "zb-v")))
+def test_no_order_is_below_the_bound(kind):
+    for cuts in ("balanced", "even"):
+        compiled = planned(**sliced(3, kind=kind, m=3, layers=16, schedule={"cuts": cuts}))
+        assert compiled.found.bounds.makespan <= compiled.timeline.makespan * (1 + 1e-9)
+        assert compiled.found.bounds.span <= compiled.timeline.span * (1 + 1e-9)
+
+
+def test_bounds_of_equal_slices_are_those_of_as_many_microbatches():
+    compiled = planned(**sliced(4, kind="zb-h1", schedule={"cuts": "even"}), **GIVEN)
+    costs = replace(compiled.costs, ms={**compiled.costs.ms, **{name: ((0.25,) * 4,) * 4 for name in "fbw"}})
+    assert bounds(compiled.program.placement, costs, 8).makespan == pytest.approx(24 + 3 / 4)
+
+
+@pytest.mark.parametrize("kind", few(["zb-auto", "v-auto", "v-half", "looped-zb"], 2))
+def test_searches_keep_to_bytes_that_slices_need(kind):
+    roomy = max(rank.activations for rank in planned(**sliced(kind="1f1b")).memory)
+    limit = {"memory_limit": f"{0.9 * roomy / 1024:.3f} KiB"}
+    compiled = planned(**sliced(kind=kind, schedule=limit))
+    assert max(rank.activations for rank in compiled.memory) <= 0.9 * roomy + 1
+    with pytest.raises(ZbcError) as caught:
+        planned(**sliced(kind=kind, schedule={"memory_limit": "1 KiB"}))
+    assert caught.value.code == "E303"
+
+
+# ---- the number of slices -------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_number_with_the_shortest_step():
+    found = planned(**sliced("auto"))
+    count = found.program.slices
+    assert count > 1 and found.job.schedule.slices == count
+    steps = {k: planned(**sliced(k)).timeline.makespan for k in (1, count // 2, count, 2 * count)}
+    assert steps[count] < steps[count // 2] <= steps[1]
+    assert steps[2 * count] > 0.99 * steps[count]
+
+
+def test_auto_finds_a_number_that_fits():
+    whole = max(rank.activations for rank in planned(**LONG).memory)
+    limit = {"memory_limit": f"{0.5 * whole / 1024:.3f} KiB"}
+    with pytest.raises(ZbcError):
+        planned(**LONG, schedule=limit)
+    assert planned(**sliced("auto", schedule=limit)).program.slices > 1
+
+
+def test_rows_of_a_comparison_name_the_number(tmp_path):
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text(**sliced("auto")))
+    row = Asked(path, budget=0.0)("1f1b", ())
+    assert row.name == f"1f1b k={len(row.report.slices)}" and len(row.report.slices) > 1
+    assert Asked(path, budget=0.0)("dualpipe", ()).name == "dualpipe"  # with "auto" it stays whole
+    swept = Asked(path, budget=0.0)("1f1b", (("schedule.slices", "2"),))
+    assert swept.name == "1f1b" and len(swept.report.slices) == 2
+
+
+def test_the_best_of_all_schedules_is_one_with_slices():
+    compiled = planned(**sliced(2, kind="auto", m=3))
+    assert compiled.program.slices == 2 and compiled.schedule not in ("chimera-zb", "bitpipe-zb")
+
+
+# ---- plugins --------------------------------------------------------------------------------------------------------
+
+
+def own_order(request):
+    return one_f_one_b(request)
+
+
+def whole_order(request):
+    return one_f_one_b(replace(request, slices=1))
+
+
+def test_a_plugin_is_asked_for_slices():
+    compiled = compile_job(with_plugin(4, "own_order"), suggest=False)
+    assert compiled.program.slices == 4
+    with pytest.raises(ZbcError) as caught:
+        compile_job(with_plugin(4, "whole_order"), suggest=False)
+    assert caught.value.code == "E121" and "request.slices" in caught.value.hint
+
+
+def with_plugin(count, name):
+    made = job(**sliced(count))
+    chosen = {"kind": None, "plugin": f"{__name__}:{name}"}
+    return replace(made, schedule=made.schedule.model_copy(update=chosen))
