@@ -2,7 +2,7 @@
 
     python bench/slices_run.py [--steps N] [--quick] [--only memory|steps]
 
-A small GPT on sequences of 4,096 tokens runs whole and in 4 and 8 slices: the most activations of each rank as predicted
+A small GPT on sequences of 4,096 tokens runs whole and in 4 and 8 slices: the most activations of a rank as predicted
 and as weighed in a step behind the others (`zbc report`), and how far losses are from those of whole microbatches. Then
 layers that sleep (sleeping.py), with ops of 20 ms at 8 slices and of 160 ms whole, so the same work: the median step
 beside the simulated one.
