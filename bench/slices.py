@@ -1,7 +1,8 @@
 """Slices of microbatches in random schedules, and what they cost a compile: `python bench/slices.py [COUNT] [FIRST]`.
 
 Every program has to pass all checks and to run to its end on the operational machine of the tests; of each a copy with
-two slices swapped and a damaged one are judged by both as well, and they have to agree on them. Then 64 ranks and 512
+two slices swapped and a damaged one are judged by both as well, and they have to agree on them. A file `stop` beside
+this one ends that part. Then 64 ranks and 512
 microbatches are compiled whole and in 4 slices, which are four times the ops; the smaller of two times each.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.pairs import stopped
 from bench.record import Record
 from tests.check.pairs import damaged, verdicts
 from tests.check.slices import draw, swapped
@@ -28,8 +30,11 @@ RANKS, MICROBATCHES, SLICES = 12, 24, 8
 def agreement(record: Record, count: int, first: int) -> int:
     """The disagreements of proofs and machine."""
     began, names, ops, disagreements = time.perf_counter(), Counter[str](), 0, 0
-    refused = Counter[str]()
+    refused, done = Counter[str](), 0
     for seed in range(first, first + count):
+        if stopped():
+            break
+        done += 1
         one = draw(seed, ranks=RANKS, microbatches=MICROBATCHES, slices=SLICES)
         names[one.name] += 1
         ops += one.program.size
@@ -44,9 +49,9 @@ def agreement(record: Record, count: int, first: int) -> int:
             record(f"seed {seed}: {one}: check and machine say {fine} as it is, {broken} damaged")
         if (seed - first + 1) % 500 == 0:
             print(f"{seed - first + 1} of {count}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    record(f"# up to {RANKS} ranks, {MICROBATCHES} microbatches, {SLICES} slices; seeds {first} to {first + count - 1}")
+    record(f"# up to {RANKS} ranks, {MICROBATCHES} microbatches, {SLICES} slices; seeds {first} to {first + done - 1}")
     record(", ".join(f"{name} {number}" for name, number in sorted(names.items())))
-    record(f"{count} programs of {ops / count:.0f} ops on average: complete, proven and run to their end")
+    record(f"{done} programs of {ops / done:.0f} ops on average: complete, proven and run to their end")
     record(f"refused by both: {refused['swapped']} copies with two slices swapped, {refused['damaged']} damaged")
     record(f"{disagreements} disagreements; {time.perf_counter() - began:.0f} s")
     return disagreements

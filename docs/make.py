@@ -30,6 +30,7 @@ from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.graph import build  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
+from zbc.compiler.schedules.searched import even_slices  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
 from zbc.ir import Op  # noqa: E402
 from zbc.text import percent, short  # noqa: E402
@@ -55,6 +56,7 @@ def main() -> None:
     recorded()
     screenshots()
     schedules()
+    sequence()
     gpu()
 
 
@@ -180,6 +182,15 @@ def example(card: ScheduleCard) -> Drawn:
     """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
     shown = Lowering().lower(Context.of(card.make(Request(*CARD, card.default_chunks))))
     return Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
+
+
+def sequence() -> None:
+    """The picture of docs/sequence.md: one step in slices."""
+    card, p, m, k = SCHEDULES["1f1b"], 4, 4, 3
+    costs = even_slices(card.placement(p, 1), k)
+    shown = Lowering().lower(Context(card.make(Request(p, m, slices=k, costs=costs)), costs))
+    drawn = Drawn("1f1b, three slices", shown.program, once(shown.timeline), costs)
+    write(PICTURES / "sequence.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
 
 
 def survival_table() -> str:

@@ -18,7 +18,7 @@ CUTS = {  # the layers of a model come in a row: where the stages begin and end 
     "compiler/partition/local_search.py",
 }
 COUNTED = {  # numbers of stages in words, and of what lies between them
-    "compiler/cost/cost.py": "stages are numbered from 0 to",
+    "compiler/cost/pricing.py": "stages are numbered from 0 to",
     "compiler/partition/initial.py": "bars",
     "plan/reading.py": "boundaries",
 }
