@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.jobs import job, toml_text
+from tests.profiles import profile_of
 from tests.tiers import few
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job, load_job
@@ -20,6 +21,8 @@ from zbc.compiler.whatif.compare import Asked
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.job.cuts import cuts_of
+from zbc.job.profile import SliceTime
+from zbc.job.slice_times import SliceTimes
 from zbc.plan.directory import MANIFEST, StoredPlan
 
 LONG = {"model": {"seq_len": 2048, "hidden": 64}}
@@ -292,3 +295,34 @@ def with_plugin(count, name):
     made = job(**sliced(count))
     chosen = {"kind": None, "plugin": f"{__name__}:{name}"}
     return replace(made, schedule=made.schedule.model_copy(update=chosen))
+
+
+# ---- times of slices in a profile -----------------------------------------------------------------------------------
+
+
+def timed(rows, past, floor, linear, attend):
+    """A block whose W has no attention."""
+    seen = rows * (past + rows / 2)
+    f = floor + linear * rows + attend * seen
+    return SliceTime(rows=rows, past=past, f=f, b=2 * f, w=floor + linear * rows)
+
+
+def test_a_profile_with_times_of_slices_says_where_to_cut_and_what_slices_take():
+    points = [timed(rows, past, 0.05, 1e-3, 4e-6) for rows, past in ((2048, 0), (1024, 1024), (512, 1536), (256, 0))]
+    given = job(**sliced(kind="1f1b"))
+    plain = profile_of(given)
+    layers = {**plain.layers, "block": plain.layers["block"].model_copy(update={"slices": points})}
+    described = replace(given, profile=plain.model_copy(update={"layers": layers}))
+    times = SliceTimes.of(described.profile)
+    assert times is not None and SliceTimes.of(plain) is None
+    assert times.fits[0] == pytest.approx((0.05, 1e-3, 4e-6), rel=1e-6)
+    assert times.fits[2] == pytest.approx((0.05, 1e-3, 0.0), rel=1e-6, abs=1e-12)
+    places = cuts_of(described)
+    each = [times.all(a, b) for a, b in pairwise(places)]
+    assert max(each) * 4 / sum(each) <= 1.001
+    assert places != cuts_of(given)
+    compiled = compile_job(described, suggest=False, budget=0.0)
+    whole = compile_job(described.in_slices(1), suggest=False, budget=0.0)
+    assert compiled.costs.column("f") == pytest.approx(whole.costs.column("f"))
+    assert "slices" in described.profile.plain()["layers"]["block"]
+    assert "slices" not in plain.plain()["layers"]["block"]

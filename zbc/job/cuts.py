@@ -16,6 +16,7 @@ from zbc.errors import ZbcError
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
 from zbc.job.sections import Hardware, Schedule
+from zbc.job.slice_times import SliceTimes
 
 MULTIPLE = {"cuda": 128, "cpu": 1}  # of tokens: tiles of the kernels
 Cuts = tuple[int, ...]  # where slices begin, and the end of the sequence
@@ -30,8 +31,22 @@ def cuts_of(job: Job) -> Cuts:
     asked, multiple = job.schedule.cuts, MULTIPLE[job.hardware.device]
     if isinstance(asked, list):
         return tuple(sum(asked[:j]) for j in range(count + 1))
+    times = SliceTimes.of(job.profile)
+    if asked == "balanced" and times is not None:
+        return from_measured(length, count, times.all, multiple)
     linear, attend = (1.0, 0.0) if asked == "even" else flops(job.model)
     return balanced(length, count, linear, attend, multiple)
+
+
+def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
+    """The parts of a block's F, B and W that each slice takes, by a profile's times of slices or by operations."""
+    times = SliceTimes.of(job.profile)
+    if times is None:
+        mixed = share(cuts, *flops(job.model))
+        return {"f": mixed, "b": mixed, "w": share(cuts, 1.0, 0.0)}
+    each = [times.each(begin, end) for begin, end in pairwise(cuts)]
+    whole = [sum(column) or 1.0 for column in zip(*each, strict=True)]
+    return {name: [one[i] / whole[i] for one in each] for i, name in enumerate(("f", "b", "w"))}
 
 
 def flops(model: Model) -> tuple[float, float]:

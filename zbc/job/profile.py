@@ -39,6 +39,16 @@ class Measured(Section):
     spread: NotNegative = 0.0
 
 
+class SliceTime(Section):
+    """ms of some tokens of a sequence, with the keys and values of those before them."""
+
+    rows: Count = Field(description="tokens of the slice")
+    past: Annotated[int, Field(ge=0)] = Field(description="tokens of the sequence before them")
+    f: Ms
+    b: Ms
+    w: Ms
+
+
 class LayerBytes(Section):
     """Bytes of one layer; activations for one microbatch.
 
@@ -99,6 +109,7 @@ class LayerProfile(Section):
     parameters: int = Field(0, ge=0, description="how many numbers")
     parts: list[Bytes] = Field(default_factory=list, description="how many numbers in each parameter; [] if not known")
     bytes: LayerBytes | None = None
+    slices: list[SliceTime] = Field(default_factory=list, description="of a block: times of slices of a microbatch")
 
     def times(self) -> Iterator[tuple[str, Measured]]:
         for name in ("f", "b", "w", "bw", "again", "step", "norm", "tentative"):
@@ -182,6 +193,9 @@ class Profile(Section):
     def plain(self) -> dict[str, Any]:
         """The profile as it stands in files."""
         found: dict[str, Any] = _rounded(self.model_dump(mode="json"))
+        for layer in found["layers"].values():
+            if not layer["slices"]:  # as they were before there were any
+                del layer["slices"]
         return found
 
     def dumps(self) -> str:

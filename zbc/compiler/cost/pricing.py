@@ -15,7 +15,7 @@ from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Placement
-from zbc.job.cuts import cuts_of, flops, share
+from zbc.job.cuts import cuts_of, share, shares_of
 from zbc.job.spec import Job
 
 
@@ -30,15 +30,14 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
     if not cuts:
         return whole
-    linear, attend = flops(job.model)
-    rows, mixed = share(cuts, 1.0, 0.0), share(cuts, linear, attend)
+    rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
     parts, tables = list[Costs](), list[list[Layer]]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
         one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
-        times = {"f": mixed[j], "b": mixed[j], "w": rows[j]}
+        times = {name: each[j] for name, each in shares.items()}
         tables.append(estimate.of_slice(one, table, begin, times, rows[j]))
         parts.append(_build(one, placement, stages, tables[j]))
-    found = whole.cut(rows, f=mixed, b=mixed, w=rows)
+    found = whole.cut(rows, **shares)
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in ("f", "b", "w", "bw") if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})

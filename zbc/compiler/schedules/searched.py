@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.lagged import between_h1_and_h2
-from zbc.compiler.schedules.looped import interleaved_1f1b
+from zbc.compiler.schedules.looped import gis, interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.cyclic import FEW_OPS
@@ -45,7 +46,8 @@ def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
     """The limit that the name of a schedule says, if it says one, in activation units of p ranks.
 
     With slices it is as many of them as it is microbatches without, and one more for each that has to come before the
-    first can go back: the largest of so many in a row, with the buffers that a microbatch's slices share.
+    first can go back. They are what is left of a microbatch that goes back, whole ones, and the beginning of the last:
+    of both ends the first slices, which balanced cuts make the longest. The buffers that slices share come on top.
     """
     if name not in _OWN_LIMIT:
         return None
@@ -54,8 +56,14 @@ def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
     k, stages = costs.slices, range(costs.stages)
     each = [sum(costs.held(Op(Kind.F, s, 0, 0, j)) for s in stages) for j in range(k)]
     buffers = sum(costs.units("kv")) if "kv" in costs.size else 0.0
-    whole, rest = divmod(_OWN_LIMIT[name](p) + k - 1, k)
-    return whole + (sum(sorted(each)[k - rest :]) + buffers) / (sum(each) or 1.0)
+    units, begun = _OWN_LIMIT[name](p) + k - 1, [0.0, *accumulate(each)]
+    most = max(
+        (units - a - b) // k * begun[k] + begun[a] + begun[b]
+        for a in range(k + 1)
+        for b in range(k + 1)
+        if a + b <= units and (units - a - b) % k == 0
+    )
+    return (most + buffers) / (begun[k] or 1.0)
 
 
 def even_slices(placement: Placement, slices: int) -> Costs:
@@ -156,7 +164,7 @@ def _by_hand(problem: Problem, placement: Placement, request: Request) -> Iterat
     elif placement == Placement.vshape(request.p):
         programs = (zb_v_by_hand(plain),) if plain.slices == 1 else ()
     elif placement == Placement.looped(request.p, plain.v):
-        programs = (interleaved_1f1b(plain),)
+        programs = (interleaved_1f1b(plain), *((gis(plain),) if plain.slices > 1 else ()))
     for program in programs:
         yield program.history[0], _numbers(problem, program)
     yield "one by one", one_by_one(problem)
