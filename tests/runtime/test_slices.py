@@ -8,11 +8,15 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.lowered import lower
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import without_step
 from tests.threads import run_threads
 from tests.tiers import few
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules import Request, find
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.runtime.slicing import Inside, Part, Past, attention, positions, share_of, within
 from zbc.runtime.slot import Slot, using
 from zbc.runtime.split import split_backward
@@ -201,6 +205,19 @@ def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options)
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
     assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
+
+
+def test_forwards_that_run_again_begin_with_the_first_slice():
+    """The verdict comes in the middle of a warm-up: slices of some microbatches have run, and run again."""
+    order = find("zb-h1").make(Request(p=4, m=2, slices=3))
+    program = lower(order, "post-validate", Costs.uniform(order.placement).with_ms(hop=(1.5,)))
+    before = [op for op in program.ranks[1][: [op.kind for op in program.ranks[1]].index(Kind.REDO)]]
+    assert [op.slice for op in before if op.kind is Kind.F] == [0, 1, 2, 0, 1]
+    options = {"kind": "sgd", "lr": 0.5, "clip_grad_norm": 0.5, "sync": "post-validate"}
+    plan = make_plan(program, rows=ROWS[3], optimizer=options)
+    workers, expected = run_threads(plan, 4), reference(plan, 4)
+    assert any(result.redone for result in workers[0].results)
+    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
 
 
 def test_in_bfloat16_too():
