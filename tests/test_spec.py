@@ -85,6 +85,7 @@ FACTORY = {"family": "a.b:c"}
     ("changes", "code", "place", "text"),
     [
         ({"partition": {"mode": "uniform", "layers_per_stage": [2, 2, 2, 2]}}, "E110", "partition.mode", "two answers"),
+        ({"model": {"compile": True}, "schedule": {"slices": 2}}, "E110", "schedule.slices", "whole microbatches"),
         ({"partition": {"mode": "auto", "layout": "E|t*8|L"}}, "E110", "partition.mode", "partition.layout are two"),
         ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam and adamw"),
         ({"optimizer": {"kind": "sgd", "eps": 1e-3}}, "E110", "optimizer.eps", "is for adam and adamw"),

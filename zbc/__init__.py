@@ -6,9 +6,10 @@
     zbc.graph(plan)                                what waits for what, as a networkx.DiGraph
     zbc.torch_schedule(plan, stages, loss_fn)      torch's own pipelining runtime with the order of a plan
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
+    zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
 
-They mirror the commands and are imported when first used, so that `import zbc` costs nothing. None but
-`zbc.torch_schedule` needs torch. docs/python.md has examples.
+But for the last two, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
+None but those two and `zbc.torch_schedule` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -25,11 +26,30 @@ if TYPE_CHECKING:
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
     from zbc.pipelining import torch_schedule as torch_schedule
+    from zbc.runtime.slicing import attention as attention
+    from zbc.runtime.slicing import positions as positions
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "Run", "ZbcError", "__version__", "compare", "graph", "load", "plan", "torch_schedule"]
+__all__ = [
+    "Plan",
+    "Run",
+    "ZbcError",
+    "__version__",
+    "attention",
+    "compare",
+    "graph",
+    "load",
+    "plan",
+    "positions",
+    "torch_schedule",
+]
 
-_HOMES = {"ZbcError": "zbc.errors", "torch_schedule": "zbc.pipelining"}
+_HOMES = {
+    "ZbcError": "zbc.errors",
+    "torch_schedule": "zbc.pipelining",
+    "attention": "zbc.runtime.slicing",
+    "positions": "zbc.runtime.slicing",
+}
 
 # Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.
 importlib.import_module("zbc.plan")

@@ -41,6 +41,14 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, slack(schedule))
 
 
+def test_slices_of_unequal_length_are_sent_and_add_up(pool):
+    program = make_program("zb-v", 4, 3, slices=3)
+    plan = make_plan(program, rows=(0, 7, 12, 16), keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [[pytest.approx(expected.losses[0], rel=1e-6)]] * 4
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
+
+
 @pytest.mark.parametrize("schedule", few(["gpipe", "zb-v"], ("zb-v",)))
 def test_recompute_changes_no_bit(pool, schedule):
     plan = make_plan(make_program(schedule, 4, 4), keep=without_step, activations="recompute")

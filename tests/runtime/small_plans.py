@@ -31,12 +31,20 @@ NOISE = {"kind": "synthetic"}
 
 
 def make_program(
-    schedule: str, p: int, m: int, v: int | None = None, *, sync: str = "before-step", copies: int = 1, **how: Any
+    schedule: str,
+    p: int,
+    m: int,
+    v: int | None = None,
+    *,
+    sync: str = "before-step",
+    copies: int = 1,
+    slices: int = 1,
+    **how: Any,
 ) -> Program:
     """A complete, checked program of so many replicas; `how` sets `tied` and `sharded`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
-    program = lower(replace(found.make(Request(p=p, m=m, v=v)), dp=copies, **how), sync)
+    program = lower(replace(found.make(Request(p=p, m=m, v=v, slices=slices)), dp=copies, **how), sync)
     check_all(program)
     return program
 
@@ -57,8 +65,12 @@ def make_plan(
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
     cuts: Sequence[int] | None = None,
+    rows: Sequence[int] = (),
 ) -> StoredPlan:
-    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says."""
+    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says.
+
+    `rows` is where slices of microbatches begin, and the end of the sequence.
+    """
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None)
     checked = spec.Model.model_validate(model)
@@ -72,6 +84,7 @@ def make_plan(
         layers=[names[a:b] for a, b in pairwise(cuts)],
         boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
         microbatch_size=size,
+        cuts=rows,
         predicted={},
         planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={

@@ -276,7 +276,7 @@ def test_a_transfer_out_of_the_pipeline_is_refused_before_the_run(op):
     assert error.code == "E203" and op in error.message
 
 
-def test_sequence_slices_are_refused():
+def test_slices_of_which_nobody_says_where_they_are_are_refused():
     program = make_program("1f1b", 1, 1)
     plan = make_plan(program)
     sliced = type(plan)(plan.manifest.model_copy(update={"slices": 2}), plan.program)

@@ -57,6 +57,25 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
         assert predicted.bytes <= measured.peak * 1.04
 
 
+@pytest.mark.parametrize(
+    ("case", "kind", "activations"),
+    few(
+        dealt(
+            ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"],
+            dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"]),
+        ),
+        [("rotary", "1f1b", "keep")],
+    ),
+)
+def test_what_slices_keep_is_predicted(tmp_path, case, kind, activations):
+    """Keys and values once for all slices, their gradients, and of the rest what is in flight."""
+    model = {**CASES[case]["model"], "seq_len": 96}
+    how = {"schedule": {"slices": 3}, "memory": {"activations": activations}, "layers": 4}
+    for predicted, measured in both(tmp_path, kind=kind, pp=2, m=3, model=model, **how):
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
+        assert predicted.kv > 0 or activations == "recompute" or kind == "zb-v"
+
+
 TENTATIVE = {
     "adamw": {"kind": "1f1b"},
     "two stages": {"kind": "zb-v", "optimizer": {"kind": "adam"}},

@@ -37,12 +37,12 @@ MODELS = {
 
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
-    parallel = {"pp": pp, "tp": tp, "dp": dp}
+    parallel, cuts = {"pp": pp, "tp": tp, "dp": dp}, sections.pop("slices", 1)
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
         parallel=parallel,
-        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2},
+        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, "slices": cuts},
         optimizer=optimizer,
         data={"kind": "synthetic", **sections.pop("data", {})},
         train={"steps": 3, "seed": 7, **sections.pop("train", {})},
@@ -258,6 +258,7 @@ def test_layers_that_cannot_be_shared_are_refused():
         ({"tp": 3}, "E119", "does not divide model.heads = 4"),
         ({"optimizer": {"zero1": True}}, "E110", "optimizer.zero1 and parallel.tp"),
         ({"model_more": {"compile": True}}, "E110", "model.compile and parallel.tp"),
+        ({"slices": 2}, "E110", "schedule.slices and parallel.tp"),
         ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
     ],
 )

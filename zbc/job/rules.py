@@ -245,6 +245,10 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
     if optimizer is not None and optimizer.zero1:
         text = "config: optimizer.zero1 and parallel.tp do not go together yet"
         yield ZbcError("E110", text, where=where, hint="drop one of them")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if schedule is not None and schedule.slices != 1:
+        text = "config: schedule.slices and parallel.tp do not go together yet"
+        yield ZbcError("E110", text, where=where, hint="drop one of them")
     costs: GivenCosts | None = draft.sections.get("costs")
     if costs is not None and costs.profile:
         text = "config: costs.profile and parallel.tp do not go together: a profile is of whole layers"

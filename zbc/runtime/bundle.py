@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.slicing import now
 from zbc.runtime.tensors import Laid, TensorSpec
 
 _ALIGN = 16  # bytes: of the largest type, complex128
@@ -152,13 +153,35 @@ class _Unpack(torch.autograd.Function):
 
 
 class Joint:
-    """What lies between two layers: one tensor as it is (no layout), or several. One object for all that build them."""
+    """What lies between two layers: one tensor as it is (no layout), or several. One object for all that build them.
+
+    Slices of a microbatch have a layout for each number of rows.
+    """
 
     def __init__(self) -> None:
-        self.layout: Packing | None = None
+        self._layouts: dict[int | None, Packing] = {}
+
+    @property
+    def layout(self) -> Packing | None:
+        """In the slice that runs, or of whole microbatches."""
+        return self._layouts.get(_rows())
+
+    @layout.setter
+    def layout(self, layout: Packing) -> None:
+        self._layouts[_rows()] = layout
+
+    @property
+    def several(self) -> bool:
+        """Whether several tensors lie there."""
+        return bool(self._layouts)
 
     def __deepcopy__(self, memo: Any) -> Joint:
         return self
+
+
+def _rows() -> int | None:
+    inside = now()
+    return None if inside is None else inside.part.rows
 
 
 class Adapted:
@@ -182,7 +205,7 @@ class Adapted:
 
 def adapt(name: str, module: nn.Module, takes: Joint, gives: Joint) -> None:
     """Let `module` take and return one tensor, where links say that it has several."""
-    if (takes.layout is not None or gives.layout is not None) and not is_adapted(module):
+    if (takes.several or gives.several) and not is_adapted(module):
         module.forward = Adapted(name, module.forward, takes, gives)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.slicing import Part, share_of
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
-from zbc.runtime.state import Worker, name_of, take
+from zbc.runtime.state import BatchSource, Worker, name_of, take
 from zbc.runtime.tape import Tape
 from zbc.runtime.tensors import Loss, TensorSpec, to_device
 from zbc.runtime.validate import peak_bytes
@@ -36,8 +38,8 @@ def forward(worker: Worker, op: Op) -> None:
         raise ZbcError("E703", f"run: {op} runs twice")
     number, takes = run.first + key.mb, stage.takes
     if message is None:
-        x = _data(worker, number) if first else take(worker.handed, key, NOT_HANDED)
-    finish = functools.partial(stage_loss, worker.loss, _target(worker, number)) if last else stage.fit
+        x = read(worker, worker.batches, "inputs", number, stage.part)[0] if first else _handed(worker, key)
+    finish = _ending(worker, number, stage.part) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or worker.group is not None or key in run.halves else None
     if message is not None:  # last, so that what comes is used at once
@@ -51,7 +53,8 @@ def forward(worker: Worker, op: Op) -> None:
     y, tape = stage.forward(x, step, number, finish, slot)
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
-        worker.losses[key.mb] = y.item() if worker.on_host else y.detach().clone()
+        loss = y.item() if worker.on_host else y.detach().clone()
+        worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
         kept[key] = x, tape, run.share(y), slot
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
@@ -60,22 +63,44 @@ def forward(worker: Worker, op: Op) -> None:
     clock.stop(began)
 
 
-def _data(worker: Worker, number: int) -> Tensor:
-    if worker.batches is None:
-        raise _no_data()
-    x = worker.batches.inputs(worker.step, number)
-    return x if worker.on_host else to_device(x, worker.device)
+def _handed(worker: Worker, key: Key) -> Tensor:
+    """What a stage before on this rank gave."""
+    return take(worker.handed, key, NOT_HANDED)
 
 
-def _target(worker: Worker, number: int) -> Tensor:
-    if worker.batches is None:
-        raise _no_data()
-    target = worker.batches.targets(worker.step, number)
-    return target if worker.on_host else to_device(target, worker.device)
+def read(
+    worker: Worker, batches: BatchSource | None, kind: Literal["inputs", "targets"], number: int, part: Part | None
+) -> tuple[Tensor, float]:
+    """The inputs or targets of a microbatch on the rank's device, or those of a slice; and the slice's share in the
+    loss. Each microbatch is looked up once, for all its slices."""
+    if batches is None:
+        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
+    look_up = batches.inputs if kind == "inputs" else batches.targets
+    if part is None:
+        x = look_up(worker.step, number)
+        return x if worker.on_host else to_device(x, worker.device), 1.0
+    whole = worker.reading.pop((kind, number), None)
+    if whole is None:
+        whole = look_up(worker.step, number)
+    if not part.last:
+        worker.reading[kind, number] = whole
+    share = share_of(whole, part) if kind == "targets" else 1.0
+    return to_device(part.of(whole).contiguous(), worker.device), share
 
 
-def _no_data() -> ZbcError:
-    return ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
+def _ending(worker: Worker, number: int, part: Part | None) -> Callable[[Tensor], Tensor]:
+    """What makes the loss of the last stage's output."""
+    target, share = read(worker, worker.batches, "targets", number, part)
+    if part is None:
+        return functools.partial(stage_loss, worker.loss, target)
+    return functools.partial(slice_loss, worker.loss, target, share)
+
+
+def slice_loss(function: Loss, target: Tensor, share: float, output: Tensor) -> Tensor:
+    """What a slice adds to the loss of its microbatch. Raises E505 as `stage_loss`."""
+    if share == 0.0:  # no target counts: a mean over none would be no number
+        return (output * 0.0).sum()
+    return stage_loss(function, target, output) * share
 
 
 def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from zbc.runtime.alone import Alone
 from zbc.runtime.bundle import Packing
 from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.tape import Inputs, RecordedGraph, Tape, input_of
@@ -79,6 +80,12 @@ class Stage:
     laid: Laid | None = None
     came: Packing | None = None  # how its input is packed, if it is several tensors
     goes: Packing | None = None  # how its output is
+    part: Part | None = None  # the slice of microbatches that this one runs; None: whole ones
+    slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
+
+    def at(self, part: int) -> Stage:
+        """What runs that slice of a microbatch."""
+        return self.slices[part] if self.slices else self
 
     def __post_init__(self) -> None:
         self.parameters = {
@@ -165,13 +172,17 @@ class Stage:
         try:
             with torch.no_grad(), self.autocast:
                 for layer in self.layers:
-                    if layer.traits.overwrites:  # what it is given may be a weight, or a table that a layer returned
-                        x = x.clone()
-                    with drawing(self.device, seed_of(*place, layer.name)) if layer.traits.random else nullcontext():
-                        x = layer.module(x)
+                    x = self._evaluate(layer, x, *place)
                 return finish(x)
         finally:
             swap_slot(before)
+
+    def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
+        if layer.traits.overwrites:  # what it is given may be a weight, or a table that a layer returned
+            x = x.clone()
+        with drawing(self.device, seed_of(*place, layer.name)) if layer.traits.random else nullcontext():
+            y: Tensor = layer.module(x)
+            return y
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last = self.layers, len(self.layers) - 1
@@ -209,8 +220,12 @@ class Stage:
             x = x.clone()
         if not layer.traits.random:
             return layer.call(x)
-        with drawing(self.device, seed_of(self.seed, step, mb, layer.name)):
+        with drawing(self.device, self._draw(step, mb, layer)):
             return layer.call(x)
+
+    def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
+        """The seed of what a layer draws."""
+        return seed_of(self.seed, step, mb, layer.name)
 
     @functools.cached_property
     def _first_trained(self) -> int:

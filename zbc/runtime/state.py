@@ -31,8 +31,10 @@ from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.slicing import Pasts
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
+from zbc.runtime.stage_slice import StageSlice
 from zbc.runtime.tape import Tape
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
@@ -163,6 +165,7 @@ class Worker:
     input_grads: dict[Key, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
     losses: dict[int, Tensor | float] = field(default_factory=dict)
+    reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
@@ -314,6 +317,9 @@ class Worker:
         for store in STORES:
             if store.value in REPEATED:
                 self.store(store).clear()
+        for pasts in self._pasts():
+            pasts.clear()
+        self.reading.clear()
 
     def close(self) -> None:
         """End the threads that work for this rank."""
@@ -326,18 +332,25 @@ class Worker:
         due = (store for store in STORES if not VALUES[store.value].stays)
         found = [store.left.format(name_of(key)) for store in due for key in self.store(store)]
         found += ["a sum of gradients was started and never used"] * len(self.summing)
+        numbers = sorted({number for pasts in self._pasts() for number in pasts})
+        found += [f"keys and values of microbatch {number} were never freed" for number in numbers]
+        found += [f"the slices of m{number - self.phase_run.first} did not all run" for _, number in self.reading]
         return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses)]
+
+    def _pasts(self) -> list[dict[int, Pasts]]:
+        """What stages that run slices keep of those before."""
+        return [one.pasts for stage in self.stages.values() for one in stage.slices[:1] if isinstance(one, StageSlice)]
 
 
 def _route(worker: Worker, op: Op) -> Route | None:
     kind, placement = op.kind, worker.placement
     if kind.row.scope is Scope.RANK:
         return None
-    stage = worker.stages.get(op.stage)
-    if stage is None:
+    whole = worker.stages.get(op.stage)
+    if whole is None:
         text = f"run: {op} is in the plan of rank {worker.plan.rank}, which does not hold stage {op.stage}"
         raise ZbcError("E205", text, hint="plan again")
-    key, here = op.key, op.stage
+    stage, key, here = whole.at(op.slice), op.key, op.stage
     sources, sinks = placement.sources(here), placement.sinks(here)
     if kind.is_transfer:
         peer = placement.peer(op)

@@ -18,12 +18,11 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, NOT_HANDED, stage_loss
+from zbc.runtime.handlers import HANDLERS, NOT_HANDED, read, slice_loss, stage_loss
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.state import BatchSource, Evaluation, Worker, take
-from zbc.runtime.tensors import to_device
+from zbc.runtime.state import Evaluation, Worker, take
 from zbc.training.data.data import Batches, Samples
 
 
@@ -52,7 +51,7 @@ def build_evaluation(
         seed = seed_of(train.seed, "evaluation")
         batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
-    ops = forward_only(worker.placement, manifest.microbatches).ranks[worker.plan.rank]
+    ops = forward_only(worker.placement, manifest.microbatches, manifest.slices).ranks[worker.plan.rank]
     worker.prepare(ops)
     handlers = {**HANDLERS, Kind.F: _forward}
     script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
@@ -140,25 +139,20 @@ def _forward(worker: Worker, op: Op) -> None:
     if message is not None:
         x = stage.arrived(worker.wait(message))
     elif first:
-        x = to_device(_batches(worker).inputs(worker.step, number), worker.device)
+        x = read(worker, _of(worker).batches, "inputs", number, stage.part)[0]
     else:
         x = take(worker.handed, key, NOT_HANDED)
     finish: Callable[[Tensor], Tensor] = stage.fit
     if last:
-        target = to_device(_batches(worker).targets(worker.step, number), worker.device)
+        target, share = read(worker, _of(worker).batches, "targets", number, stage.part)
         finish = functools.partial(stage_loss, worker.loss, target)
+        if stage.part is not None:
+            finish = functools.partial(slice_loss, worker.loss, target, share)
     began = worker.clock.start()  # on a GPU the host stays near it here, too
     y = stage.evaluate(x, finish, "evaluation", worker.step, number)
     worker.clock.stop(began)
     if last:
-        worker.losses[op.mb] = y
+        worker.losses[op.mb] = y if not op.slice else worker.losses.get(op.mb, 0.0) + y
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y
-
-
-def _batches(worker: Worker) -> BatchSource:
-    batches = _of(worker).batches
-    if batches is None:
-        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
-    return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,9 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.slicing import Inside, Part, within
 from zbc.runtime.stage import Stage
+from zbc.runtime.stage_slice import in_slices
 from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
@@ -35,6 +38,7 @@ from zbc.training.models import model, pretrained, sharding
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
+from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
 
@@ -87,9 +91,6 @@ def build_worker(
     (nothing to compile with).
     """
     manifest = plan.manifest
-    if manifest.slices > 1:
-        text = f"run: the plan cuts microbatches into {manifest.slices} slices, which this runtime cannot execute"
-        raise ZbcError("E406", text, hint="plan without sequence slices")
     settings = Settings.of(manifest)
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
@@ -98,10 +99,18 @@ def build_worker(
     if ends or settings.data.kind not in KINDS:
         samples = build_samples(settings.data, settings.model, settings.train.seed)
     plans = layer_plans(settings) if plans is None else list(plans)
-    shapes = shapes_of(settings, plans, samples, manifest, device)
+    slices = parts_of(manifest)
+    lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]
+    by_rows = {rows: shapes_of(settings, plans, samples, manifest, device, rows) for rows in lengths}
+    shapes = by_rows[lengths[0]]
     parts, phases = [*ramp, plan], Phases.of(manifest)
     group, cuts = _group(manifest, transport), dict[str, Cut]()
     stages = _build_stages(parts, settings, plans, shapes, device, _sharing(group, settings, cuts))
+    for stage in stages.values():
+        if slices:
+            in_slices(stage, slices, [_forms(manifest, stage.index, by_rows[part.rows]) for part in slices])
+    if slices:
+        _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     worker = Worker(
         phase_runs=[_phase_run(part, shapes) for part in parts],
         phases=phases,
@@ -140,14 +149,52 @@ def shapes_of(
     samples: Samples | None,
     manifest: Manifest,
     device: torch.device,
+    rows: int | None = None,
 ) -> Shapes:
-    """What the layers `plans` look like in training on `device`. Raises as `derive`."""
+    """What the layers `plans` look like in training on `device`, in a slice of so many rows. Raises as `derive`."""
     lowered = LOWERED[settings.model.parameters]
     first = input_spec(settings.data, settings.model, samples, manifest.microbatch_size)
     if lowered is not None and first.dtype.is_floating_point:
         first = first._replace(dtype=lowered)
     autocast = device if settings.model.dtype == "bfloat16" else None
-    return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
+    if rows is None:
+        return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
+    first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
+    with within(Inside(Part(0, 0, rows, rows))):
+        return derive(plans, first, manifest, autocast=autocast, lowered=lowered, rows=rows)
+
+
+def _refuse_slices(
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    stages: Mapping[int, Stage],
+    samples: Samples | None,
+    shapes: Shapes,
+    slices: Sequence[Part],
+    *,
+    last: bool,
+) -> None:
+    """Raise E110, E512 or E513 for data, layers or a loss that cannot be cut into slices, as far as they are here."""
+    targets = None
+    if samples is not None and settings.data.kind not in KINDS:
+        some = range(min(len(samples), 8))
+        targets = samples.targets(some)
+        for what, found in (("inputs", samples.inputs(some)), ("targets", targets)):
+            refuse_others(settings.data.kind, what, found, slices[-1].length)
+    if not settings.model.builtin:
+        try_layers(plans, stages.values(), shapes.before, slices, LOWERED[settings.model.parameters])
+    if last and samples is not None and settings.model.loss not in model.LOSSES:
+        known = samples.targets(range(min(len(samples), 8))) if targets is None else targets
+        try_loss(settings.model.loss, model.loss(settings.model.loss), shapes.output, known)
+
+
+def parts_of(manifest: Manifest) -> list[Part]:
+    """The slices of a plan's microbatches; none where they are whole. Raises E406 where the plan says no places."""
+    cuts = manifest.cuts
+    if manifest.slices > 1 and not cuts:
+        text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
+        raise ZbcError("E406", text, hint="give model.seq_len, and plan again")
+    return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
 
 
 def _phase_run(plan: RankPlan, shapes: Shapes) -> PhaseRun:
@@ -284,7 +331,7 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     """What a step of `plan` reads on a rank of the run, in its order."""
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
-    forwards = [op for op in plan.ops if op.kind is Kind.F]
+    forwards = [op for op in plan.ops if op.kind is Kind.F and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
     return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]
@@ -306,10 +353,7 @@ def _build_stages(
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
-            takes=shapes.inputs[s],
-            gives=next((shapes.inputs[other] for other in placement.sinks(s)), None),
-            came=shapes.layouts[s],
-            goes=next((shapes.layouts[other] for other in placement.sinks(s)), None),
+            **_forms(manifest, s, shapes),
             traits=shapes.traits,
             seed=settings.train.seed,
             device=device,
@@ -319,13 +363,24 @@ def _build_stages(
             flows=shapes.flows[s],
             needed=shapes.needed[s],
             compiles=settings.model.compile,
-            laid=shapes.laid[s],
             share=share,
         )
         for part in parts:
             refuse_stage(part.manifest, part.ops, stages[s])
     share_ties(stages.values(), plans, settings.train.seed, device, share)
     return stages
+
+
+def _forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
+    """What a stage takes and gives, and how."""
+    after = next(iter(manifest.to_placement().sinks(stage)), None)
+    return {
+        "takes": shapes.inputs[stage],
+        "gives": None if after is None else shapes.inputs[after],
+        "came": shapes.layouts[stage],
+        "goes": None if after is None else shapes.layouts[after],
+        "laid": shapes.laid[stage],
+    }
 
 
 def _split(parts: Sequence[RankPlan]) -> set[int]:

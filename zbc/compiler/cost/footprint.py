@@ -62,6 +62,7 @@ class Footprint:
     pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
     kv: float = 0.0  # of act_b, the keys and values
+    fused: float = 0.0  # of act_b, what is kept beside them only because they are views of it; slices copy them
 
     @property
     def first(self) -> Footprint:
@@ -90,7 +91,7 @@ class Footprint:
         )
 
 
-_BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logits", "loose", "tail", "kv")
+_BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logits", "loose", "tail", "kv", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,7 @@ def block(z: Sizes) -> Footprint:
         tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
         kv=2 * k * n * t,
+        fused=(q + k) * n * t if z.rotary and not (z.qk_norm and n == 4) else 0,  # norms in float32 keep it as well
     )
 
 

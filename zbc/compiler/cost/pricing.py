@@ -46,13 +46,20 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if whole.bytes is None:
         return found
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
-    return _weighed(found, whole, parts, kv, _recomputed(job, placement))
+    fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
+    return _weighed(found, whole, parts, kv, fused, _recomputed(job, placement))
 
 
 def _weighed(
-    costs: Costs, whole: Costs, parts: Sequence[Costs], kv: Sequence[Sequence[float]], again: Collection[int]
+    costs: Costs,
+    whole: Costs,
+    parts: Sequence[Costs],
+    kv: Sequence[Sequence[float]],
+    fused: Sequence[Sequence[float]],
+    again: Collection[int],
 ) -> Costs:
-    """The same with the bytes that slices keep: all that `parts` do but for keys and values, `kv[slice][stage]`.
+    """The same with the bytes that slices keep: all that `parts` do but for keys and values, `kv[slice][stage]`, and
+    what those were views of.
 
     Those are kept for the whole microbatch; of a stage that recomputes, beside the inputs of its layers. A byte is as
     many units as it is of the `whole` microbatch.
@@ -68,7 +75,8 @@ def _weighed(
         each = [list(part.bytes_of(name)) for part in parts]
         if name == "kept":
             each = [
-                [kept - (0.0 if s in again else kv[j][s]) for s, kept in enumerate(one)] for j, one in enumerate(each)
+                [kept - (0.0 if s in again else kv[j][s] + fused[j][s]) for s, kept in enumerate(one)]
+                for j, one in enumerate(each)
             ]
         size[name] = tuple(
             tuple(Size(one[s] * rates[name][s], one[s]) for one in each) if rates[name][s] else costs.size[name][s]

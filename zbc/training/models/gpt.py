@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from zbc.runtime.slicing import attention, first_row
 from zbc.training.models.rotary import Rotary
 
 STD = 0.02
@@ -47,7 +47,10 @@ class Embed(nn.Module):
         x = self.look_up(tokens)
         if self.scale != 1.0:
             x = x * self.scale
-        return x if self.positions is None else x + self.positions(self.index[: tokens.shape[-1]])
+        if self.positions is None:
+            return x
+        start = first_row()
+        return x + self.positions(self.index[start : start + tokens.shape[-1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)  # type: ignore[no-any-return]
@@ -81,8 +84,7 @@ class GptBlock(nn.Module):
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
+        return attention(q, k, v).transpose(1, 2).reshape(batch, length, -1)
 
 
 class GptHead(nn.Module):

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from zbc.runtime.slicing import attention
 from zbc.training.models.gpt import linear, same
 from zbc.training.models.rotary import Rotary
 
@@ -87,6 +87,4 @@ class LlamaBlock(nn.Module):
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self.norm_q(q.float()).type_as(v), self.norm_k(k.float()).type_as(v)
         q, k = self.rotary(q), self.rotary(k)
-        grouped = self.kv_heads < self.heads
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return mixed.transpose(1, 2).reshape(batch, length, self.heads * self.size)
+        return attention(q, k, v).transpose(1, 2).reshape(batch, length, self.heads * self.size)

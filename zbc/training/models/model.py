@@ -259,9 +259,7 @@ def hollow(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 def loss(name: str) -> Loss:
     """`cross_entropy` (logits (..., C), targets (...)), `mse`, or a user's function (output, target) -> scalar."""
-    if name == "cross_entropy":
-        return cross_entropy
-    return mse if name == "mse" else userobject.load(name, "model.loss")
+    return LOSSES[name] if name in LOSSES else userobject.load(name, "model.loss")
 
 
 def mse(output: Tensor, targets: Tensor) -> Tensor:
@@ -274,3 +272,6 @@ def mse(output: Tensor, targets: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood over all leading dimensions."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.model_section import RopeScaling
+from zbc.runtime.slicing import first_row
 
 
 class Rotary(nn.Module):
@@ -23,8 +24,9 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[-2]
-        cos, sin = self.cos[:length], self.sin[:length]
+        start = first_row()
+        rows = slice(start, start + x.shape[-2])
+        cos, sin = self.cos[rows], self.sin[rows]
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 

@@ -24,6 +24,7 @@ from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.state import Worker
 from zbc.training import frames
 from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
@@ -82,9 +83,10 @@ def check_up(plan: StoredPlan) -> Checkup:
 
     Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
     """
-    single = _single(plan)
+    single, worker = _alone(plan, plan.manifest.slices)
+    if single.manifest.slices > 1 and any(layer.traits.random for s in worker.stages.values() for layer in s.layers):
+        single, worker = _alone(plan, 1)  # slices draw other numbers than whole microbatches
     manifest, settings = single.manifest, Settings.of(single.manifest)
-    worker = build_worker(RankPlan(0, single.program.ranks[0], manifest), Hub(1).end(0), CPU)
     for rank, ops in enumerate(plan.program.ranks):
         for s in plan.program.placement.stages_of(rank):
             refuse_stage(plan.manifest, ops, worker.stages[s])
@@ -93,7 +95,7 @@ def check_up(plan: StoredPlan) -> Checkup:
         mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
         loss, plain = plain_gradients(single)
     least = ROUNDING * max(map(largest, plain.values()), default=0.0)
-    least *= settings.model.compile  # uncompiled there is no such rounding
+    least *= settings.model.compile or manifest.slices > 1  # else there is no such rounding
     found = tuple(
         Compared(name, apart(grad, mine.get(name), least), grad is None or bool(grad.isfinite().all()))
         for name, grad in plain.items()
@@ -113,29 +115,49 @@ def _shown() -> Iterator[None]:
         raise frames.failure(error, "model: it fails in training") from error
 
 
-def _single(plan: StoredPlan) -> StoredPlan:
+def _alone(plan: StoredPlan, slices: int) -> tuple[StoredPlan, Worker]:
+    """A plan for one rank, and that at work."""
+    single = _single(plan, slices)
+    return single, build_worker(RankPlan(0, single.program.ranks[0], single.manifest), Hub(1).end(0), CPU)
+
+
+def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     """The plan's stages on one rank, without the end of a step, for two microbatches: in flight together if any are in
     the plan."""
     manifest, stages = plan.manifest, range(plan.manifest.stages)
+    parts = range(slices)
     split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
     count = min(2, manifest.microbatches)
     together = any(overlaps(ops, s) for ops in plan.program.ranks for s in stages)
     ops = list[Op]()
     for mbs in [range(count)] if together else [[mb] for mb in range(count)]:
-        ops += [Op(Kind.F, s, mb) for mb in mbs for s in stages]
-        ops += [Op(Kind.B if s in split else Kind.BW, s, mb) for mb in mbs for s in reversed(stages)]
-        ops += [Op(Kind.W, s, mb) for mb in mbs for s in reversed(stages) if s in split]
+        ops += [Op(Kind.F, s, mb, 0, part) for mb in mbs for part in parts for s in stages]
+        ops += [
+            Op(Kind.B if s in split else Kind.BW, s, mb, 0, part)
+            for mb in mbs
+            for part in reversed(parts)
+            for s in reversed(stages)
+        ]
+        ops += [Op(Kind.W, s, mb, 0, part) for mb in mbs for part in parts for s in reversed(stages) if s in split]
     placement = Placement(((0,) * len(stages),))
     program = Program(
-        placement, count, ((*ops, Op(Kind.VALIDATE, 0)),), ("doctor",), tied=manifest.tied, ties=tuple(manifest.ties)
+        placement,
+        count,
+        ((*ops, Op(Kind.VALIDATE, 0)),),
+        ("doctor",),
+        slices=slices,
+        tied=manifest.tied,
+        ties=tuple(manifest.ties),
     )
+    whole = slices < manifest.slices
     single, _ = assemble(
         program,
         parameters={},
         layers=manifest.layers,
-        boundaries=manifest.boundaries,
+        boundaries=[None] * len(manifest.boundaries) if whole else manifest.boundaries,
         microbatch_size=manifest.microbatch_size,
         predicted={},
+        cuts=() if whole else manifest.cuts,
         planning={**manifest.planning, "optimizer": {"sync": "before-step"}},
         training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
     )
@@ -196,10 +218,12 @@ def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 def _ways(plan: StoredPlan, settings: Settings) -> tuple[str, ...]:
     split = {op.stage for op in plan.program.ranks[0] if op.kind is Kind.B}
-    compiled = ", compiled" * settings.model.compile
+    more = ", compiled" * settings.model.compile
+    if plan.manifest.slices > 1:
+        more += f", in {plan.manifest.slices} slices"
     return tuple(
         ("B and W apart" if s in split else "backward in one")
         + (", recomputed" * (settings.memory.of(s) != "keep"))
-        + compiled
+        + more
         for s in range(plan.manifest.stages)
     )

@@ -28,7 +28,7 @@ def refuse_untrainable(name: str, layer: nn.Module) -> None:
 
 def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
     """Raise E509 if a layer of a stage would not train as in one process, on a rank with `ops`."""
-    order = [op.mb for op in ops if op.kind is Kind.F and op.stage == stage.index]
+    order = [(op.mb, op.slice) for op in ops if op.kind is Kind.F and op.stage == stage.index]
     ordered, copies = order == sorted(set(order)), manifest.holders(stage.index) > 1
     for layer in stage.layers:
         if copies:

@@ -40,6 +40,7 @@ class Shapes:
     """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
     per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
     a cut; transfers make tensors contiguous. `layouts`: per stage, how its input is packed if it is several tensors.
+    `before`: what each layer takes, by name; `output`: what the last one returns.
 
     `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
     a layer passes none on. `needed`: whether its output gets one.
@@ -53,6 +54,8 @@ class Shapes:
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
     layouts: tuple[Packing | None, ...]
+    before: Mapping[str, Laid]
+    output: TensorSpec
 
 
 class _Seen(NamedTuple):
@@ -84,10 +87,12 @@ def derive(
     *,
     autocast: torch.device | None,
     lowered: torch.dtype | None = None,
+    rows: int | None = None,
 ) -> Shapes:
     """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
 
-    `lowered` is the type parameters are turned into for forward, if it is not their own.
+    `lowered` is the type parameters are turned into for forward, if it is not their own. `rows`: `first` is a slice of
+    so many tokens.
 
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
     layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
@@ -106,7 +111,7 @@ def derive(
             lower_precision(module.parameters(), lowered)
             output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
             if found.traits.carries or found.made:
-                found = found.judged(*carried(_with_values(plan, lowered), behind[-1].spec))
+                found = found.judged(*carried(with_values(plan, lowered), behind[-1].spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         inners[plan.name] = inner
@@ -122,12 +127,13 @@ def derive(
         free = autocast is not None
         laid.append(behind[position])
         layouts.append(plans[position - 1].gives.layout)
-        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free))
+        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free, rows=rows))
     names = sorted(sizes)
     flows, needed = _ways(manifest.layers, seen)
     traits = {name: found.traits for name, found in seen.items()}
     counts = tuple(sizes[name] for name in names)
-    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts))
+    before, last = {plan.name: taken for plan, taken in zip(plans, behind, strict=False)}, behind[-1].spec
+    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts), before, last)
 
 
 def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -181,7 +187,7 @@ def _output(
     takes = Laid(takes.spec)
     try:
         with seeded(0):
-            built = _with_values(plan, lowered)
+            built = with_values(plan, lowered)
             with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
                 tried = _looked_at(plan, built, takes, flow, torch.device("cpu"))
         return found or tried
@@ -198,7 +204,7 @@ def _output(
         raise ZbcError("E505", text, hint=hint, details=details) from error
 
 
-def _with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
+def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
     with seeded(0):
         built = copy.deepcopy(plan.build(0))
@@ -261,14 +267,19 @@ def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
                 raise ZbcError("E508", text, hint="tie parameters of the same shape")
 
 
-def _agreed(stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool) -> TensorSpec:
-    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'."""
+def _agreed(
+    stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool, rows: int | None
+) -> TensorSpec:
+    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'.
+
+    A plan says the shape of the longest slice; `rows` is the length of this one."""
     if planned is None:
         return derived
     dtype = getattr(torch, planned.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ZbcError("E505", f"run: the plan's boundary after stage {stage} has unknown dtype {planned.dtype!r}")
-    told = TensorSpec(tuple(planned.shape), dtype)
+    shape = planned.shape if rows is None else [*planned.shape[:1], rows, *planned.shape[2:]]
+    told = TensorSpec(tuple(shape), dtype)
     free = free_dtype and dtype.is_floating_point and derived.dtype.is_floating_point
     if told.shape != derived.shape or (told.dtype != derived.dtype and not free):
         text = f"run: the tensor after stage {stage} is {derived}, the plan says {told}"

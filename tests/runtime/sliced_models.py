@@ -1,0 +1,216 @@
+"""Layers and data of sequences that tests name as a user would: some run in slices, some cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zbc
+
+LENGTH = 16
+LONGEST = 64
+
+
+class Sequences:
+    """Random sequences of vectors, and the running mean of a map of them."""
+
+    def __init__(self, width: int = 8, count: int = 32, length: int = LENGTH) -> None:
+        self.x = torch.randn(count, length, width)
+        self.y = (self.x @ torch.randn(width, width)).cumsum(1) / 4
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+class OneNumber(Sequences):
+    """A number for a whole sequence."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index].sum()
+
+
+class Padded:
+    """Tokens of which those at the end, more in every sample, count for nothing."""
+
+    def __init__(self, vocab: int = 61, count: int = 32, length: int = LENGTH, ignored: int = -100) -> None:
+        self.tokens, self.ignored = torch.randint(1, vocab, (count, length + 1)), ignored
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        target = self.tokens[index, 1:].clone()
+        target[len(target) - 1 - index % 12 :] = self.ignored
+        return self.tokens[index, :-1], target
+
+
+class Mixer(nn.Module):
+    """Attention among the tokens, and their places."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.places = nn.Embedding(LONGEST, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x + self.places(zbc.positions(x))).view(batch, tokens, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        return x + self.drop(self.out(zbc.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)))
+
+
+class Begins(nn.Module):
+    """One tensor in, two out: the state and the places of its tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), zbc.positions(x)
+
+
+class GoesOn(Mixer):
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x + places[:, None] / LENGTH), places
+
+
+class Ends(nn.Module):
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * (1 + places[:, None])
+
+
+class OverTime(nn.Module):
+    """Mixes tokens by `how` (batch, tokens, width) -> the same."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.how(self.linear(x))
+
+
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv1d(8, 8, 3, padding=2)
+        nn.init.zeros_(self.along.weight)  # as layers begin that are to be the identity at first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.along(x.transpose(1, 2))[..., :-2].transpose(1, 2)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Counts(nn.Module):
+    """A buffer that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
+
+
+class _Centred(torch.autograd.Function):
+    """As it is; gradients of the tokens are centred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] - grads[0].mean(1, keepdim=True)
+
+
+def _both_ways(x: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
+def _own_causal(x: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True).expand_as(x)
+
+
+def _state(x: Tensor) -> Tensor:
+    states, state = [], torch.zeros_like(x[:, 0])
+    for row in x.unbind(1):
+        state = 0.5 * state + row
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "convolution": Convolves,
+    "normed": Normed,
+    "both_ways": lambda: OverTime(_both_ways),
+    "own_causal": lambda: OverTime(_own_causal),
+    "pooled": lambda: OverTime(_pooled),
+    "state": lambda: OverTime(_state),
+    "recurrent": lambda: Recurrent(),
+    "counts": Counts,
+    "backwards": lambda: OverTime(_Centred.apply),
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+def mixing(what: str, width: int = 8) -> list[nn.Module]:
+    return [nn.Linear(width, width), Mixer(width), MIXING[what](), nn.Linear(width, width)]
+
+
+def mixers(width: int = 8, count: int = 4, dropout: float = 0.0) -> list[nn.Module]:
+    return [Mixer(width, dropout) for _ in range(count)]
+
+
+def several(width: int = 8) -> list[nn.Module]:
+    return [Begins(width), GoesOn(width), GoesOn(width), Ends()]
+
+
+def tokens(vocab: int = 61, width: int = 8) -> list[nn.Module]:
+    return [nn.Embedding(vocab, width), Mixer(width), Mixer(width), nn.Linear(width, vocab)]
+
+
+def own_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def without_zeros(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over other targets than those that zbc counts."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def sum_over_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def last_token(output: Tensor, target: Tensor) -> Tensor:
+    return (output[:, -1] - target[:, -1]).square().mean()

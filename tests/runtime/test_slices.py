@@ -1,0 +1,310 @@
+"""Microbatches in slices along their sequence compute what whole ones do, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.lowered import lower
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
+from tests.runtime.test_gradients import without_step
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules import Request, find
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.runtime.slicing import Inside, Part, Past, attention, positions, share_of, within
+from zbc.runtime.slot import Slot, using
+from zbc.runtime.split import split_backward
+from zbc.training.models.gpt import GptBlock
+from zbc.training.models.llama import LlamaBlock
+from zbc.training.models.rotary import Rotary
+
+ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
+TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
+HERE = "tests.runtime.sliced_models:"
+SEQUENCES = {"data": {"kind": HERE + "Sequences"}}
+LONG = {"data": {"kind": HERE + "Sequences", "args": {"length": 48}}, "rows": (0, 20, 48)}
+PADDED = {"data": {"kind": HERE + "Padded"}}
+
+
+def user(factory, loss="mse", **args):
+    return {"family": HERE + factory, "layers": 4, "loss": loss, "args": args, "seq_len": 16}
+
+
+def plan_of(schedule="1f1b", p=2, m=3, k=3, how=None, **options):
+    program = make_program(schedule, p, m, slices=k, **(how or {}))
+    return make_plan(program, **{"rows": ROWS[k], **options})
+
+
+def near(found, wanted, tolerance=1e-6):
+    """How far two tensors are apart, as a share of the norm of one."""
+    return ((found - wanted).norm() / (wanted.norm() or 1.0)).item() <= tolerance
+
+
+def check_gradients(plan):
+    """Against one process with whole microbatches and plain autograd."""
+    workers, expected = run_threads(plan, 1), reference(plan)
+    found = parameters(workers)
+    assert found.keys() == expected.grads.keys()
+    scale = math.sqrt(sum(grad.square().sum().item() for grad in expected.grads.values()))
+    for name, grad in expected.grads.items():
+        assert (found[name].grad - grad).norm().item() <= 1e-6 * max(grad.norm().item(), 1e-2 * scale), name
+    for worker in workers:
+        assert worker.results[0].loss == pytest.approx(expected.losses[0], rel=1e-6)
+        assert worker.results[0].grad_norm == pytest.approx(expected.norms[0], rel=1e-5)
+    return workers
+
+
+# ---- one layer -----------------------------------------------------------------------------------------------
+
+BLOCKS = {
+    "gpt": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
+    "rotary": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
+    "llama": lambda: LlamaBlock(32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)),
+}
+
+
+def run_slices(block, x, grad, cuts, slot=Slot, split=False):
+    """Output, input gradient and what is held after each F and each B."""
+    pasts, kept, held = {}, [], []
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        part = Part(number, start, stop, cuts[-1])
+        leaf, mine = part.of(x).clone().requires_grad_(), slot()
+        with using(mine), within(Inside(part, pasts, "block")):
+            kept.append((part, leaf, block(leaf), mine))
+        held.append(sum(past.nbytes for past in pasts.values()))
+    for part, _, y, mine in reversed(kept):
+        mine.split = split
+        y.backward(part.of(grad))
+        held.append(sum(past.nbytes for past in pasts.values()))
+    for *_, mine in kept:
+        mine.run()
+    y, dx = (
+        torch.cat(parts, 1) for parts in ([y.detach() for _, _, y, _ in kept], [leaf.grad for _, leaf, *_ in kept])
+    )
+    return y, dx, held
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("cuts", [(0, 24), (0, 12, 24), (0, 1, 2, 23, 24), (0, 13, 17, 21, 24)])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_block_in_slices_is_the_whole_block(name, dtype, cuts, split):
+    torch.manual_seed(3)
+    block, tight = BLOCKS[name]().to(dtype), TIGHT[dtype]
+    for buffer in block.buffers():
+        buffer.data = buffer.data.to(dtype)
+    x, grad = (torch.randn(2, 24, 32, dtype=dtype) for _ in range(2))
+    whole = x.clone().requires_grad_()
+    y = block(whole)
+    y.backward(grad)
+    wanted = {key: p.grad.clone() for key, p in block.named_parameters()}
+    block.zero_grad()
+    split_backward(block)
+    found, dx, held = run_slices(block, x, grad, cuts, split=split)
+    assert near(found, y.detach(), tight) and near(dx, whole.grad, tight)
+    for key, parameter in block.named_parameters():
+        assert near(parameter.grad, wanted[key], tight * 3), key
+    heads = 2 if name == "llama" else 4
+    kv = 2 * 2 * heads * 24 * 8 * dtype.itemsize
+    k = len(cuts) - 1
+    assert held[:k] == [kv] * k, "one buffer for all slices"
+    assert held[k:] == [2 * kv] * (k - 1) + [0], "as much for gradients, and nothing behind the first slice"
+
+
+def test_slices_that_come_in_another_order_are_refused():
+    past, k = Past(6), torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ZbcError, match=r"forward of rows \[3, 6\): the next to run are those that begin at 0"):
+        past.write(3, 6, k, k)
+    past.write(0, 3, k, k)
+    past.write(3, 6, k, k)
+    with pytest.raises(ZbcError, match=r"backward of rows \[0, 3\): the next to come are those that end at 6"):
+        past.add(0, 3, k, k)
+    both = torch.zeros(1, 2, 6, 4)
+    past.add(3, 6, both, both.clone())
+    with pytest.raises(ZbcError, match="those that end at 3"):
+        past.add(3, 6, both, both)
+
+
+def test_two_attentions_of_a_layer_have_a_past_each():
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 8, 4)
+    wanted, found, pasts = attention(x, x, x) + attention(x, x.roll(1, -1), x), [], {}
+    for number, (start, stop) in enumerate([(0, 3), (3, 8)]):
+        part = x[:, :, start:stop]
+        with within(Inside(Part(number, start, stop, 8), pasts, "layer")):
+            found.append(attention(part, part, part) + attention(part, part.roll(1, -1), part))
+    assert len(pasts) == 2
+    torch.testing.assert_close(torch.cat(found, 2), wanted)
+
+
+def test_positions_are_those_of_the_sequence():
+    x = torch.zeros(2, 3, 5)
+    assert positions(x).tolist() == [0, 1, 2]
+    with within(Inside(Part(1, 4, 7, 9))):
+        assert positions(x).tolist() == [4, 5, 6]
+
+
+def test_a_share_counts_the_targets_that_count():
+    target = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100]])
+    assert share_of(target, Part(0, 0, 1, 4)) == 2 / 3 and share_of(target, Part(2, 2, 4, 4)) == 0.0
+    assert share_of(target.float(), Part(0, 0, 1, 4)) == 0.25
+    assert math.isnan(share_of(torch.full((1, 4), -100), Part(0, 0, 1, 4)))
+
+
+# ---- whole steps ---------------------------------------------------------------------------------------------
+
+WAYS = [
+    ("1f1b", 2, 3, 2, {}),
+    ("1f1b", 4, 2, 4, {}),
+    ("zb-h1", 4, 3, 3, {}),
+    ("gpipe", 2, 2, 3, {}),
+    ("interleaved-1f1b", 2, 4, 3, {}),
+    ("1f1b", 1, 2, 4, {}),
+    ("1f1b", 2, 3, 3, {"model": LLAMA}),
+    ("zb-h1", 2, 3, 3, {"model": {**GPT, "positions": "rotary"}}),
+    ("zb-h1", 2, 3, 3, {"activations": "recompute"}),
+    ("1f1b", 2, 3, 3, {"activations": "recompute"}),
+    ("zb-v", 2, 3, 3, {}),
+    ("zb-v", 4, 3, 2, {"activations": "recompute"}),
+    ("looped-zb", 2, 3, 2, {}),
+    ("v-half", 2, 2, 3, {}),
+    ("1f1b", 2, 2, 2, {"how": {"copies": 2}}),
+    ("zb-h1", 2, 2, 2, {"how": {"tied": True}, "model": {**GPT, "tie_embeddings": True}}),
+    ("zb-h1", 2, 3, 3, {"model": user("mixers"), **SEQUENCES}),
+    ("zb-v", 2, 3, 3, {"model": user("several"), **SEQUENCES}),
+    ("1f1b", 2, 3, 3, {"model": user("several"), **SEQUENCES, "activations": "recompute"}),
+    ("1f1b", 2, 4, 4, {"model": user("tokens", loss="cross_entropy"), **PADDED}),
+    ("zb-h1", 2, 4, 4, {"model": user("tokens", loss=HERE + "own_cross_entropy"), **PADDED}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "k", "options"), few(WAYS, lambda way: way[4] == {}))
+def test_a_step_in_slices_has_the_gradients_of_whole_microbatches(schedule, p, m, k, options):
+    check_gradients(plan_of(schedule, p, m, k, keep=without_step, **options))
+
+
+TRAINED = [
+    ("zb-h1", 2, 3, {"sync": "post-validate"}, {"optimizer": {"clip_grad_norm": 0.5, "sync": "post-validate"}}),
+    ("1f1b", 2, 2, {"copies": 2, "sharded": True}, {"optimizer": {"zero1": True}}),
+    ("zb-v", 2, 3, {"sync": "post-validate"}, {"optimizer": {"sync": "post-validate"}, "activations": "recompute"}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "m", "k", "how", "options"), TRAINED)
+def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options):
+    options = {**options, "optimizer": {"kind": "sgd", "lr": 0.5, **options["optimizer"]}}
+    plan = plan_of(schedule, 2, m, k, how=how, **options)
+    workers, expected = run_threads(plan, 4), reference(plan, 4)
+    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    for name, parameter in parameters(workers).items():
+        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
+
+
+def test_forwards_that_run_again_begin_with_the_first_slice():
+    """The verdict comes in the middle of a warm-up: slices of some microbatches have run, and run again."""
+    order = find("zb-h1").make(Request(p=4, m=2, slices=3))
+    program = lower(order, "post-validate", Costs.uniform(order.placement).with_ms(hop=(1.5,)))
+    before = [op for op in program.ranks[1][: [op.kind for op in program.ranks[1]].index(Kind.REDO)]]
+    assert [op.slice for op in before if op.kind is Kind.F] == [0, 1, 2, 0, 1]
+    options = {"kind": "sgd", "lr": 0.5, "clip_grad_norm": 0.5, "sync": "post-validate"}
+    plan = make_plan(program, rows=ROWS[3], optimizer=options)
+    workers, expected = run_threads(plan, 4), reference(plan, 4)
+    assert any(result.redone for result in workers[0].results)
+    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_in_bfloat16_too():
+    """The losses; gradients of keys and values are added up in the type that they have."""
+    options = {"model": {**LLAMA, "dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
+    workers = run_threads(plan_of("zb-h1", 2, 3, 3, **options), 4)
+    whole = run_threads(plan_of("zb-h1", 2, 3, 1, **options), 4)
+    losses, wanted = ([result.loss for result in ranks[0].results] for ranks in (workers, whole))
+    assert losses == pytest.approx(wanted, rel=2e-3) and losses != wanted
+
+
+def test_each_slice_draws_for_itself_whatever_the_plan():
+    model = user("mixers", dropout=0.5)
+    one, two = (plan_of(*how, 3, 3, model=model, keep=without_step, **SEQUENCES) for how in (("1f1b", 1), ("zb-v", 2)))
+    found, wanted = (parameters(run_threads(plan, 1)) for plan in (two, one))
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    drop, masks = plan_of("1f1b", 1, 1, 2, model=model, rows=(0, 8, 16), **SEQUENCES), []
+
+    def setup(worker):
+        for layer in worker.stages[0].layers:
+            layer.module.drop.register_forward_hook(lambda module, args, y: masks.append((y == 0).tolist()))
+
+    run_threads(drop, 1, setup=setup)
+    assert len(masks) == 8 and all(a != b for a, b in zip(masks[:4], masks[4:], strict=True))
+
+
+def test_evaluation_runs_in_slices():
+    same = {"train": {"eval_every": 2}, "data": {"kind": "synthetic", "validation": 0.00001}}
+    for schedule, more in (("1f1b", {}), ("zb-v", {"activations": "recompute"})):
+        found, wanted = (run_threads(plan_of(schedule, 2, 3, k, **same, **more), 4) for k in (3, 1))
+        losses, whole = ([one.loss for one in ranks[0].evaluation.results] for ranks in (found, wanted))
+        assert len(losses) == 2 and losses == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
+    options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}
+    first, second = plan_of("1f1b", 2, 3, before, **options), plan_of("zb-v", 2, 3, after, **options)
+    run_threads(first, 2, folder=tmp_path)
+    workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
+    whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
+    losses = [result.loss for result in workers[0].results]
+    assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-5)
+
+
+# ---- what cannot be cut --------------------------------------------------------------------------------------
+
+OTHERS = [
+    ("convolution", "layers.2 mixes tokens of different slices (they differ by", "from token 20 on)"),
+    ("normed", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("both_ways", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("own_causal", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("pooled", "layers.2 mixes tokens of different slices", "from token 0 on)"),
+    ("state", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("recurrent", "layers.2 mixes tokens of different slices", "from token 20 on)"),
+    ("counts", "layers.2 changes seen in its forward, which runs once for every slice", ""),
+]
+
+
+def refused(**options):
+    with pytest.raises(ZbcError) as caught:
+        run_threads(plan_of("1f1b", 1, 2, 2, **options), 1)
+    return caught.value
+
+
+@pytest.mark.parametrize(("what", "text", "where"), OTHERS)
+def test_a_layer_that_mixes_tokens_on_its_own_is_refused_by_name(what, text, where):
+    error = refused(model={**user("mixing", what=what), "seq_len": 48}, **LONG)
+    assert error.code == "E512" and text in error.message and error.message.endswith(where)
+    assert error.hint.endswith("or set schedule.slices = 1")
+
+
+def test_a_gradient_that_mixes_tokens_is_seen_too():
+    error = refused(model={**user("mixing", what="backwards"), "seq_len": 48}, **LONG)
+    assert error.code == "E512" and "layers.2 mixes tokens of different slices in its backward" in error.message
+
+
+@pytest.mark.parametrize("loss", ["without_zeros", "sum_over_tokens", "last_token"])
+def test_a_loss_that_is_no_mean_over_tokens_is_refused(loss):
+    padded = {"kind": HERE + "Padded", "args": {"ignored": 0}}
+    what = ("tokens", {"data": padded}) if loss == "without_zeros" else ("mixers", SEQUENCES)
+    error = refused(model=user(what[0], loss=HERE + loss), **what[1])
+    assert error.code == "E513" and error.message.startswith(f"model: {HERE}{loss} is no mean over tokens: ")
+
+
+def test_samples_that_are_no_sequences_are_refused():
+    error = refused(model=user("mixers"), data={"kind": HERE + "OneNumber"})
+    assert (error.code, error.hint) == ("E110", "set schedule.slices = 1")
+    assert error.message.endswith(f"and targets of {HERE}OneNumber are float32 [] each")
