@@ -25,6 +25,7 @@ from zbc.job.sections import (
     Schedule,
     Train,
 )
+from zbc.job.world import Weighed
 from zbc.text import GIB
 
 RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
@@ -48,6 +49,7 @@ class Job:
     checkpoint: Checkpoint
     log: Log
     profile: Profile | None = None  # what costs.profile names
+    weighed: tuple[Weighed, ...] = ()  # what pp and dp were chosen from, where the job left them open
 
     def __repr__(self) -> str:
         schedule = self.schedule.kind or self.schedule.file or self.schedule.plugin
@@ -98,7 +100,7 @@ class Job:
         Where initial weights come from is not part of that.
         """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
-        del data["model"]["pretrained"]
+        del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
         data["costs"]["profile"] = None
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured}

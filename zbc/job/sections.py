@@ -24,6 +24,9 @@ class Parallel(Section):
 
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel replicas of the pipeline")
+    world: Count | Literal["auto"] | None = Field(
+        None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
+    )
     node: tuple[Count, Count] | None = Field(
         None,
         strict=False,
@@ -36,6 +39,9 @@ class Schedule(Section):
 
     kind: str | None = Field(None, description="a name from `zbc schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
+    batch: Count | None = Field(
+        None, description="samples per step, instead of microbatches; needed with parallel.world"
+    )
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")

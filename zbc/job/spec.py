@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from zbc.errors import ZbcError
 from zbc.job import profile as profiles
-from zbc.job import toml
+from zbc.job import toml, world
 from zbc.job.job import Draft as Draft
 from zbc.job.job import Job as Job
 from zbc.job.model_section import Model as Model
@@ -36,15 +36,20 @@ from zbc.job.wording import convert, unknown
 VERSION = 1
 
 
-def draft(
+def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read a job file with `overrides` (see `gathered`); collect its problems."""
+    return drafted(gathered(path, overrides))
+
+
+def gathered(
     path: Path,
     overrides: Sequence[str] = (),
     schedule: str | None = None,
     profile: Path | None = None,
     *,
     document: toml.Document | None = None,
-) -> Draft:
-    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems.
+) -> toml.Document:
+    """What stands in a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top.
 
     `document` is what stands in it, where it is no file.
     """
@@ -58,6 +63,11 @@ def draft(
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
+    return document
+
+
+def drafted(document: toml.Document) -> Draft:
+    """The sections of a job, and all that is wrong with them."""
     result = Draft(document, {}, [])
     _check_version(result)
     known = [*SECTIONS, "zbc", "extends"]
@@ -186,6 +196,8 @@ def json_schema() -> dict[str, Any]:
         properties[name] = {"$ref": f"#/$defs/{name}"}
         if schema.get("required"):
             required.append(name)
+    for name, key in (world.GIVEN["pp"], world.MICROBATCHES):  # parallel.world and schedule.batch may stand for them
+        definitions[name]["required"].remove(key)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "zbc job",
