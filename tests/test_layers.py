@@ -31,6 +31,7 @@ compiler.report  compiler.schedules  compiler.steps
 compiler.partition
 interop
 compiler.order
+compiler.seating
 compiler.compile
 compiler.recorded  compiler.whatif
 viz

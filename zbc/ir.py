@@ -279,6 +279,7 @@ class Program:
     sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
     ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
+    order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -295,7 +296,7 @@ class Program:
     def topology(self) -> Topology:
         """The axes of a run of it."""
         where = self.placement
-        return Topology(where.ranks, self.dp, len(where.pipes), self.node, self.slices, self.microbatches)
+        return Topology(where.ranks, self.dp, len(where.pipes), self.node, self.slices, self.microbatches, self.order)
 
     @property
     def size(self) -> int:

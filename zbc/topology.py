@@ -5,6 +5,8 @@ replicas each, has those of one replica next to each other:
 
     pp 4, dp 2, node (4, 1)     rank 0..3 are replica 0, rank 4..7 replica 1
     pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
+
+With an `order` these are seats, and `order[seat]` is the rank of the run that takes it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Topology:
     node: tuple[int, int] | None = None  # what shares a node; None: replicas follow one another
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
+    order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
 
     @property
     def world(self) -> int:
@@ -51,7 +54,8 @@ class Topology:
         """The rank of the run that is rank `pp` of replica `dp`."""
         along, across = self.node or (self.pp, 1)
         block = dp // across * (self.pp // along) + pp // along
-        return block * along * across + dp % across * along + pp % along
+        seat = block * along * across + dp % across * along + pp % along
+        return self.order[seat] if self.order else seat
 
     def ranks(self, of: Iterable[int]) -> tuple[int, ...]:
         """The ranks of the run that are these ranks of the pipeline, in any replica; ascending."""
@@ -61,14 +65,17 @@ class Topology:
     def of(self, rank: int) -> Place:
         """Where a rank of the run is."""
         along, across = self.node or (self.pp, 1)
-        block, inside = divmod(rank, along * across)
+        seat = self.order.index(rank) if self.order else rank
+        block, inside = divmod(seat, along * across)
         replicas, ranks = divmod(block, self.pp // along)
         replica, part = divmod(inside, along)
         return Place(replicas * across + replica, ranks * along + part)
 
     def name(self, rank: int) -> str:
-        """A rank of the run for messages: `rank 5`, or with replicas `rank 5 [dp 1, pp 1]`."""
-        if self.dp == 1 or not 0 <= rank < self.world:
+        """A rank of the run for messages: `rank 5`; with replicas `rank 5 [dp 1, pp 1]`, with an order `[pp 1]`."""
+        if (self.dp == 1 and not self.order) or not 0 <= rank < self.world:
             return f"rank {rank}"
         place = self.of(rank)
+        if self.dp == 1:
+            return f"rank {rank} [pp {place.pp}]"
         return f"rank {rank} [dp {place.dp}, pp {place.pp}]"

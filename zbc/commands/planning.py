@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,7 +69,9 @@ def plan(
         ramp = {"ramp": starts} if starts else {}
         factor = speedup(beside.baseline, compiled.settled_ms)
         report = {**compiled.report.as_json(), "speedup_over_1f1b": factor}
-        weighed = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
+        weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
+        if compiled.job.links is not None:
+            weighed["order"] = manifest.order or list(range(manifest.topology.world))
         show_json({**report, **ramp, **weighed, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")

@@ -24,11 +24,13 @@ from zbc.compiler.partition.setup import Ordered, with_recompute
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
+from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec, toml, world
+from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
@@ -133,14 +135,18 @@ def load_job(
     again = plans.is_plan(path)
     document = recall.document_of(path) if again else None
     document = spec.gathered(path, overrides, schedule, profile, document=document)
-    measured = recall.job_of(plans.read_manifest(path)).profile if again and profile is None else None
+    kept = recall.job_of(plans.read_manifest(path)) if again else None
+    measured = (None if kept is None or profile is not None else kept.profile, None if kept is None else kept.links)
     found = world.read(document)
     if isinstance(found, world.World):
         return _fastest(found, measured, sketch=sketch)
     return _finished(found, measured)
 
 
-def _fastest(found: world.World, measured: Profile | None, *, sketch: bool) -> Job:
+Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
+
+
+def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
     """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`.
 
     Raises what is wrong with all shapes, if it is the same, and E116 where each has its own reason.
@@ -223,10 +229,10 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
     )
 
 
-def _finished(document: toml.Document, measured: Profile | None) -> Job:
+def _finished(document: toml.Document, measured: Measured) -> Job:
     """The job of a document, or all its problems, those of the schedule too; `measured` where it has no profile."""
     draft = spec.drafted(document)
-    draft.profile = draft.profile or measured
+    draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
     draft.problems += _pretrained(draft)
@@ -320,7 +326,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    found = order(job, table, budget)
+    job, found = seated(job, table, budget)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     found.compute.forget()
     program = found.complete.program

@@ -7,6 +7,7 @@ from typing import Any
 
 from zbc.errors import ZbcError, raise_all
 from zbc.job import toml
+from zbc.job.links import LinkTable
 from zbc.job.model_section import Model
 from zbc.job.profile import Profile
 from zbc.job.sections import (
@@ -49,6 +50,7 @@ class Job:
     checkpoint: Checkpoint
     log: Log
     profile: Profile | None = None  # what costs.profile names
+    links: LinkTable | None = None  # what hardware.links names
     weighed: tuple[Weighed, ...] = ()  # what pp and dp were chosen from, where the job left them open
 
     def __repr__(self) -> str:
@@ -101,9 +103,10 @@ class Job:
         """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
-        data["costs"]["profile"] = None
+        data["costs"]["profile"] = data["hardware"]["links"] = None
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
-        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured}
+        links = {} if self.links is None else {"links": self.links.plain()}
+        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
@@ -120,11 +123,12 @@ class Draft:
     sections: dict[str, Any]
     problems: list[ZbcError]
     profile: Profile | None = None
+    links: LinkTable | None = None
 
     def finish(self) -> Job:
         """The job, or every problem at once."""
         raise_all(self.problems)
-        return Job(self.document, **self.sections, profile=self.profile)
+        return Job(self.document, **self.sections, profile=self.profile, links=self.links)
 
     def add(self, code: str, message: str, *path: str | int, hint: str | None = None) -> None:
         self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))

@@ -217,6 +217,17 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {parts * copies}")
 
 
+def _order_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or parallel.order is None:
+        return
+    world = parallel.pp * parallel.dp
+    if sorted(parallel.order) != list(range(world)):
+        text = f"config: parallel.order does not name each of the ranks 0 to {world - 1} once"
+        hint = f"write {list(range(world))} in the order of the pipeline" if world <= 16 else "leave it out"
+        yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
+
+
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
     if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
@@ -304,6 +315,7 @@ RULES = (
     _rate_rules,
     _ramp_rules,
     _node_rule,
+    _order_rule,
     _reserve_rule,
     _evaluation_rules,
     _idle_rules,

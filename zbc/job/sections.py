@@ -32,6 +32,10 @@ class Parallel(Section):
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
+    order: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        description="the ranks of the run in the order of the pipeline; default: by hardware.links, or as numbered",
+    )
 
 
 class Schedule(Section):
@@ -99,6 +103,7 @@ class Hardware(Section):
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
+    links: str | None = Field(None, description="a links.toml: GB/s and us between all ranks, or all nodes")
 
 
 class LayerCost(Section):

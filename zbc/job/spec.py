@@ -14,8 +14,8 @@ import tomli
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
+from zbc.job import links, toml, world
 from zbc.job import profile as profiles
-from zbc.job import toml, world
 from zbc.job.job import Draft as Draft
 from zbc.job.job import Job as Job
 from zbc.job.model_section import Model as Model
@@ -78,6 +78,7 @@ def drafted(document: toml.Document) -> Draft:
     for rule in RULES:
         result.problems.extend(rule(result))
     _read_profile(result)
+    _read_links(result)
     return result
 
 
@@ -97,10 +98,7 @@ def _read_profile(result: Draft) -> None:
     model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
     if costs is None or not costs.profile or model is None or hardware is None or schedule is None:
         return
-    where = result.document.where(("costs", "profile"))
-    path = Path(costs.profile)
-    if not where.startswith("--"):  # written in a file, not on the command line
-        path = Path(where.rsplit(":", 2)[0]).parent / path
+    where, path = _named(result.document, ("costs", "profile"), costs.profile)
     try:
         found = profiles.read(path, where)
     except ZbcError as error:
@@ -113,6 +111,36 @@ def _read_profile(result: Draft) -> None:
         result.problems.append(ZbcError("E142", text, where=where, hint=hint, details=wrong))
         return
     result.profile = found
+
+
+def _named(document: toml.Document, key: toml.KeyPath, name: str) -> tuple[str, Path]:
+    """Where a file is named, and its path: a relative one starts at the folder of the file that names it."""
+    where = document.where(key)
+    return where, Path(name) if where.startswith("--") else Path(where.rsplit(":", 2)[0]).parent / name
+
+
+def _read_links(result: Draft) -> None:
+    """The table that hardware.links names, which is of as many ranks or nodes as the run."""
+    hardware, parallel, costs = (result.sections.get(name) for name in ("hardware", "parallel", "costs"))
+    if hardware is None or hardware.links is None or parallel is None:
+        return
+    where, path = _named(result.document, ("hardware", "links"), hardware.links)
+    try:
+        result.links = links.read(path, where)
+    except ZbcError as error:
+        result.problems.append(error)
+        return
+    wrong = links.misfit(result.links, parallel.pp * parallel.dp, hardware.ranks_per_node, where)
+    if wrong is not None:
+        result.problems.append(wrong)
+    if costs is not None and costs.comm is not None:
+        result.add(
+            "E141",
+            "config: costs.comm and hardware.links say both what a transfer takes",
+            "costs",
+            "comm",
+            hint="drop one of them",
+        )
 
 
 def _override(text: str, source: str) -> toml.Document:

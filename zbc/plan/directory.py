@@ -87,6 +87,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         m.sharded,
         run.node,
         tuple(m.ties),
+        run.order,
     )
 
 
@@ -144,6 +145,7 @@ def assemble(
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},
         node=list(program.node or ()),
+        order=list(program.order),
         ramp=list(ramp),
     )
     return manifest, files

@@ -220,6 +220,7 @@ class RunRecord:
             "ranks": m.ranks,
             "copies": m.copies,
             "node": m.node,
+            "order": m.order,
             "stages": m.stages,
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,
