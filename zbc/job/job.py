@@ -16,6 +16,7 @@ from zbc.job.sections import (
     SECTIONS,
     Checkpoint,
     Data,
+    Filler,
     GivenCosts,
     Hardware,
     Log,
@@ -49,6 +50,7 @@ class Job:
     data: Data
     checkpoint: Checkpoint
     log: Log
+    filler: Filler
     profile: Profile | None = None  # what costs.profile names
     links: LinkTable | None = None  # what hardware.links names
     weighed: tuple[Weighed, ...] = ()  # what pp and dp were chosen from, where the job left them open

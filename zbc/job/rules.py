@@ -15,6 +15,7 @@ from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
     Data,
+    Filler,
     GivenCosts,
     Hardware,
     LayerCost,
@@ -228,6 +229,19 @@ def _order_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
 
 
+def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
+    filler: Filler | None = draft.sections.get("filler")
+    if filler is None:
+        return
+    if filler.task is not None and not FACTORY.fullmatch(filler.task):
+        text = f"config: filler.task {filler.task!r} does not name a function"
+        where = draft.document.where(("filler", "task"))
+        yield ZbcError("E103", text, where=where, hint='write task = "package.module:make"')
+    if filler.task is None and filler.args:
+        where = draft.document.where(("filler", "args"))
+        yield ZbcError("E105", "config: filler.task is missing", where=where, hint='add task = "package.module:make"')
+
+
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
     if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
@@ -316,6 +330,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _order_rule,
+    _filler_rule,
     _reserve_rule,
     _evaluation_rules,
     _idle_rules,

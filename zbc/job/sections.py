@@ -247,6 +247,13 @@ class Checkpoint(Section):
     at_end: bool = Field(True, description="also after the last step")
 
 
+class Filler(Section):
+    """`[filler]`: work of your own while a rank waits."""
+
+    task: str | None = Field(None, description='"package.module:make": makes an object with step()')
+    args: dict[str, Any] = Field({}, description="keyword arguments of make, beside rank and ranks")
+
+
 class Log(Section):
     """`[log]`."""
 
@@ -274,6 +281,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": Data,
     "checkpoint": Checkpoint,
     "log": Log,
+    "filler": Filler,
 }
 # What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")

@@ -24,6 +24,7 @@ from zbc.job.section import Section as Section
 from zbc.job.sections import SECTIONS as SECTIONS
 from zbc.job.sections import Checkpoint as Checkpoint
 from zbc.job.sections import Data as Data
+from zbc.job.sections import Filler as Filler
 from zbc.job.sections import GivenCosts as GivenCosts
 from zbc.job.sections import Hardware as Hardware
 from zbc.job.sections import LayerCost as LayerCost
