@@ -192,6 +192,14 @@ class Placement:
         counts = {pipe.count(rank) for pipe in self.pipes for rank in range(self.ranks)}
         return counts.pop() if len(counts) == 1 else None
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks of each stage, where each rank has one stage and some stage has several ranks; () elsewhere."""
+        if len(self.pipes) == 1:
+            return ()
+        counts = tuple(len(set(self.holders(s))) for s in range(self.stages))
+        return counts if sum(counts) == self.ranks else ()
+
     def only(self, pipe: int) -> Placement:
         """One of the pipes, as if it were the only one."""
         return replace(self, pipes=(self.pipes[pipe],))
@@ -296,7 +304,16 @@ class Program:
     def topology(self) -> Topology:
         """The axes of a run of it."""
         where = self.placement
-        return Topology(where.ranks, self.dp, len(where.pipes), self.node, self.slices, self.microbatches, self.order)
+        return Topology(
+            where.ranks,
+            self.dp,
+            len(where.pipes),
+            self.node,
+            self.slices,
+            self.microbatches,
+            self.order,
+            where.replicas,
+        )
 
     @property
     def size(self) -> int:

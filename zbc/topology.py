@@ -34,6 +34,7 @@ class Topology:
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
+    replicas: tuple[int, ...] = ()  # ranks of each stage, where stages have one rank or more each; (): elsewhere
 
     @property
     def world(self) -> int:
@@ -73,9 +74,13 @@ class Topology:
 
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`; with replicas `rank 5 [dp 1, pp 1]`, with an order `[pp 1]`."""
-        if (self.dp == 1 and not self.order) or not 0 <= rank < self.world:
+        if (self.dp == 1 and not self.order and not self.replicas) or not 0 <= rank < self.world:
             return f"rank {rank}"
         place = self.of(rank)
+        if self.replicas:
+            stage = next(s for s in range(len(self.replicas)) if place.pp < sum(self.replicas[: s + 1]))
+            where = f"stage {stage}, replica {place.pp - sum(self.replicas[:stage])}"
+            return f"rank {rank} [{where}]" if self.dp == 1 else f"rank {rank} [dp {place.dp}, {where}]"
         if self.dp == 1:
             return f"rank {rank} [pp {place.pp}]"
         return f"rank {rank} [dp {place.dp}, pp {place.pp}]"

@@ -362,7 +362,7 @@ def _stages(compiled: Compiled) -> RenderableType:
     _, scale = _stage_unit(compiled.report)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
     sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
-    named = ((str(s.stage), ranges(s.ranks), layer_ranges(s.layers)) for s in stages)
+    named = ((str(s.stage), ranges(sorted({*s.ranks})), layer_ranges(s.layers)) for s in stages)
     numbers = zip(*times, *(sizes if known else ()), strict=True)
     heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
     rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]

@@ -21,6 +21,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, with_recompute
+from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
@@ -326,7 +327,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    job, found = seated(job, table, budget)
+    job, found = seated(replicated(job, table), table, budget)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     found.compute.forget()
     program = found.complete.program

@@ -30,6 +30,9 @@ from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 
+REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
+
+
 def _model_rules(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = draft.sections.get("model")
     if model is not None:
@@ -242,6 +245,39 @@ def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E105", "config: filler.task is missing", where=where, hint='add task = "package.module:make"')
 
 
+def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if parallel is None or schedule is None:
+        return
+    where, counts = draft.document.where(("parallel", "replicas")), parallel.replicas
+    if (schedule.kind or "").lower() != REPLICATED:
+        chosen = draft.document.where(("schedule", "kind")).startswith("--")  # another schedule may be tried
+        if counts is not None and not chosen:
+            text = 'config: parallel.replicas goes with schedule.kind = "replicated-1f1b"'
+            yield ZbcError("E126", text, where=where, hint="set that kind, or drop replicas")
+    elif counts is None:
+        text = f"config: {REPLICATED} needs parallel.replicas, the ranks of each stage"
+        hint = f'write replicas = "auto", or numbers that sum to pp = {parallel.pp}'
+        yield ZbcError("E126", text, where=draft.document.where(("schedule", "kind")), hint=hint)
+    elif counts != "auto":
+        yield from _counted_replicas(counts, parallel.pp, schedule.microbatches, where)
+
+
+def _counted_replicas(counts: list[int], pp: int, microbatches: int, where: str) -> Iterator[ZbcError]:
+    if not counts or sum(counts) != pp:
+        near = [*counts[:-1], pp - sum(counts[:-1])]
+        fits = len(near) > 0 and near[-1] > 0
+        hint = (
+            f"set parallel.pp = {sum(counts)}" + (f", or replicas = {near}" if fits else "") if counts else "name some"
+        )
+        text = f"config: parallel.replicas sum to {sum(counts)}, parallel.pp is {pp}"
+        yield ZbcError("E126", text, where=where, hint=hint)
+    elif max(counts) > microbatches:
+        text = f"config: a stage has {max(counts)} replicas and a step {microbatches} microbatches"
+        yield ZbcError("E126", text, where=where, hint=f"use {max(counts)} microbatches or more, or fewer replicas")
+
+
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
     if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
@@ -330,6 +366,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _order_rule,
+    _replica_rule,
     _filler_rule,
     _reserve_rule,
     _evaluation_rules,

@@ -32,6 +32,9 @@ class Parallel(Section):
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
+    replicas: list[Count] | Literal["auto"] | None = Field(
+        None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
+    )
     order: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         description="the ranks of the run in the order of the pipeline; default: by hardware.links, or as numbered",

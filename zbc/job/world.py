@@ -77,7 +77,11 @@ def read(document: Document) -> World | Document:
     parallel, schedule = (document.values.get(name) for name in ("parallel", "schedule"))
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
         return document
-    world, batch = parallel.get("world"), schedule.get("batch")
+    world, batch, counts = parallel.get("world"), schedule.get("batch"), parallel.get("replicas")
+    if isinstance(counts, list) and counts and not {"pp", "world"} & parallel.keys():
+        if all(type(count) is int and count > 0 for count in counts):
+            document = _with(document, GIVEN["pp"], sum(counts))
+            parallel = document.values["parallel"]
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
     document, samples = _batch(document, batch)
@@ -232,7 +236,7 @@ def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
 def _with(document: Document, path: tuple[str, str], number: float) -> Document:
     """With one more number, whose place is that of what it comes from."""
     name, key = path
-    come = BATCH if path == MICROBATCHES else WORLD
+    come = BATCH if path == MICROBATCHES else WORLD if document.has(WORLD) else ("parallel", "replicas")
     places = {**document.places, path: document.where(path if document.has(path) else come)}
     tables = {**document.values, name: {**document.values.get(name, {}), key: number}}
     return replace(document, values=tables, places=places)

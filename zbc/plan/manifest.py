@@ -83,7 +83,9 @@ class Manifest(_Strict):
         """The axes of a run of the plan."""
         node = (self.node[0], self.node[1]) if self.node else None
         pipes, order = len(self.placement[0]), tuple(self.order)
-        return Topology(self.ranks, self.copies, pipes, node, self.slices, self.microbatches, order)
+        counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
+        replicas = counts if sum(counts) == self.ranks else ()
+        return Topology(self.ranks, self.copies, pipes, node, self.slices, self.microbatches, order, replicas)
 
     def holders(self, stage: int) -> int:
         """How many ranks of a run hold a stage."""
