@@ -162,7 +162,7 @@ def test_what_does_not_go_together(changes, text):
 
 
 def test_the_schedule_needs_its_replicas():
-    with pytest.raises(ZbcError, match="needs parallel.replicas") as caught:
+    with pytest.raises(ZbcError, match=r"needs parallel\.replicas") as caught:
         job(kind="replicated-1f1b")
     assert caught.value.code == "E126"
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate
-from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.footprint import GRAD_BYTES
+from zbc.compiler.cost.machine import Machine
 from zbc.compiler.order import order
 from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules.replicated import NAME

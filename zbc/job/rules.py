@@ -29,7 +29,6 @@ from zbc.job.sections import (
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
-
 REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
 
 

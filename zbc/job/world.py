@@ -78,10 +78,10 @@ def read(document: Document) -> World | Document:
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
         return document
     world, batch, counts = parallel.get("world"), schedule.get("batch"), parallel.get("replicas")
-    if isinstance(counts, list) and counts and not {"pp", "world"} & parallel.keys():
-        if all(type(count) is int and count > 0 for count in counts):
-            document = _with(document, GIVEN["pp"], sum(counts))
-            parallel = document.values["parallel"]
+    whole = isinstance(counts, list) and counts and all(type(count) is int and count > 0 for count in counts)
+    if whole and not {"pp", "world"} & parallel.keys():
+        document = _with(document, GIVEN["pp"], sum(counts))
+        parallel = document.values["parallel"]
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
     document, samples = _batch(document, batch)
@@ -236,7 +236,8 @@ def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
 def _with(document: Document, path: tuple[str, str], number: float) -> Document:
     """With one more number, whose place is that of what it comes from."""
     name, key = path
-    come = BATCH if path == MICROBATCHES else WORLD if document.has(WORLD) else ("parallel", "replicas")
+    counted = WORLD not in document.places and document.has(("parallel", "replicas"))
+    come = BATCH if path == MICROBATCHES else ("parallel", "replicas") if counted else WORLD
     places = {**document.places, path: document.where(path if document.has(path) else come)}
     tables = {**document.values, name: {**document.values.get(name, {}), key: number}}
     return replace(document, values=tables, places=places)
