@@ -80,7 +80,7 @@ def read(document: Document) -> World | Document:
     world, batch, counts = parallel.get("world"), schedule.get("batch"), parallel.get("replicas")
     whole = isinstance(counts, list) and counts and all(type(count) is int and count > 0 for count in counts)
     if whole and not {"pp", "world"} & parallel.keys():
-        document = _with(document, GIVEN["pp"], sum(counts))
+        document = _with(document, GIVEN["pp"], sum(counts or ()))
         parallel = document.values["parallel"]
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
