@@ -31,7 +31,7 @@ compiler.report  compiler.schedules  compiler.steps
 compiler.partition
 interop
 compiler.order
-compiler.slicing
+compiler.slicing  compiler.seating  compiler.replicating
 compiler.compile
 compiler.recorded  compiler.whatif
 viz

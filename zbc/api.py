@@ -416,7 +416,9 @@ def compare(
 
     What cannot be planned comes last, with `error` in place of `report`. Raises that error if it is the same for all.
     """
-    return rows_of(Asked(Path(job), tuple(settings), budget=budget), combinations(schedules or list(SCHEDULES), sweep))
+    wanted = combinations(schedules or list(SCHEDULES), sweep)
+    asked, _ = Asked(Path(job), tuple(settings), budget=budget).settled(wanted)
+    return rows_of(asked, wanted)
 
 
 def graph(plan: Plan) -> nx.DiGraph:

@@ -206,6 +206,14 @@ class Placement:
         counts = {pipe.count(rank) for pipe in self.pipes for rank in range(self.ranks)}
         return counts.pop() if len(counts) == 1 else None
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks of each stage, where each rank has one stage and some stage has several ranks; () elsewhere."""
+        if len(self.pipes) == 1:
+            return ()
+        counts = tuple(len(set(self.holders(s))) for s in range(self.stages))
+        return counts if sum(counts) == self.ranks else ()
+
     def only(self, pipe: int) -> Placement:
         """One of the pipes, as if it were the only one."""
         return replace(self, pipes=(self.pipes[pipe],))
@@ -294,6 +302,7 @@ class Program:
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
     ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
     tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
+    order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -310,7 +319,17 @@ class Program:
     def topology(self) -> Topology:
         """The axes of a run of it."""
         where = self.placement
-        return Topology(where.ranks, self.dp, len(where.pipes), self.node, self.slices, self.microbatches, self.tp)
+        return Topology(
+            where.ranks,
+            self.dp,
+            len(where.pipes),
+            self.node,
+            self.slices,
+            self.microbatches,
+            self.tp,
+            self.order,
+            where.replicas,
+        )
 
     @property
     def size(self) -> int:

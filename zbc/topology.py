@@ -7,6 +7,7 @@ replicas each, has those of one replica next to each other:
     pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
 
 Tensor-parallel ranks are innermost: with tp 2 each rank above is two neighbours, 2r and 2r + 1, that share its layers.
+With an `order` these are seats, and `order[seat]` is the rank of the run that takes it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Topology:
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
     tp: int = 1  # ranks that share the layers of one rank of a pipeline; they run one list of ops
+    order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
+    replicas: tuple[int, ...] = ()  # ranks of each stage, where stages have one rank or more each; (): elsewhere
 
     @property
     def world(self) -> int:
@@ -55,7 +58,8 @@ class Topology:
         """The rank of the run that is rank `pp` of replica `dp`, and has share `tp` of its layers."""
         along, across = self.node or (self.pp, 1)
         block = dp // across * (self.pp // along) + pp // along
-        return (block * along * across + dp % across * along + pp % along) * self.tp + tp
+        seat = block * along * across + dp % across * along + pp % along
+        return (self.order[seat] if self.order else seat) * self.tp + tp
 
     def ranks(self, of: Iterable[int], tp: int = 0) -> tuple[int, ...]:
         """The ranks of the run that are these ranks of the pipeline, in any replica, of one share; ascending."""
@@ -71,6 +75,7 @@ class Topology:
         """Where a rank of the run is."""
         along, across = self.node or (self.pp, 1)
         seat, share = divmod(rank, self.tp)
+        seat = self.order.index(seat) if self.order else seat
         block, inside = divmod(seat, along * across)
         replicas, ranks = divmod(block, self.pp // along)
         replica, part = divmod(inside, along)
@@ -85,9 +90,16 @@ class Topology:
         return f" ({' x '.join(f'{count} {axis}' for count, axis in counts)})"
 
     def name(self, rank: int) -> str:
-        """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`."""
-        if self.dp == self.tp == 1 or not 0 <= rank < self.world:
+        """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.
+
+        With an order `[pp 1]`; of stages with replicas `[stage 0, replica 1]`.
+        """
+        plain = self.dp == self.tp == 1 and not self.order and not self.replicas
+        if plain or not 0 <= rank < self.world:
             return f"rank {rank}"
-        place = self.of(rank)
-        axes = [f"dp {place.dp}"] * (self.dp > 1) + [f"pp {place.pp}"] + [f"tp {place.tp}"] * (self.tp > 1)
+        place, where = self.of(rank), ""
+        if self.replicas:
+            stage = next(s for s in range(len(self.replicas)) if place.pp < sum(self.replicas[: s + 1]))
+            where = f"stage {stage}, replica {place.pp - sum(self.replicas[:stage])}"
+        axes = [f"dp {place.dp}"] * (self.dp > 1) + [where or f"pp {place.pp}"] + [f"tp {place.tp}"] * (self.tp > 1)
         return f"rank {rank} [{', '.join(axes)}]"

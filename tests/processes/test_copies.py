@@ -73,6 +73,18 @@ def test_processes_compute_what_threads_compute(pool, schedule, how):
     assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "order"), [("1f1b", (3, 2, 1, 0)), ("zb-v", (2, 0, 3, 1))], ids=["reversed", "no-inverse"]
+)
+def test_processes_in_another_order_compute_the_same(pool, schedule, order):
+    program = make_program(schedule, 4, 4)
+    plain, turned = pool.run(train, make_plan(program), 3), pool.run(train, make_plan(program, order=order), 3)
+    assert turned[0][:2] == plain[0][:2], "losses and norms, to the bit"
+    for pp, rank in enumerate(order):
+        here, there = unpack([plain[pp][3]]), unpack([turned[rank][3]])
+        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
 def every_weight(rank, plan, steps):
     """The bytes of all weights of a rank after some steps, by name."""
     from tests.processes.gloo_ranks import open_worker

@@ -64,6 +64,7 @@ def make_plan(
     checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
+    order: Sequence[int] = (),
     cuts: Sequence[int] | None = None,
     rows: Sequence[int] = (),
 ) -> StoredPlan:
@@ -72,7 +73,7 @@ def make_plan(
     `rows` is where slices of microbatches begin, and the end of the sequence.
     """
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
-    program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None)
+    program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None, order=tuple(order))
     checked = spec.Model.model_validate(model)
     names = [f"layers.{i}" for i in range(checked.layers)]
     names = ["embed", *names, "head"] if checked.builtin else names

@@ -24,6 +24,7 @@ from zbc.commands.options import (
     complete_schedule,
 )
 from zbc.commands.shortlist import Shortlist, failures
+from zbc.commands.worlds import chosen_of
 from zbc.text import GIB, aligned, percent, short, wrap
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def compare(
     names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
     wanted = combinations(names, sweep or ())
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    asked, weighed = asked.settled(wanted)
     say_if_compiling(None, quiet=quiet or json or csv or md)
     with progress("planning", len(wanted), quiet=quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
@@ -144,13 +146,15 @@ def compare(
         with progress("where the fastest changes", None, quiet=quiet):
             changes = crossings(asked, rows, every=verbose or json)
         if json:
-            show_json(as_json(rows, changes))
+            show_json({**as_json(rows, changes), **({"world": [row.as_json() for row in weighed]} if weighed else {})})
         else:
             more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
             if verbose:
                 show(*as_table(rows, changes))
             else:
                 show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
+            if weighed and not quiet:
+                show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
             if rows[0].report is not None and not quiet:
                 first = rows[0]
                 chosen = [*(settings or ()), *(f"{key}={value}" for key, value in first.settings)]

@@ -22,11 +22,11 @@ class Changes(NamedTuple):
     profile: Path | None = None
     budget: float | None = None
 
-    def job(self, path: Path) -> Job:
-        """The job of a file. Raises E1xx."""
+    def job(self, path: Path, *, sketch: bool = False) -> Job:
+        """The job of a file (see `load_job`). Raises E1xx."""
         from zbc.compiler.compile import load_job
 
-        return load_job(path, self.settings or (), self.schedule, self.profile)
+        return load_job(path, self.settings or (), self.schedule, self.profile, sketch=sketch)
 
     def refuse(self, path: Path) -> None:
         """Refuse the options where `path` is no job."""

@@ -36,13 +36,14 @@ class Planned:
 
 def planned(path: Path, changes: Changes) -> Planned:
     """The plan directory of the job at `path`. Raises E1xx, E3xx and E407."""
-    job = changes.job(path)
-    place = Path(job.log.dir) / "plans"
     env = os.environ
+    waits = "RANK" in env and env.get("LOCAL_RANK", env["RANK"]) != "0"
+    job = changes.job(path, sketch=waits)
+    place = Path(job.log.dir) / "plans"
     if "RANK" not in env:
         return _made(path, job, changes, place)
     word = place / f".{path.stem}-{_launch()}"
-    if env.get("LOCAL_RANK", env["RANK"]) != "0":
+    if waits:
         return Planned(_heard(word))
     found = _made(path, job, changes, place)
     _say(word, found.folder)

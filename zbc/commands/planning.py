@@ -49,6 +49,7 @@ def plan(
     All checks run before anything is written. The directory appears complete or not at all.
     """
     from zbc.commands import summary
+    from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job, load_job
     from zbc.compiler.whatif.others import Others, others, speedup
     from zbc.plan.directory import refuse_unwritable
@@ -69,10 +70,15 @@ def plan(
         ramp = {"ramp": starts} if starts else {}
         factor = speedup(beside.baseline, compiled.settled_ms)
         report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": _faster(beside)}
-        show_json({**report, **ramp, "plan": str(output), "plan_id": manifest.id})
+        weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
+        if compiled.job.links is not None:
+            weighed["order"] = manifest.order or list(range(manifest.topology.world))
+        show_json({**report, **ramp, **weighed, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
         quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
+        if loaded.weighed:
+            show(*of_world(loaded.weighed))
         show(*summary.of_plan(compiled, beside, quicker, verbose=verbose))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from zbc.commands.console import indented, labelled, progress, refuse_unwritable, show, show_json, table, write_text
 from zbc.commands.options import AsJson, Device, Quiet, ScheduleName, Settings, Verbose
 from zbc.commands.summary import not_to_be_trusted
+from zbc.errors import ZbcError
 from zbc.text import aligned, percent, short, size
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ def profile(
             metavar="NAME", help="With --from-trace: the recorded phase of a ramp, such as m4; default: the last."
         ),
     ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="Under torchrun: measure the links between all ranks, into links.toml.")
+    ] = False,
     schedule: ScheduleName = None,
     settings: Settings = None,
     json: AsJson = False,
@@ -62,6 +67,11 @@ def profile(
     One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
     FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
     """
+    if links:
+        if job is not None or from_trace or threads or together or settings or schedule:
+            raise typer.BadParameter("--links measures between ranks, whatever the job: leave out all but --device, -o")
+        _links(output, device, rounds, as_json=json, quiet=quiet)
+        return
     if from_trace is not None:
         if job is not None or device or threads or together or settings or schedule:
             raise typer.BadParameter("--from-trace measures nothing: leave out JOB.toml and how to measure")
@@ -85,6 +95,30 @@ def profile(
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         found = measure(loaded, how, done)
     _write(found, [str(job), *(f"--set={one}" for one in settings or ())], output, as_json=json, quiet=quiet)
+
+
+def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
+    """The table of hardware.links, written by rank 0. Raises E604 outside of torchrun."""
+    if "RANK" not in os.environ:
+        hint = "torchrun --standalone --nproc-per-node 4 -m zbc profile --links"
+        raise ZbcError("E604", "profile: --links measures between ranks, and no launcher has started any", hint=hint)
+    from zbc.training.profiling import table as tables
+
+    output = Path("links.toml") if output == Path("profile.json") else output
+    if os.environ["RANK"] == "0":
+        refuse_unwritable(output)
+    found = tables.measure("cpu" if device is None else device.value, rounds)
+    if found is None:
+        return
+    write_text(output, found.dumps())
+    if as_json:
+        show_json({**found.plain(), "file": str(output)})
+    elif not quiet:
+        pairs = [(found.gbps[a][b], found.us[a][b]) for a in range(found.size) for b in range(a)]
+        for label, values, unit in (("speed", [x for x, _ in pairs], "GB/s"), ("latency", [y for _, y in pairs], "us")):
+            if values:
+                show(labelled(label, f"{short(min(values), 3)} to {short(max(values), 3)} {unit}"))
+        show(labelled("links", str(output)), labelled("next", f'[hardware] links = "{output}"'))
 
 
 def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zbc.commands.console import indented, labelled, progress, show, show_json, table
-from zbc.commands.opening import Changes, opened_plan
+from zbc.commands.opening import Changes, is_job, opened_plan
 from zbc.commands.options import (
     AsJson,
     Budget,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from zbc.api import Plan
     from zbc.compiler.whatif.noise import Noise, Spread
+    from zbc.compiler.whatif.serial import Serial
 
 
 def simulate(
@@ -56,8 +57,17 @@ def simulate(
     The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
     as the job says.
     """
+    from zbc.compiler.whatif import serial
     from zbc.compiler.whatif.noise import Noise
 
+    if is_job(target) and not settings and (found_serial := serial.read(target)) is not None:
+        if jitter or straggler or schedule or profile or budget is not None:
+            raise typer.BadParameter("a file with [pipeline] has neither noise nor schedules: leave out the options")
+        if json:
+            show_json(_serial_json(found_serial))
+        elif not quiet:
+            show(*_serial(found_serial))
+        return
     plan = opened_plan(target, Changes(settings, schedule, profile, budget))
     noise = Noise(jitter or 0.0, straggler or 0.0, trials, seed)
     found = None
@@ -74,6 +84,35 @@ def simulate(
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
         else:
             show(*_spread(plan, noise, found))
+
+
+def _serial(found: Serial) -> Iterator[RenderableType]:
+    """What a pipeline of stages that are no layers takes, and how busy each stage is."""
+    tokens, stages = found.pipeline.tokens, found.pipeline.stages
+    makespan, per = aligned([found.timeline.makespan, found.period], 3)
+    yield labelled("pipeline", f"{len(stages)} stages, {tokens} tokens, {makespan} ms")
+    yield labelled("full", f"{per} ms a token, as stage {found.slowest} has it")
+    rows = [
+        (str(s), *cells, str(stages[s].replicas), percent(busy))
+        for s, (cells, busy) in enumerate(zip(zip(aligned([one.ms for one in stages], 3)), _busy(found), strict=True))
+    ]
+    yield labelled("stages", "ms of a token on one replica; busy: of all its replicas, over the whole run")
+    yield indented(table(("stage", "ms", "replicas", "busy"), rows))
+
+
+def _busy(found: Serial) -> list[float]:
+    whole, tokens = found.timeline.makespan or 1.0, found.pipeline.tokens
+    return [tokens * stage.ms / stage.replicas / whole for stage in found.pipeline.stages]
+
+
+def _serial_json(found: Serial) -> dict[str, Any]:
+    stages = [
+        {"ms": stage.ms, "replicas": stage.replicas, "busy": round(busy, 9)}
+        for stage, busy in zip(found.pipeline.stages, _busy(found), strict=True)
+    ]
+    head = {"format": "zbc-serial-pipeline", "version": 1, "tokens": found.pipeline.tokens}
+    times = {"makespan_ms": round(found.timeline.makespan, 9), "ms_per_token": round(found.period, 9)}
+    return {**head, **times, "slowest_stage": found.slowest, "stages": stages}
 
 
 def _spread(plan: Plan, noise: Noise, found: Spread) -> Iterator[RenderableType]:

@@ -41,6 +41,8 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
     if verbose:
         yield labelled("times", *_times(report, barrier=compiled.job.optimizer.sync == "before-step"))
+    if compiled.job.links is not None:
+        yield labelled("order", *_order(compiled))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
     yield from _why(compiled, verbose=verbose)
@@ -162,6 +164,21 @@ def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
     changes = aligned([100 * (entry.factor - 1) for entry in found], 2)
     for entry, change in zip(found, changes, strict=True):
         yield f"{entry.change}: {'' if change.startswith('-') else '+'}{change}%"
+
+
+def _order(compiled: Compiled) -> Iterator[str]:
+    """Which ranks follow one another, and what the slowest neighbours take."""
+    from zbc.compiler.cost.chain import weight
+    from zbc.compiler.seating import transfers
+
+    topology, ms = compiled.program.topology, transfers(compiled.job)
+    parts = [[topology.rank(dp, pp) for pp in range(topology.pp)] for dp in range(topology.dp)]
+    for dp, part in enumerate(parts):
+        name = f"replica {dp}: " if topology.dp > 1 else "ranks "
+        yield from wrap([f"{name}{part[0]}", *map(str, part[1:])], _TEXT, between=" ")
+    slowest = max(weight(ms, part)[0] for part in parts)
+    plain = max(weight(ms, range(dp * topology.pp, (dp + 1) * topology.pp))[0] for dp in range(topology.dp))
+    yield f"slowest neighbours {short(slowest)} ms a tensor, as numbered {short(plain)}"
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:
@@ -370,7 +387,7 @@ def _stages(compiled: Compiled) -> RenderableType:
     _, scale = _stage_unit(compiled.report)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
     sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
-    named = ((str(s.stage), ranges(s.ranks), layer_ranges(s.layers)) for s in stages)
+    named = ((str(s.stage), ranges(sorted({*s.ranks})), layer_ranges(s.layers)) for s in stages)
     numbers = zip(*times, *(sizes if known else ()), strict=True)
     heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
     rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]

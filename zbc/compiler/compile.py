@@ -22,16 +22,20 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, with_recompute
+from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
+from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.slicing import decided
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
-from zbc.job import spec
+from zbc.job import spec, toml, world
 from zbc.job.cuts import cuts_of
+from zbc.job.links import LinkTable
+from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -118,18 +122,122 @@ class Compiled:
 
 
 def load_job(
-    path: Path, overrides: Sequence[str] = (), schedule: str | None = None, profile: Path | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    schedule: str | None = None,
+    profile: Path | None = None,
+    *,
+    sketch: bool = False,
 ) -> Job:
     """Read a job file, or the job of a plan directory; raises every problem at once, those of the schedule included.
+
+    Where it gives parallel.world, pp and dp are chosen: by the time per sample of the fast search, or not at all as a
+    `sketch`.
 
     `profile` is the file of measured costs to plan with, instead of what costs.profile names, of the costs that a job
     gives in numbers, and of those that a plan was made with.
     """
     again = plans.is_plan(path)
     document = recall.document_of(path) if again else None
-    draft = spec.draft(path, overrides, schedule, profile, document=document)
-    if again and profile is None:
-        draft.profile = draft.profile or recall.job_of(plans.read_manifest(path)).profile
+    document = spec.gathered(path, overrides, schedule, profile, document=document)
+    kept = recall.job_of(plans.read_manifest(path)) if again else None
+    measured = (None if kept is None or profile is not None else kept.profile, None if kept is None else kept.links)
+    found = world.read(document)
+    if isinstance(found, world.World):
+        return _fastest(found, measured, sketch=sketch)
+    return _finished(found, measured)
+
+
+Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
+
+
+def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
+    """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`.
+
+    Raises what is wrong with all shapes, if it is the same, and E116 where each has its own reason.
+    """
+    jobs, rows = dict[world.Shape, Job](), dict[world.Shape, world.Weighed]()
+    for shape in found.shapes:
+        rows[shape] = world.Weighed(shape)
+        if shape.why is not None:
+            continue
+        try:
+            jobs[shape] = _finished(found.of(shape), measured)
+        except ZbcError as error:
+            rows[shape] = replace(rows[shape], error=error)
+            continue
+        if sketch:
+            return jobs[shape]
+        rows[shape] = _weighed(jobs[shape], shape)
+    while fits := [row for row in rows.values() if row.error is None and row.sample_ms is not None]:
+        best = min(fits, key=lambda row: row.sample_ms or 0.0)
+        if not best.at_least:
+            return replace(jobs[best.shape], weighed=tuple(rows.values()))
+        rows[best.shape] = _weighed(jobs[best.shape], best.shape, whole=True)
+    raise _none_fits(found, [*rows.values()])
+
+
+_FAST = 1e-3  # seconds of a search: the fast tier, with kernels that are compiled once for all shapes
+_STANDINS = ("v-auto", "zb-auto")  # what a shape is weighed with where the schedule is open
+_ENOUGH = 3  # times the ranks of a pipeline: microbatches after which a step grows by what its busiest rank has to do
+
+
+def _weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
+    """One shape as the best of the schedules it is weighed with."""
+    names = _STANDINS if (job.schedule.kind or "").lower() == AUTO else (job.schedule.kind,)
+    jobs = [replace(job, schedule=job.schedule.model_copy(update={"kind": name})) for name in names]
+    rows = [_planned(each, shape, whole=whole) for each in jobs]
+    return min(rows, key=lambda row: (row.error is not None, row.sample_ms or 0.0))
+
+
+def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
+    """One shape planned by the fast search, without what a training begins with.
+
+    Unless it is to be `whole`, a long step is planned with fewer microbatches, and each of the others adds what the
+    busiest rank works on one: a step takes at least that.
+    """
+    row = world.Weighed(shape)
+    count = shape.microbatches if whole else min(shape.microbatches, _ENOUGH * shape.pp)
+    rest = shape.microbatches - count
+    changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
+    try:
+        compiled = _compile(replace(job, schedule=changed), _FAST)
+        held = compiled.report.peak_bytes if compiled.report.bytes_known else None
+        busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
+        took = compiled.settled_ms + rest * busiest
+        sequences = compiled.sequences // count * shape.microbatches
+        row = world.Weighed(shape, compiled.schedule, took, took / sequences, held, at_least=rest > 0)
+        check_memory(job, compiled.memory, compiled.costs)
+    except ZbcError as error:
+        return replace(row, error=error)
+    return row
+
+
+def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
+    """Why there is no plan for any shape."""
+    errors = [row.error for row in rows if row.error is not None]
+    reasons = {tuple((each.code, each.message) for each in error.errors) for error in errors}
+    if errors and len(errors) == len(rows) and len(reasons) == 1:
+        return errors[0]
+    lines = [
+        f"= pp {row.shape.pp}, dp {row.shape.dp}: {row.shape.why or (row.error and row.error.message)}" for row in rows
+    ]
+    over = [row for row in rows if row.peak_bytes is not None]
+    least = min(over, key=lambda row: row.peak_bytes or 0, default=None)
+    hint = "set another batch, another number of ranks, or another schedule"
+    if least is not None:
+        needs = f"{least.schedule} at pp {least.shape.pp}, dp {least.shape.dp} needs {size(least.peak_bytes or 0)}"
+        hint = f'of all, {needs} a rank; memory.activations = "auto" makes room'
+    where = found.document.where(world.WORLD)
+    return ZbcError(
+        "E116", "config: no pp and dp of parallel.world can be planned", where=where, hint=hint, details=lines
+    )
+
+
+def _finished(document: toml.Document, measured: Measured) -> Job:
+    """The job of a document, or all its problems, those of the schedule too; `measured` where it has no profile."""
+    draft = spec.drafted(document)
+    draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
     draft.problems += _pretrained(draft)
@@ -224,7 +332,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    found = order(job, table, budget)
+    job, found = seated(replicated(job, table), table, budget)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     found.compute.forget()
     program = found.complete.program

@@ -13,7 +13,7 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.auto import best_of_all, best_of_one
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, start_of
-from zbc.compiler.schedules import AUTO, Request, find
+from zbc.compiler.schedules import AUTO, Request, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
@@ -33,7 +33,16 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
         return _file(job, table)
     if (job.schedule.kind or "").lower() == AUTO:
         return best_of_all(job, table, budget)
-    return best_of_one(job, table, find(job.schedule.kind or ""), job.schedule.chunks, budget)
+    card = find(job.schedule.kind or "")
+    if card.name == replicated.NAME:
+        card = replicated.replicated(_replicas(job), job.schedule.microbatches)
+    return best_of_one(job, table, card, job.schedule.chunks, budget)
+
+
+def _replicas(job: Job) -> list[int]:
+    """The ranks of each stage; one where nothing is said of them."""
+    asked = job.parallel.replicas
+    return asked if isinstance(asked, list) else [1] * job.parallel.pp
 
 
 # ---- orders from elsewhere: files and plugins -----------------------------------------------------------------------

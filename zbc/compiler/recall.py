@@ -18,8 +18,8 @@ from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.sim.simulate import Timeline, simulate
+from zbc.job import links, toml
 from zbc.job import profile as profiles
-from zbc.job import toml
 from zbc.job.spec import SECTIONS, Job
 from zbc.plan.directory import MANIFEST, Manifest, StoredPlan, read_manifest
 from zbc.plan.reading import REPLAN, check_layers, sections_of
@@ -33,7 +33,9 @@ def job_of(manifest: Manifest) -> Job:
     values, sections = {**manifest.planning, **manifest.training}, sections_of(manifest)
     measured = values.get("profile")
     profile = None if measured is None else profiles.checked(measured, MANIFEST, None, REPLAN)
-    return Job(toml.Document(MANIFEST, values), **sections, profile=profile)
+    document = toml.Document(MANIFEST, values)
+    table = None if "links" not in values else links.checked(values["links"], document)
+    return Job(document, **sections, profile=profile, links=table)
 
 
 def document_of(folder: Path) -> toml.Document:
@@ -45,6 +47,7 @@ def document_of(folder: Path) -> toml.Document:
     values = {**manifest.planning, **manifest.training}
     pretrained = values.pop("pretrained", None)
     values.pop("profile", None)
+    values.pop("links", None)
     values["model"] = {**values["model"], "pretrained": pretrained}
     said = {name: _said(values[name], section) for name, section in SECTIONS.items() if name in values}
     return toml.Document(str(folder / MANIFEST), {"zbc": 1, **said})

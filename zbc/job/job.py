@@ -7,6 +7,7 @@ from typing import Any
 
 from zbc.errors import ZbcError, raise_all
 from zbc.job import toml
+from zbc.job.links import LinkTable
 from zbc.job.model_section import Model
 from zbc.job.profile import Profile
 from zbc.job.sections import (
@@ -15,6 +16,7 @@ from zbc.job.sections import (
     SECTIONS,
     Checkpoint,
     Data,
+    Filler,
     GivenCosts,
     Hardware,
     Log,
@@ -25,6 +27,7 @@ from zbc.job.sections import (
     Schedule,
     Train,
 )
+from zbc.job.world import Weighed
 from zbc.text import GIB
 
 _SINCE = ("slices", "cuts")  # keys of [schedule] that a plan names only where they are set
@@ -48,7 +51,10 @@ class Job:
     data: Data
     checkpoint: Checkpoint
     log: Log
+    filler: Filler
     profile: Profile | None = None  # what costs.profile names
+    links: LinkTable | None = None  # what hardware.links names
+    weighed: tuple[Weighed, ...] = ()  # what pp and dp were chosen from, where the job left them open
 
     def __repr__(self) -> str:
         schedule = self.schedule.kind or self.schedule.file or self.schedule.plugin
@@ -109,13 +115,14 @@ class Job:
         Where initial weights come from is not part of that.
         """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
-        del data["model"]["pretrained"]
-        data["costs"]["profile"] = None
+        del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
+        data["costs"]["profile"] = data["hardware"]["links"] = None
         for key in _SINCE:  # a plan of whole microbatches is what it was before there were slices
             if data["schedule"][key] == Schedule.model_fields[key].default:
                 del data["schedule"][key]
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
-        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured}
+        links = {} if self.links is None else {"links": self.links.plain()}
+        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
@@ -132,11 +139,12 @@ class Draft:
     sections: dict[str, Any]
     problems: list[ZbcError]
     profile: Profile | None = None
+    links: LinkTable | None = None
 
     def finish(self) -> Job:
         """The job, or every problem at once."""
         raise_all(self.problems)
-        return Job(self.document, **self.sections, profile=self.profile)
+        return Job(self.document, **self.sections, profile=self.profile, links=self.links)
 
     def add(self, code: str, message: str, *path: str | int, hint: str | None = None) -> None:
         self.problems.append(ZbcError(code, message, where=self.document.where(path), hint=hint))

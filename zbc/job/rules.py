@@ -16,6 +16,7 @@ from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
     Data,
+    Filler,
     GivenCosts,
     Hardware,
     LayerCost,
@@ -29,6 +30,8 @@ from zbc.job.sections import (
 )
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
+
+REPLICATED = "replicated-1f1b"  # the schedule that reads parallel.replicas
 
 
 def _model_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -242,17 +245,80 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
             text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
     optimizer: Optimizer | None = draft.sections.get("optimizer")
-    if optimizer is not None and optimizer.zero1:
-        text = "config: optimizer.zero1 and parallel.tp do not go together yet"
-        yield ZbcError("E110", text, where=where, hint="drop one of them")
     schedule: Schedule | None = draft.sections.get("schedule")
-    if schedule is not None and schedule.slices != 1:
-        text = "config: schedule.slices and parallel.tp do not go together yet"
+    hardware: Hardware | None = draft.sections.get("hardware")
+    others = {
+        "optimizer.zero1": optimizer is not None and optimizer.zero1,
+        "schedule.slices": schedule is not None and schedule.slices != 1,
+        "parallel.world": parallel.world is not None,
+        "parallel.replicas": parallel.replicas is not None,
+        "parallel.order": parallel.order is not None,
+        "hardware.links": hardware is not None and hardware.links is not None,
+    }
+    for key in (key for key, there in others.items() if there):
+        text = f"config: {key} and parallel.tp do not go together yet"
         yield ZbcError("E110", text, where=where, hint="drop one of them")
     costs: GivenCosts | None = draft.sections.get("costs")
     if costs is not None and costs.profile:
         text = "config: costs.profile and parallel.tp do not go together: a profile is of whole layers"
         yield ZbcError("E110", text, where=where, hint="drop costs.profile, or set tp = 1")
+
+
+def _order_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or parallel.order is None:
+        return
+    world = parallel.pp * parallel.dp
+    if sorted(parallel.order) != list(range(world)):
+        text = f"config: parallel.order does not name each of the ranks 0 to {world - 1} once"
+        hint = f"write {list(range(world))} in the order of the pipeline" if world <= 16 else "leave it out"
+        yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
+
+
+def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
+    filler: Filler | None = draft.sections.get("filler")
+    if filler is None:
+        return
+    if filler.task is not None and not FACTORY.fullmatch(filler.task):
+        text = f"config: filler.task {filler.task!r} does not name a function"
+        where = draft.document.where(("filler", "task"))
+        yield ZbcError("E103", text, where=where, hint='write task = "package.module:make"')
+    if filler.task is None and filler.args:
+        where = draft.document.where(("filler", "args"))
+        yield ZbcError("E105", "config: filler.task is missing", where=where, hint='add task = "package.module:make"')
+
+
+def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if parallel is None or schedule is None:
+        return
+    where, counts = draft.document.where(("parallel", "replicas")), parallel.replicas
+    if (schedule.kind or "").lower() != REPLICATED:
+        chosen = draft.document.where(("schedule", "kind")).startswith("--")  # another schedule may be tried
+        if counts is not None and not chosen:
+            text = 'config: parallel.replicas goes with schedule.kind = "replicated-1f1b"'
+            yield ZbcError("E126", text, where=where, hint="set that kind, or drop replicas")
+    elif counts is None:
+        text = f"config: {REPLICATED} needs parallel.replicas, the ranks of each stage"
+        hint = f'write replicas = "auto", or numbers that sum to pp = {parallel.pp}'
+        yield ZbcError("E126", text, where=draft.document.where(("schedule", "kind")), hint=hint)
+    elif counts != "auto":
+        yield from _counted_replicas(counts, parallel.pp, schedule.microbatches, where)
+
+
+def _counted_replicas(counts: list[int], pp: int, microbatches: int, where: str) -> Iterator[ZbcError]:
+    if not counts or sum(counts) != pp:
+        near = [*counts[:-1], pp - sum(counts[:-1])]
+        fits = len(near) > 0 and near[-1] > 0
+        hint = (
+            f"set parallel.pp = {sum(counts)}" + (f", or replicas = {near}" if fits else "") if counts else "name some"
+        )
+        text = f"config: parallel.replicas sum to {sum(counts)}, parallel.pp is {pp}"
+        yield ZbcError("E126", text, where=where, hint=hint)
+    elif max(counts) > microbatches:
+        text = f"config: a stage has {max(counts)} replicas and a step {microbatches} microbatches"
+        yield ZbcError("E126", text, where=where, hint=f"use {max(counts)} microbatches or more, or fewer replicas")
 
 
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -344,6 +410,9 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _tensor_parallel_rules,
+    _order_rule,
+    _replica_rule,
+    _filler_rule,
     _reserve_rule,
     _evaluation_rules,
     _idle_rules,

@@ -25,10 +25,20 @@ class Parallel(Section):
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel replicas of the pipeline")
     tp: Count = Field(1, description="ranks that share each layer of a built-in model (tensor parallel)")
+    world: Count | Literal["auto"] | None = Field(
+        None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
+    )
     node: tuple[Count, Count] | None = Field(
         None,
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
+    )
+    replicas: list[Count] | Literal["auto"] | None = Field(
+        None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
+    )
+    order: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        description="the ranks of the run in the order of the pipeline; default: by hardware.links, or as numbered",
     )
 
     @property
@@ -42,6 +52,9 @@ class Schedule(Section):
 
     kind: str | None = Field(None, description="a name from `zbc schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
+    batch: Count | None = Field(
+        None, description="samples per step, instead of microbatches; needed with parallel.world"
+    )
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
@@ -105,6 +118,7 @@ class Hardware(Section):
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
+    links: str | None = Field(None, description="a links.toml: GB/s and us between all ranks, or all nodes")
 
 
 class LayerCost(Section):
@@ -249,6 +263,13 @@ class Checkpoint(Section):
     at_end: bool = Field(True, description="also after the last step")
 
 
+class Filler(Section):
+    """`[filler]`: work of your own while a rank waits."""
+
+    task: str | None = Field(None, description='"package.module:make": makes an object with step()')
+    args: dict[str, Any] = Field({}, description="keyword arguments of make, beside rank and ranks")
+
+
 class Log(Section):
     """`[log]`."""
 
@@ -276,6 +297,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": Data,
     "checkpoint": Checkpoint,
     "log": Log,
+    "filler": Filler,
 }
 # What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")

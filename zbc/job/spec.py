@@ -14,8 +14,8 @@ import tomli
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
+from zbc.job import links, toml, world
 from zbc.job import profile as profiles
-from zbc.job import toml
 from zbc.job.job import Draft as Draft
 from zbc.job.job import Job as Job
 from zbc.job.model_section import Model as Model
@@ -24,6 +24,7 @@ from zbc.job.section import Section as Section
 from zbc.job.sections import SECTIONS as SECTIONS
 from zbc.job.sections import Checkpoint as Checkpoint
 from zbc.job.sections import Data as Data
+from zbc.job.sections import Filler as Filler
 from zbc.job.sections import GivenCosts as GivenCosts
 from zbc.job.sections import Hardware as Hardware
 from zbc.job.sections import LayerCost as LayerCost
@@ -36,15 +37,20 @@ from zbc.job.wording import convert, unknown
 VERSION = 1
 
 
-def draft(
+def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read a job file with `overrides` (see `gathered`); collect its problems."""
+    return drafted(gathered(path, overrides))
+
+
+def gathered(
     path: Path,
     overrides: Sequence[str] = (),
     schedule: str | None = None,
     profile: Path | None = None,
     *,
     document: toml.Document | None = None,
-) -> Draft:
-    """Read a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top; collect its problems.
+) -> toml.Document:
+    """What stands in a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top.
 
     `document` is what stands in it, where it is no file.
     """
@@ -58,6 +64,11 @@ def draft(
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
+    return document
+
+
+def drafted(document: toml.Document) -> Draft:
+    """The sections of a job, and all that is wrong with them."""
     result = Draft(document, {}, [])
     _check_version(result)
     known = [*SECTIONS, "zbc", "extends"]
@@ -68,6 +79,7 @@ def draft(
     for rule in RULES:
         result.problems.extend(rule(result))
     _read_profile(result)
+    _read_links(result)
     return result
 
 
@@ -87,10 +99,7 @@ def _read_profile(result: Draft) -> None:
     model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
     if costs is None or not costs.profile or model is None or hardware is None or schedule is None:
         return
-    where = result.document.where(("costs", "profile"))
-    path = Path(costs.profile)
-    if not where.startswith("--"):  # written in a file, not on the command line
-        path = Path(where.rsplit(":", 2)[0]).parent / path
+    where, path = _named(result.document, ("costs", "profile"), costs.profile)
     try:
         found = profiles.read(path, where)
     except ZbcError as error:
@@ -103,6 +112,36 @@ def _read_profile(result: Draft) -> None:
         result.problems.append(ZbcError("E142", text, where=where, hint=hint, details=wrong))
         return
     result.profile = found
+
+
+def _named(document: toml.Document, key: toml.KeyPath, name: str) -> tuple[str, Path]:
+    """Where a file is named, and its path: a relative one starts at the folder of the file that names it."""
+    where = document.where(key)
+    return where, Path(name) if where.startswith("--") else Path(where.rsplit(":", 2)[0]).parent / name
+
+
+def _read_links(result: Draft) -> None:
+    """The table that hardware.links names, which is of as many ranks or nodes as the run."""
+    hardware, parallel, costs = (result.sections.get(name) for name in ("hardware", "parallel", "costs"))
+    if hardware is None or hardware.links is None or parallel is None:
+        return
+    where, path = _named(result.document, ("hardware", "links"), hardware.links)
+    try:
+        result.links = links.read(path, where)
+    except ZbcError as error:
+        result.problems.append(error)
+        return
+    wrong = links.misfit(result.links, parallel.pp * parallel.dp, hardware.ranks_per_node, where)
+    if wrong is not None:
+        result.problems.append(wrong)
+    if costs is not None and costs.comm is not None:
+        result.add(
+            "E141",
+            "config: costs.comm and hardware.links say both what a transfer takes",
+            "costs",
+            "comm",
+            hint="drop one of them",
+        )
 
 
 def _override(text: str, source: str) -> toml.Document:
@@ -186,6 +225,8 @@ def json_schema() -> dict[str, Any]:
         properties[name] = {"$ref": f"#/$defs/{name}"}
         if schema.get("required"):
             required.append(name)
+    for name, key in (world.GIVEN["pp"], world.MICROBATCHES):  # parallel.world and schedule.batch may stand for them
+        definitions[name]["required"].remove(key)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "zbc job",

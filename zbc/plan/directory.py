@@ -90,6 +90,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         run.node,
         tuple(m.ties),
         run.tp,
+        run.order,
     )
 
 
@@ -149,6 +150,7 @@ def assemble(
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},
         node=list(program.node or ()),
+        order=list(program.order),
         ramp=list(ramp),
         cuts=list(cuts),
     )

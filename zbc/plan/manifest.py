@@ -72,6 +72,7 @@ class Manifest(_Strict):
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
+    order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered
     ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
 
@@ -89,7 +90,10 @@ class Manifest(_Strict):
     def topology(self) -> Topology:
         """The axes of a run of the plan."""
         node = (self.node[0], self.node[1]) if self.node else None
-        return Topology(self.ranks, self.copies, len(self.placement[0]), node, self.slices, self.microbatches, self.tp)
+        pipes, order = len(self.placement[0]), tuple(self.order)
+        counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
+        replicas = counts if sum(counts) == self.ranks else ()
+        return Topology(self.ranks, self.copies, pipes, node, self.slices, self.microbatches, self.tp, order, replicas)
 
     def holders(self, stage: int) -> int:
         """How many ranks of a run hold a stage."""

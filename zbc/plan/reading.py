@@ -95,6 +95,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (all(holders for holders in manifest.placement), "a stage has no rank"),
         (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
         (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
+        (_numbers(manifest), f"order {manifest.order} does not name each rank of the run once"),
         (
             len(manifest.files) == ranks and sorted(manifest.files) == [rank_file(r) for r in range(ranks)],
             f"files lists {len(manifest.files)} rank files, not {ranks}",
@@ -114,6 +115,10 @@ def _cut(manifest: Manifest) -> bool:
 def _tiles(manifest: Manifest) -> bool:
     node = manifest.node
     return not node or (len(node) == 2 and manifest.ranks % node[0] == 0 and manifest.copies % node[1] == 0)
+
+
+def _numbers(manifest: Manifest) -> bool:
+    return not manifest.order or sorted(manifest.order) == list(range(manifest.ranks * manifest.copies))
 
 
 def sections_of(manifest: Manifest) -> dict[str, Any]:
@@ -160,6 +165,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "ties",
             "sharded",
             "node",
+            "order",
         ):
             if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
                 raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)

@@ -111,6 +111,15 @@ class Hub:
             raise ZbcError("E703", text, where=f"rank {rank}")
         return tensor
 
+    def there(self, rank: int, message: Letter) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        with self._lock:
+            return (rank, message) in self._letters or self._failure is not None
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def drain(self, rank: int) -> None:
         """Wait until nothing that `rank` sent is left."""
         with self._lock:
@@ -235,6 +244,9 @@ class Started:
     def wait(self) -> None:
         self.hub.complete(self.rank, self.meeting)
 
+    def ready(self) -> bool:
+        return self.meeting.over or self.hub.failed
+
 
 class HubTransport:
     """A `Transport`: one rank's end of a hub."""
@@ -266,6 +278,9 @@ class HubTransport:
             text = f"run: {message.recv} got {found} from rank {peer}, its buffer is {wanted}"
             raise ZbcError("E505", text, where=f"rank {self.rank}")
         return buffer if tensor is buffer else buffer.copy_(tensor)
+
+    def ready(self, message: Letter) -> bool:
+        return message not in self._posted or self._hub.there(self.rank, message)
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Started:
         return self._start(Offer("sum", tensor, tensor), ranks)

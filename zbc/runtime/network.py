@@ -32,6 +32,7 @@ from torch import Tensor, view_as_real
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.directory import Manifest, judges, meeting
+from zbc.runtime.arrivals import Arrivals, Coming
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transport import Again, Letter, Pending, Signal
 
@@ -141,7 +142,8 @@ class Network:
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
-        self._posted: dict[Letter, tuple[dist.Work, Tensor, Lost]] = {}
+        self._posted: dict[Letter, tuple[dist.Work | Coming, Tensor, Lost]] = {}
+        self._arrivals = Arrivals()
         self._sends: dict[int, Sends] = {}  # by the rank they go to
         most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
@@ -180,6 +182,16 @@ class Network:
         except RuntimeError as error:
             raise lost(error) from error
         return buffer
+
+    def ready(self, message: Letter) -> bool:
+        found = self._posted.get(message)
+        if found is None:
+            return True
+        work, buffer, lost = found
+        if not self._nccl and not isinstance(work, Coming):
+            work = self._arrivals.ask(work)
+            self._posted[message] = work, buffer, lost
+        return work.is_completed()
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         if ranks == (self.rank,):
@@ -241,6 +253,7 @@ class Network:
         """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
         for sends in self._sends.values():
             sends.close()
+        self._arrivals.close()
         self._there.clear()
         self._here.clear()
         self._sums.clear()
@@ -357,6 +370,9 @@ class _Done:
     def wait(self) -> None:
         return None
 
+    def ready(self) -> bool:
+        return True
+
 
 class _Collective(NamedTuple):
     """A `Pending`."""
@@ -369,6 +385,9 @@ class _Collective(NamedTuple):
             self.work.wait()
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def ready(self) -> bool:
+        return self.work.is_completed()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -34,6 +34,9 @@ class Staged:
         arrived = self._inner.wait(message)
         return self._buffers.pop(message).copy_(arrived, non_blocking=True)
 
+    def ready(self, message: Letter) -> bool:
+        return self._inner.ready(message)
+
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
         return _Landing(self._inner.start_sum(host, ranks), host, tensor)
@@ -78,3 +81,6 @@ class _Landing(NamedTuple):
     def wait(self) -> None:
         self.inner.wait()
         self.target.copy_(self.host, non_blocking=True)
+
+    def ready(self) -> bool:
+        return self.inner.ready()

@@ -54,6 +54,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until it has happened (on cuda: make the current stream wait)."""
 
+    def ready(self) -> bool:
+        """Whether it has happened; also where `wait` would raise."""
+
 
 class Transport(Protocol):
     """One rank's end. All methods are called from the rank's own thread."""
@@ -68,6 +71,9 @@ class Transport(Protocol):
 
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is in its buffer; return the buffer."""
+
+    def ready(self, message: Letter) -> bool:
+        """Whether a posted message is there; also where `wait` would raise."""
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Start to sum `tensor` in place over `ranks`, which all call this."""

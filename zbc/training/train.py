@@ -34,6 +34,7 @@ from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
 from zbc.training.evaluate import due, evaluate
+from zbc.training.filling import install
 from zbc.training.launch.board import Board, Connect
 from zbc.training.launch.identity import identity
 from zbc.training.launch.options import RunOptions
@@ -152,6 +153,7 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     if context.device.type == "cuda":
         watchdog.phase("using every kernel and group once", waiting=True)
         warm(worker)
+    filling = install(worker, context.emit)
     context.stop.training = True
     who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
     with resume.begun(board, options, manifest, folder, who) as start:
@@ -169,6 +171,14 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
             watchdog.watch(worker.progress)
             with nullcontext() if tracer is None else _recorded(tracer):
                 stopped = _train(worker, board, context, range(first, steps), log, tracer, checkpoints, limit)
+    if filling is not None:
+        worker.transport = filling.inner
+    if worker.plan.manifest.training.get("filler", {}).get("task"):
+        told = board.meet(
+            "filled", limit, "" if filling is None else f"{manifest.topology.name(context.rank)}: {filling.found}"
+        )
+        if context.rank == 0:
+            context.emit("filler  " + "\n        ".join(filter(None, told)))
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, context, options.save_hf, limit)

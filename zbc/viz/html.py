@@ -185,11 +185,11 @@ def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
 
 def _notes(drawn: Sequence[Drawn]) -> str:
     notes = []
-    _, two, chunks = signs(drawn)
+    _, two, chunks, other = signs(drawn)
     if chunks > 1:
         notes.append("lower case and a bar: every second stage of a rank")
     if two:
-        notes.append("second letters and hatching: the pipe that runs upwards")
+        notes.append(f"second letters and hatching: the {other}")
     steps = len(drawn[0].strip.steps)
     if steps > 1:
         notes.append(f"{steps} steps in a row")

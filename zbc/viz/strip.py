@@ -113,6 +113,7 @@ class Signs(NamedTuple):
     kinds: set[Kind]
     two: bool
     chunks: int
+    other: str  # what the second pipe is
 
 
 def signs(drawn: Sequence[Drawn]) -> Signs:
@@ -120,7 +121,9 @@ def signs(drawn: Sequence[Drawn]) -> Signs:
     kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
     kinds |= {kind for one in drawn for kind in one.strip.collectives}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
-    return Signs(kinds, any(len(placed.pipes) > 1 for placed in placements), max(stages))
+    replicas = any(placed.replicas for placed in placements)
+    other = "pipes through other replicas" if replicas else "pipe that runs upwards"
+    return Signs(kinds, any(len(placed.pipes) > 1 for placed in placements), max(stages), other)
 
 
 def once(timeline: Timeline) -> Strip:

@@ -228,14 +228,14 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
 
 
 def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
-    kinds, two, most = signs(drawn)
+    kinds, two, most, other = signs(drawn)
     for found, text in entries(kinds, two=two):
         yield found.fills[0], "", text
     yield IDLE, "", "idle"
     if most > 1:
         yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
     if two:
-        yield "#fff", "hatch", "pipe that runs upwards"
+        yield "#fff", "hatch", other
 
 
 # ---- text ----------------------------------------------------------------------------------------------------

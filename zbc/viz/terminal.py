@@ -211,7 +211,7 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     """What letters, case and the memory lines mean, as far as these pictures have them."""
     found = signs(drawn)
     words = [text for _, text in entries(found.kinds, two=found.two)]
-    words += ["second letters: the pipe that runs upwards"] if found.two else []
+    words += [f"second letters: the {found.other}"] if found.two else []
     words.append(". idle")
     if found.chunks > 1:
         words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
+from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology
 
@@ -51,6 +53,7 @@ class Machine:
     far: Link  # between nodes
     node: int  # ranks of the run on a node
     topology: Topology
+    links: LinkTable | None = None  # in place of near and far
 
     @classmethod
     def of(cls, job: Job) -> Machine:
@@ -71,7 +74,14 @@ class Machine:
             near,
             far,
             given.ranks_per_node,
-            Topology(job.parallel.pp, job.parallel.dp, node=job.parallel.node, tp=job.parallel.tp),
+            Topology(
+                job.parallel.pp,
+                job.parallel.dp,
+                node=job.parallel.node,
+                tp=job.parallel.tp,
+                order=tuple(job.parallel.order or ()),
+            ),
+            job.links,
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:
@@ -83,6 +93,13 @@ class Machine:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
+        if self.links is not None:
+            pairs = [
+                (self.topology.rank(dp, a), self.topology.rank(dp, b))
+                for dp in range(self.topology.dp)
+                for a, b in combinations(ranks, 2)
+            ]
+            return self._slowest(pairs)
         for dp in range(self.topology.dp):
             if len({self.topology.rank(dp, rank) // self.node for rank in ranks}) > 1:
                 return self.far
@@ -96,6 +113,19 @@ class Machine:
         latency, speed = self.near if count <= self.node else self.far
         return latency + 2 * (count - 1) / count * size / speed
 
+    def between(self, a: int, b: int) -> Link:
+        """The link of two ranks of the run."""
+        if self.links is None:
+            return self.near if a // self.node == b // self.node else self.far
+        if self.links.per == "node":
+            a, b = a // self.node, b // self.node
+        return Link(self.links.us[a][b] / 1e3, self.links.gbps[a][b] * 1e6)
+
+    def _slowest(self, pairs: Iterable[tuple[int, int]]) -> Link:
+        """The longest latency and the least speed of pairs of ranks of the run; the near link where there are none."""
+        found = [self.between(a, b) for a, b in pairs if a != b]
+        return Link(max(one.latency for one in found), min(one.speed for one in found)) if found else self.near
+
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
         """ms of a sum of `size` bytes over a ring of these ranks of all replicas; 0 for one rank.
 
@@ -106,5 +136,8 @@ class Machine:
         count = len(ranks)
         if count == 1:
             return 0.0
-        latency, speed = self.far if len({rank // self.node for rank in ranks}) > 1 else self.near
+        if self.links is not None:
+            latency, speed = self._slowest(pairwise([*ranks, ranks[0]]))
+        else:
+            latency, speed = self.far if len({rank // self.node for rank in ranks}) > 1 else self.near
         return latency + halves * (count - 1) / count * size / speed

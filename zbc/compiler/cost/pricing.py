@@ -109,6 +109,8 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     parallel = job.parallel
     if parallel.node is not None:
         return job
+    if parallel.order is not None or job.links is not None:  # seats are those of replicas one after another
+        return replace(job, parallel=parallel.model_copy(update={"node": (parallel.pp, 1)}))
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     node = nodes.choose(placement, parallel.dp, max(1, size // parallel.tp), job.schedule.microbatches, sent, grads)
@@ -329,7 +331,7 @@ def _transfers(
 
     Costs given without `comm` mean transfers that take no time.
     """
-    if job.costs.comm is not None or job.costs.f is not None:
+    if job.costs.comm is not None or (job.costs.f is not None and job.links is None):
         ms, busy = job.costs.comm or 0.0, job.costs.occupies
         occupied = links_of(placement, lambda stage, edge: busy) if busy else ()
         return links_of(placement, lambda stage, edge: ms), occupied

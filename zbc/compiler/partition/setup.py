@@ -214,6 +214,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         dp=job.parallel.dp,
         tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
+        order=tuple(job.parallel.order or ()),
         tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=job.optimizer.zero1,

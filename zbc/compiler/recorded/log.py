@@ -73,7 +73,8 @@ class RunLog:
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
         node, tp = self.about.get("node"), self.about.get("tp", 1)
-        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, tp=tp)
+        order = tuple(self.about.get("order", ()))
+        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, tp=tp, order=order)
         meant = [rows[topology.of(rank).pp]["busy_ms"] if rows else None for rank in range(len(columns))]
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 

@@ -8,6 +8,7 @@ from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, gis, interleaved_1f1b
+from zbc.compiler.schedules.replicated import REPLICATED
 from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -268,6 +269,7 @@ _ALL = (
     *BIDIRECTIONAL,
 )
 
+# Besides these: REPLICATED, whose placement depends on parallel.replicas, so that it is not compared with others.
 SCHEDULES: dict[str, ScheduleCard] = {schedule.name: schedule for schedule in _ALL}
 LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that say how much memory as well, as `memory_limit` does
 AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
@@ -278,6 +280,8 @@ __all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "Sch
 
 def find(name: str) -> ScheduleCard:
     """The schedule of that name or alias, in any case. Raises E104 with the nearest name."""
+    if name.lower() == REPLICATED.name:
+        return REPLICATED
     known = _ALIASES.get(name.lower())
     if known is None:
         close = difflib.get_close_matches(name.lower(), _ALIASES, n=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
 from zbc.errors import Problems, ZbcError
 from zbc.job.spec import Job, chooser_of
+from zbc.job.world import Weighed
 from zbc.text import percent, short, size
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
@@ -209,6 +211,18 @@ class Asked:
     overrides: tuple[str, ...] = ()
     profile: Path | None = None
     budget: float | None = None
+
+    def settled(self, wanted: Iterable[tuple[str, tuple[Setting, ...]]]) -> tuple[Asked, tuple[Weighed, ...]]:
+        """The same with pp and dp chosen once for all rows, and from what; nothing changes where they are swept."""
+        swept = {key for _, settings in wanted for key, _ in settings}
+        if swept & {f"parallel.{key}" for key in ("world", "pp", "dp")}:
+            return self, ()
+        with suppress(ZbcError):  # the rows will say what is wrong
+            found = load_job(self.path, self.overrides, None, self.profile)
+            shape = (f"parallel.pp={found.parallel.pp}", f"parallel.dp={found.parallel.dp}")
+            if found.weighed:
+                return replace(self, overrides=(*self.overrides, *shape)), found.weighed
+        return self, ()
 
     def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> ComparedPlan:
         """One job planned, or why it cannot be."""

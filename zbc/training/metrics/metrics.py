@@ -220,6 +220,7 @@ class RunRecord:
             "copies": m.copies,
             "node": m.node,
             "tp": m.tp,
+            "order": m.order,
             "stages": m.stages,
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,

@@ -268,6 +268,9 @@ class _Waited:
     def wait(self) -> None:
         self._transport.noted(self._cause, self._inner.wait)
 
+    def ready(self) -> bool:
+        return self._inner.ready()
+
 
 class _Transport:
     """A `Transport` that notes how long it was waited for."""
@@ -282,7 +285,7 @@ class _Transport:
         self.rank = inner.rank
         self._inner, self._progress, self._stamp = inner, worker.progress, stamp
         self._of, self._at = waits
-        self.send, self.post, self.close = inner.send, inner.post, inner.close
+        self.send, self.post, self.ready, self.close = inner.send, inner.post, inner.ready, inner.close
 
     def wait(self, message: Letter) -> Tensor:
         began = self._stamp()

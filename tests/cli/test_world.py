@@ -1,0 +1,181 @@
+"""`parallel.world`: pp and dp chosen by the time per sample, and `schedule.batch` for microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import toml_text
+from zbc.compiler import compile as compiling
+from zbc.compiler.compile import compile_job, load_job
+from zbc.errors import ZbcError
+from zbc.host import gpus
+
+HARDWARE = {"device": "cuda", "tflops": 1.0, "link_gbps": 40.0, "ranks_per_node": 4, "inter_node_gbps": 5.0}
+
+
+def written(tmp_path, *, parallel, schedule, **tables):
+    """A job of 8 layers in which [parallel] and [schedule] are these."""
+    path = tmp_path / "zbc.toml"
+    text = toml_text(parallel={"pp": 4}, **tables)
+    head, tail = text.split("[parallel]")
+    rest = tail.split("[schedule]")[1].split("\n[", 1)
+    after = f"\n[{rest[1]}" if len(rest) > 1 else ""
+    path.write_text(f"{head}[parallel]\n{parallel}\n[schedule]\nmicrobatch_size = 2\n{schedule}{after}")
+    return path
+
+
+def test_the_best_of_all_divisors_is_taken(tmp_path):
+    path = written(tmp_path, parallel="world = 8", schedule='kind = "zb-v"\nbatch = 64', hardware=HARDWARE)
+    chosen = load_job(path)
+    took = compile_job(chosen, budget=0.0)
+    by_hand = {}
+    for pp in (1, 2, 4):
+        settings = [f"parallel.pp={pp}", f"parallel.dp={8 // pp}", f"schedule.microbatches={64 // 2 // (8 // pp)}"]
+        made = compile_job(load_job(path, settings), budget=0.0)
+        by_hand[pp] = made.settled_ms / made.sequences
+    assert took.settled_ms / took.sequences <= min(by_hand.values()) * (1 + 1e-9)
+    assert len({round(ms, 6) for ms in by_hand.values()}) == 3, "the choice must matter"
+    assert [row.shape.pp for row in chosen.weighed] == [1, 2, 4, 8]
+
+
+def test_what_is_only_weighed_is_a_bound(tmp_path):
+    """Long steps are planned with fewer microbatches: what that says is no more than what the whole step takes."""
+    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 256', hardware=HARDWARE)
+    rows = load_job(path).weighed
+    assert any(row.at_least for row in rows) and not all(row.at_least for row in rows)
+    for row in rows:
+        settings = [f"parallel.pp={row.shape.pp}", f"parallel.dp={row.shape.dp}"]
+        whole = compile_job(load_job(path, [*settings, f"schedule.microbatches={row.shape.microbatches}"]), budget=0.0)
+        assert row.sample_ms <= whole.settled_ms / whole.sequences * (1 + 1e-9)
+        assert row.at_least or row.sample_ms == pytest.approx(whole.settled_ms / whole.sequences)
+
+
+def test_what_is_taken_has_the_numbers_of_its_shape(tmp_path):
+    path = written(tmp_path, parallel="world = 6", schedule='kind = "1f1b"\nbatch = 24')
+    job = load_job(path)
+    assert job.parallel.pp * job.parallel.dp == 6
+    assert job.parallel.dp * job.schedule.microbatches * 2 == 24
+    assert job.where("parallel", "pp").endswith("zbc.toml:10:9"), "the place of world"
+    assert "world" not in job.planning()["parallel"] and "batch" not in job.planning()["schedule"]
+
+
+def test_a_batch_alone_gives_the_microbatches(tmp_path):
+    path = written(tmp_path, parallel="pp = 2\ndp = 2", schedule='kind = "1f1b"\nbatch = 24')
+    assert load_job(path).schedule.microbatches == 6
+    assert load_job(path, ["schedule.microbatches=5"]).schedule.microbatches == 5
+    with pytest.raises(ZbcError, match="a batch of 22 samples") as caught:
+        load_job(path, ["schedule.batch=22"])
+    assert caught.value.code == "E116"
+
+
+def test_the_command_line_counts(tmp_path):
+    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
+    fixed = load_job(path, ["parallel.pp=2"])
+    assert (fixed.parallel.pp, fixed.parallel.dp, fixed.schedule.microbatches) == (2, 4, 4)
+    assert not fixed.weighed
+    old = tmp_path / "old.toml"
+    old.write_text(toml_text())
+    opened = load_job(old, ["parallel.world=2"])
+    assert opened.parallel.dp * opened.schedule.microbatches == 8, "the batch that the job had"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "schedule", "code", "message"),
+    [
+        ("world = 8\npp = 2", "batch = 32", "E116", "parallel.world and parallel.pp are two answers"),
+        ("world = 8\ndp = 2", "batch = 32", "E116", "parallel.world and parallel.dp are two answers"),
+        ("world = 8", "microbatches = 4", "E116", "schedule.microbatches are those of one pipeline"),
+        ("world = 8", "batch = 32\nmicrobatches = 4", "E116", "two answers"),
+        ("world = 8", "", "E105", "schedule.batch is missing"),
+        ("world = 0", "batch = 32", "E103", "parallel.world: must be at least 1"),
+        ('world = "all"', "batch = 32", "E103", "parallel.world"),
+        ("world = 8", "batch = true", "E103", "schedule.batch"),
+        ("world = 9", "batch = 32", "E116", "no pp and dp of parallel.world can be planned"),
+        ("", "microbatches = 4", "E105", "parallel.pp is missing"),
+        ("pp = 2", "", "E105", "schedule.microbatches is missing"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path, parallel, schedule, code, message):
+    path = written(tmp_path, parallel=parallel, schedule=f'kind = "1f1b"\n{schedule}')
+    with pytest.raises(ZbcError, match=message) as caught:
+        load_job(path)
+    assert [error.code for error in caught.value.errors] == [code]
+
+
+def test_where_nothing_fits_the_smallest_overflow_is_named(tmp_path):
+    limited = {**HARDWARE, "memory_gib": 1e-6}
+    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 16', hardware=limited)
+    with pytest.raises(ZbcError) as caught:
+        load_job(path)
+    assert caught.value.code == "E116"
+    assert "of all, 1f1b at pp 4, dp 1 needs" in caught.value.hint
+    assert len(caught.value.details) == 3
+
+
+def test_a_shape_that_does_not_fit_is_not_taken(tmp_path):
+    path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    free = load_job(path)
+    held = {row.shape.pp: row.peak_bytes for row in free.weighed}
+    least = min(held.values())
+    limit = (least + sorted(held.values())[1]) / 2 / 2**30
+    tight = load_job(path, [f"hardware.memory_gib={limit}", "hardware.reserve_gib=0"])
+    assert held[tight.parallel.pp] == least
+    assert [row.error.code for row in tight.weighed if row.error] == ["E301", "E301"]
+
+
+def test_auto_counts_gpus_and_their_memory(tmp_path, monkeypatch):
+    path = written(
+        tmp_path, parallel='world = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware={"device": "cuda"}
+    )
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("zbc.job.world.gpus", lambda: [80.0, 40.0])
+    job = load_job(path)
+    assert job.parallel.pp * job.parallel.dp == 2 and job.hardware.memory_gib == 40.0
+    monkeypatch.setattr("zbc.job.world.gpus", lambda: [])
+    with pytest.raises(ZbcError, match="nvidia-smi finds none"):
+        load_job(path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    job = load_job(path)
+    assert job.parallel.pp * job.parallel.dp == 4
+
+
+def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81920\necho 40960\necho 24576\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus.gpus() == [80.0, 40.0, 24.0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert gpus.gpus() == [24.0, 80.0]
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert gpus.gpus() == []
+
+
+def test_other_ranks_of_a_launch_do_not_weigh(tmp_path, monkeypatch):
+    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
+    monkeypatch.setattr(compiling, "_weighed", None)
+    assert load_job(path, sketch=True).log.dir == "runs"
+
+
+def test_plan_shows_what_was_weighed(zbc, folder):
+    written(folder, parallel="world = 16", schedule='kind = "1f1b"\nbatch = 64', hardware=HARDWARE)
+    said = zbc("plan", "zbc.toml", "-o", "p")
+    assert said.code == 0, said.err
+    assert "the fastest of 16 ranks, each planned by the fast search" in said.out
+    assert "pp 16, dp 1: more ranks than the 8 layers" in said.out
+    rows = zbc("plan", "zbc.toml", "-o", "p", "--json").json()["world"]
+    assert [(row["pp"], row["dp"]) for row in rows] == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    assert rows[-1]["reason"] == "more ranks than the 8 layers" and rows[-1]["ms_per_sample"] is None
+    shown = zbc("config", "show", "zbc.toml", "--json").json()["sections"]["parallel"]
+    best = min((row for row in rows if row["ms_per_sample"]), key=lambda row: row["ms_per_sample"])
+    assert (shown["pp"]["value"], shown["dp"]["value"]) == (best["pp"], best["dp"])
+    assert zbc("check", "p").code == 0
+
+
+def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
+    written(folder, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
+    said = zbc("compare", "zbc.toml", "--schedules", "1f1b,zb-h1")
+    assert "the fastest of 4 ranks; --sweep parallel.pp=1,2,4 plans others" in said.out
+    rows = zbc("compare", "zbc.toml", "--schedules", "1f1b", "--sweep", "parallel.pp=1,2", "--json").json()
+    assert len(rows["schedules"]) == 2 and "world" not in rows

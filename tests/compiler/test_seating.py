@@ -1,0 +1,196 @@
+"""The link table, and which rank of the run takes which place in the pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.jobs import toml_text
+from tests.runtime.small_plans import make_plan, make_program
+from tests.threads import run_threads
+from zbc.compiler import recall
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import chain
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.seating import transfers
+from zbc.errors import ZbcError
+from zbc.job.links import checked
+from zbc.job.toml import Document
+from zbc.topology import Topology
+from zbc.training.profiling.table import table_of
+
+CASES = Path(__file__).parent.parent / "reference" / "device_order.json"
+
+
+def random_times(rng, n, kind):
+    ms = [[0.0] * n for _ in range(n)]
+    for a, b in itertools.combinations(range(n), 2):
+        node = 1.0 if a % 3 == b % 3 else 6.0
+        ms[a][b] = ms[b][a] = {"any": rng.uniform(1, 10), "two": rng.choice([1.0, 8.0]), "node": node}[kind]
+    return ms
+
+
+@pytest.mark.parametrize("case", json.loads(CASES.read_text()))
+def test_known_chains(case):
+    largest, total = chain.weight(case["ms"], chain.best_chain(case["ms"]))
+    assert largest == pytest.approx(case["bottleneck"]) and total == pytest.approx(case["total"], abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["any", "two", "node"])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
+def test_chains_are_those_of_brute_force(kind, n):
+    rng = random.Random(n)
+    for _ in range(6 if n < 7 else 2):
+        ms = random_times(rng, n, kind)
+        found = chain.best_chain(ms)
+        assert sorted(found) == list(range(n))
+        least = min(chain.weight(ms, order) for order in itertools.permutations(range(n)))
+        assert chain.weight(ms, found) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("kind", ["any", "two", "node"])
+def test_long_chains_are_near_the_exact_ones(kind):
+    rng = random.Random(3)
+    for _ in range(3):
+        ms = random_times(rng, 13, kind)
+        exact, near = chain.weight(ms, chain.best_chain(ms)), chain.weight(ms, chain.grown(ms))
+        assert exact[0] <= near[0] <= 1.1 * exact[0] and near[1] <= 1.1 * exact[1]
+    ms = random_times(rng, 40, kind)
+    assert sorted(chain.best_chain(ms)) == list(range(40))
+
+
+def test_seats_and_ranks_are_each_others_inverse():
+    turned = Topology(4, 2, order=(6, 2, 0, 4, 5, 1, 7, 3))
+    assert [turned.rank(0, pp) for pp in range(4)] == [6, 2, 0, 4]
+    assert [turned.rank(*turned.of(rank)) for rank in range(8)] == list(range(8))
+    assert turned.of(2) == (0, 1) and turned.of(5) == (1, 0), "of seats, not of ranks"
+    assert turned.name(2) == "rank 2 [dp 0, pp 1]"
+
+
+# ---- jobs with a table ------------------------------------------------------------------------------------------
+
+GBPS = [[0, 1, 9, 1], [0, 0, 1, 9], [0, 0, 0, 9], [0, 0, 0, 0]]
+
+
+def written(tmp_path, table=None, **changes):
+    """A job whose links.toml has these lines."""
+    lines = {"gbps": GBPS, "us": [[0] * 4 for _ in range(4)], **(table or {})}
+    (tmp_path / "links.toml").write_text("\n".join(f"{key} = {json.dumps(rows)}" for key, rows in lines.items()))
+    hardware = {"links": "links.toml", **changes.pop("hardware", {})}
+    path = tmp_path / "zbc.toml"
+    path.write_text(toml_text(hardware=hardware, **changes))
+    return path
+
+
+def test_a_pipeline_follows_its_fast_links(tmp_path):
+    """0-2, 2-3 and 3-1 are fast, all others are slow."""
+    path = written(tmp_path)
+    found = compile_job(load_job(path))
+    assert found.program.topology.order == (0, 2, 3, 1)
+    numbered = compile_job(load_job(path, ["parallel.order=[0,1,2,3]"]))
+    assert numbered.settled_ms > found.settled_ms
+    ms = transfers(found.job)
+    assert found.costs.links[0][0, 1] == pytest.approx(ms[0][2]) != ms[0][1]
+
+
+def test_the_machine_asks_the_table(tmp_path):
+    job = load_job(written(tmp_path, {"us": [[0, 5, 7, 5]] * 4}, parallel={"order": [3, 1, 0, 2]}))
+    machine = Machine.of(job)
+    assert machine.link((0, 1)) == (pytest.approx(5e-3), 9e6), "stages 0 and 1 are on ranks 3 and 1"
+    assert machine.link((1, 2)).speed == 1e6
+    assert machine.sum_ms(1e6, [0, 1]) == pytest.approx(5e-3 + 1 / 9)
+
+
+def test_a_table_of_nodes(tmp_path):
+    table = {"per": "node", "gbps": [[20, 2], [0, 10]], "us": [[1, 9], [9, 1]]}
+    job = load_job(written(tmp_path, table, hardware={"ranks_per_node": 2}))
+    machine = Machine.of(job)
+    assert [machine.between(a, b).speed for a, b in ((0, 1), (1, 2), (2, 3))] == [20e6, 2e6, 10e6]
+
+
+def test_the_slower_direction_counts(tmp_path):
+    both = [[0, 4, 9, 9], [2, 0, 9, 9], [9, 9, 0, 9], [9, 9, 9, 0]]
+    assert Machine.of(load_job(written(tmp_path, {"gbps": both}))).between(0, 1).speed == 2e6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": "zb-v"}, {"kind": "interleaved-1f1b"}, {"parallel": {"pp": 2, "dp": 2}}],
+    ids=["v", "looped", "replicas"],
+)
+def test_rings_and_replicas_are_never_worse_than_as_numbered(tmp_path, changes):
+    path = written(tmp_path, **changes)
+    found = compile_job(load_job(path), budget=0.0)
+    plain = compile_job(load_job(path, ["parallel.order=[0,1,2,3]"]), budget=0.0)
+    assert found.report.makespan_ms <= plain.report.makespan_ms * (1 + 1e-9)
+    assert sorted(found.program.topology.order) == [0, 1, 2, 3]
+
+
+def test_a_plan_keeps_its_table_and_order(tmp_path):
+    found = compile_job(load_job(written(tmp_path)))
+    found.write(tmp_path / "plan")
+    (tmp_path / "links.toml").unlink()
+    again = compile_job(load_job(tmp_path / "plan"))
+    assert again.program == found.program and again.settled_ms == found.settled_ms
+    manifest = recall.read_manifest(tmp_path / "plan")
+    assert manifest.order == [0, 2, 3, 1] and recall.costs_of(manifest).links == found.costs.links
+
+
+def test_given_op_times_still_take_their_links_from_the_table(tmp_path):
+    path = written(tmp_path, costs={"f": 1.0, "b": 1.0, "w": 1.0})
+    assert compile_job(load_job(path)).program.topology.order == (0, 2, 3, 1)
+    with pytest.raises(ZbcError, match=r"costs\.comm and hardware\.links") as caught:
+        load_job(path, ["costs.comm=0.5"])
+    assert caught.value.code == "E141"
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"gbps": [[0, 1], [1, 0]], "us": [[0, 1], [1, 0]]}, "the table is 2 x 2, the run has 4 ranks"),
+        ({"gbps": [[0, 1], [1]]}, "gbps is not square: row 1 has 1 numbers"),
+        ({"gbps": [[0, 0, 1, 1]] + GBPS[1:]}, r"gbps\[0\]\[1\] is 0, and so is gbps\[1\]\[0\]"),
+        ({"gbps": [[0, -1, 1, 1]] + GBPS[1:]}, r"gbps\[0\] has -1"),
+        ({"us": [[0]]}, "us has 1 rows, gbps has 4"),
+        ({"per": "rack"}, "per is 'rack'"),
+        ({"speed": [[0]]}, "unknown key speed"),
+        ({"per": "node", "gbps": GBPS, "us": GBPS}, r"gbps\[0\]\[0\] is 0"),
+    ],
+)
+def test_tables_that_are_none(tmp_path, table, text):
+    with pytest.raises(ZbcError, match=text) as caught:
+        load_job(written(tmp_path, table))
+    assert caught.value.code == "E127" and caught.value.hint
+
+
+def test_an_order_names_each_rank_once(tmp_path):
+    with pytest.raises(ZbcError, match=r"parallel\.order does not name each of the ranks 0 to 3 once"):
+        load_job(written(tmp_path), ["parallel.order=[0,1,1,2]"])
+
+
+def test_two_sizes_give_latency_and_speed():
+    """2 us and 1 GB/s one way; what the slower of the two ranks saw counts."""
+    small, large = 2e-6 + 256 / 1e9, 2e-6 + (4 << 20) / 1e9
+    found = table_of(2, [{(0, 1): (small, large)}, {(0, 1): (small / 2, large / 2)}])
+    assert found.gbps == ((0.0, pytest.approx(1.0)), (pytest.approx(1.0), 0.0))
+    assert found.us[0][1] == pytest.approx(2.0)
+    assert checked(tomli.loads(found.dumps()), Document("", {})).gbps[1][0] == pytest.approx(1.0)
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(1, 0), (1, 2, 0)])
+def test_threads_in_another_order_compute_the_same(order):
+    """(1, 2, 0) is not its own inverse: an order read as one would have ranks wait for the wrong neighbours."""
+    program = make_program("1f1b", len(order), 4)
+    plain, turned = make_plan(program), make_plan(program, order=order)
+    one, other = run_threads(plain, 3), run_threads(turned, 3)
+    assert [r.loss for r in one[0].results] == [r.loss for r in other[0].results]
+    for pp, rank in enumerate(order):
+        assert other[rank].stages.keys() == one[pp].stages.keys() == {pp}

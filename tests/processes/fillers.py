@@ -1,0 +1,37 @@
+"""Tasks of fillers, as a user writes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+class Sleeping:
+    """Sleeps, and counts in a file; from the step `fails` on it raises, after `ends` it is done."""
+
+    def __init__(self, rank, ranks, folder, ms, fails, ends):
+        self.seconds, self._file = ms / 1e3, Path(folder) / f"rank-{rank}"
+        self._fails, self._ends, self._count = fails, ends, 0
+
+    def step(self):
+        self._count += 1
+        if self._count == self._fails:
+            raise ValueError("no more of this")
+        if self._ends and self._count > self._ends:
+            raise StopIteration
+        time.sleep(self.seconds)
+        self._file.write_text(str(self._count))
+
+
+def make(rank, ranks, folder, ms=1.0, fails=0, ends=0):
+    return Sleeping(rank, ranks, folder, ms, fails, ends)
+
+
+def hungry(rank, ranks):
+    found = Sleeping(rank, ranks, ".", 1.0, 0, 0)
+    found.bytes = 10**15
+    return found
+
+
+def nothing(rank, ranks):
+    return None

@@ -1,0 +1,142 @@
+"""The order of devices in a chain: the least largest transfer between neighbours, then the least sum of all.
+
+Exact to 14 devices, by dynamic programming over the sets that are behind (Held and Karp, 1962): once for the largest
+transfer, once for the sum of those that are no larger. Above, paths of links below a threshold are grown and turned
+round at their ends (Pósa, 1976), the threshold goes down while that finds one, and reversals make the sum smaller.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+EXACT = 14  # devices
+_TRIES, _TURNS = 40, 6  # starts of a path for each threshold, and turns per device before one is given up
+
+Times = Sequence[Sequence[float]]  # ms between two devices, either way
+
+
+def best_chain(ms: Times) -> tuple[int, ...]:
+    """The devices in the order of the chain; of the two directions the one that begins with the smaller number."""
+    if len(ms) < 3:
+        return tuple(range(len(ms)))
+    found = _exact(ms) if len(ms) <= EXACT else grown(ms)
+    return found if found[0] < found[-1] else found[::-1]
+
+
+def weight(ms: Times, order: Sequence[int]) -> tuple[float, float]:
+    """The largest ms between neighbours, and their sum."""
+    steps = [ms[a][b] for a, b in pairwise(order)]
+    return max(steps, default=0.0), sum(steps)
+
+
+def _exact(ms: Times) -> tuple[int, ...]:
+    largest, _ = _solved(ms, math.inf, max)
+    return _solved(ms, largest, _plus)[1]
+
+
+def _plus(a: float, b: float) -> float:
+    return a + b
+
+
+def _solved(ms: Times, limit: float, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    """The path through all devices over links of at most `limit` ms with the least joined ms."""
+    n = len(ms)
+    near = [[(u, 1 << u, ms[v][u]) for u in range(n) if u != v and ms[v][u] <= limit] for v in range(n)]
+    least = [[math.inf] * n for _ in range(1 << n)]
+    came = [[-1] * n for _ in range(1 << n)]
+    for v in range(n):
+        least[1 << v][v] = 0.0
+    for behind in range(1, 1 << n):
+        row = least[behind]
+        for v in range(n):
+            here = row[v]
+            if here == math.inf:
+                continue
+            for u, bit, step in near[v]:
+                if not behind & bit:
+                    cost = join(here, step)
+                    if cost < least[behind | bit][u]:
+                        least[behind | bit][u] = cost
+                        came[behind | bit][u] = v
+    behind = (1 << n) - 1
+    end = min(range(n), key=lambda v: least[behind][v])
+    total, path = least[behind][end], [end]
+    while came[behind][path[-1]] >= 0:
+        before = came[behind][path[-1]]
+        behind ^= 1 << path[-1]
+        path.append(before)
+    return total, tuple(path)
+
+
+def grown(ms: Times) -> tuple[int, ...]:
+    """A path through all devices that is good, and the same every time."""
+    rng, n = random.Random(1234), len(ms)
+    best = tuple(range(n))
+    levels = sorted({ms[a][b] for a in range(n) for b in range(n) if a != b})
+    low, high = 0, levels.index(weight(ms, best)[0])
+    while low < high:
+        middle = (low + high) // 2
+        found = _path(ms, levels[middle], rng)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, levels.index(weight(ms, found)[0])
+    return _shorter(ms, best)
+
+
+def _path(ms: Times, limit: float, rng: random.Random) -> tuple[int, ...] | None:
+    """A path over links of at most `limit` ms: extended where it can be, else turned inside; None if not found."""
+    n = len(ms)
+    near = [[u for u in range(n) if u != v and ms[v][u] <= limit] for v in range(n)]
+    if any(not row for row in near):
+        return None
+    for _ in range(_TRIES):
+        path = [rng.randrange(n)]
+        inside = {path[0]}
+        for _ in range(_TURNS * n):
+            if len(path) == n:
+                return tuple(path)
+            end = path[-1]
+            fresh = [u for u in near[end] if u not in inside]
+            if fresh:  # the one with the fewest ways on
+                u = min(fresh, key=lambda v: (sum(w not in inside for w in near[v]), rng.random()))
+                path.append(u)
+                inside.add(u)
+            elif rng.random() < 0.3:
+                path.reverse()
+            else:
+                at = path.index(rng.choice(near[end]))
+                path[at + 1 :] = path[:at:-1]
+    return None
+
+
+def _shorter(ms: Times, path: tuple[int, ...]) -> tuple[int, ...]:
+    """The path after all reversals and moves of parts that make it better."""
+    best, found = weight(ms, path), path
+    while True:
+        for other in turned(found):
+            here = weight(ms, other)
+            if here < (best[0], best[1] - 1e-12):
+                best, found = here, other
+                break
+        else:
+            return found
+
+
+def turned(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The orders with a part the other way round, with two devices exchanged, or with one moved."""
+    n = len(order)
+    for a in range(n):
+        for b in range(a + 2, n + 1):
+            yield (*order[:a], *order[a:b][::-1], *order[b:])
+    for a in range(n):
+        for b in range(a + 2, n):
+            yield (*order[:a], order[b], *order[a + 1 : b], order[a], *order[b + 1 :])
+    for a in range(n):
+        rest = order[:a] + order[a + 1 :]
+        for b in range(n):
+            if abs(a - b) > 1:
+                yield (*rest[:b], order[a], *rest[b:])

@@ -1,0 +1,89 @@
+"""Pipelines whose stages have different numbers of ranks: a replica of a stage is a rank that runs some microbatches.
+
+Microbatch i runs on replica i mod r of a stage of r replicas. So the stages of one microbatch make a pipe, and there
+are as many pipes as the least common multiple of all r (no more than microbatches). With 1F1B on each rank, a replica
+of stage s warms up with ceil(ranks of later stages / r) forwards: then every forward that a backward waits for comes
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import lcm
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules.request import Request, ScheduleCard
+from zbc.compiler.search.follow import Manner, follow
+from zbc.compiler.sim.context import Context
+from zbc.ir import Kind, Op, Placement, Program
+
+NAME = "replicated-1f1b"
+_FAR = 16  # ops that may be looked past where what is next has not come
+
+
+def placement_of(replicas: Sequence[int], microbatches: int) -> Placement:
+    """Stage s on `replicas[s]` ranks, stage after stage; replicas beyond the microbatches are left out."""
+    firsts = [0, *accumulate(replicas)]
+    pipes = min(lcm(*replicas), microbatches)
+    return Placement(tuple(tuple(a + k % r for a, r in zip(firsts, replicas, strict=False)) for k in range(pipes)))
+
+
+def replicated(replicas: Sequence[int], microbatches: int) -> ScheduleCard:
+    """The card of these replicas."""
+    placement = placement_of(replicas, microbatches)
+
+    def make(request: Request) -> Program:
+        return _ordered(placement, replicas, request)
+
+    return ScheduleCard(
+        name=NAME,
+        make=make,
+        placement=lambda p, v: placement,
+        placement_name="replicas",
+        chunks=(1, 1),
+        default_chunks=1,
+        splits_backward=False,
+        summary="1F1B over stages with different numbers of ranks",
+        source="DAPPLE, arXiv 2007.01045; warm-up our own",
+        makespan="by replicas",
+        span="by replicas",
+        memory="warm-up + 1",
+        fitted=True,
+    )
+
+
+REPLICATED = replicated((1,), 1)  # what is known of it whatever the replicas
+
+
+def _ordered(placement: Placement, replicas: Sequence[int], request: Request) -> Program:
+    """1F1B, and what a list scheduler makes of it at the costs of the job and the same memory; the shorter counts."""
+    plain = _plain(placement, replicas, request.m)
+    costs = request.costs or Costs.uniform(placement)
+    limits = [_most(ops, costs) for ops in plain.ranks]
+    packed = follow(plain, costs, limits, Manner(_FAR))
+    return min((plain, packed), key=lambda program: Context(program, costs).step_ms(request.objective))
+
+
+def _most(ops: Sequence[Op], costs: Costs) -> float:
+    held = most = 0.0
+    for op in ops:
+        held += costs.held(op)
+        most = max(most, held)
+    return most
+
+
+def _plain(placement: Placement, replicas: Sequence[int], m: int) -> Program:
+    ranks, pipes = list[tuple[Op, ...]](), len(placement.pipes)
+    for s, count in enumerate(replicas):
+        warmup = -(-sum(replicas[s + 1 :]) // count)
+        for replica in range(count):
+            mine = range(replica, m, count)
+            ops = [Op(Kind.F, s, i, i % pipes) for i in mine[:warmup]]
+            for turn, i in enumerate(mine):
+                if turn + warmup < len(mine):
+                    coming = mine[turn + warmup]
+                    ops.append(Op(Kind.F, s, coming, coming % pipes))
+                ops.append(Op(Kind.BW, s, i, i % pipes))
+            ranks.append(tuple(ops))
+    return Program(placement, m, tuple(ranks), (NAME,))

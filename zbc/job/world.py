@@ -1,0 +1,251 @@
+"""A job that says how many ranks there are, and how large a batch: which pp, dp and microbatches it can mean.
+
+`parallel.world` stands for every pp x dp = world, `schedule.batch` for batch / (dp x microbatch_size) microbatches.
+Where a key and what it stands for are both given, the one from the command line counts, then the one of the file that
+extends the other; of one file E116.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from zbc.errors import ZbcError
+from zbc.host.cores import cores
+from zbc.host.gpus import gpus
+from zbc.job.toml import Document
+
+WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
+GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
+
+
+class Shape(NamedTuple):
+    """Ranks of a pipeline, replicas of it, and the microbatches of each; `why` there can be no plan of it."""
+
+    pp: int
+    dp: int
+    microbatches: int
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """One shape as it was planned by the fast search, or why it was not."""
+
+    shape: Shape
+    schedule: str | None = None
+    step_ms: float | None = None  # with the optimizer, in steady state; None where nothing was planned
+    sample_ms: float | None = None
+    peak_bytes: int | None = None  # of the fullest rank, where bytes are known
+    at_least: bool = False  # the times are what a step takes at least, and others are faster
+    error: ZbcError | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        pp, dp, microbatches, why = self.shape
+        reason = why if self.error is None else f"[{self.error.code}] {self.error.message}"
+        return {
+            "pp": pp,
+            "dp": dp,
+            "microbatches": microbatches or None,
+            "schedule": self.schedule,
+            "step_ms": self.step_ms,
+            "ms_per_sample": self.sample_ms,
+            "at_least": self.at_least,
+            "peak_bytes": self.peak_bytes,
+            "reason": reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a document leaves open: the shapes to choose from, and the document without the keys that stand for them."""
+
+    document: Document
+    shapes: tuple[Shape, ...]
+
+    def of(self, shape: Shape) -> Document:
+        """The job with one of the shapes, whose numbers have the places of what they come from."""
+        found = self.document
+        for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
+            found = _with(found, path, number)
+        return found
+
+
+def read(document: Document) -> World | Document:
+    """What is open in a job, or the job where nothing is. Raises E116, and E105 for a world without a batch."""
+    parallel, schedule = (document.values.get(name) for name in ("parallel", "schedule"))
+    if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
+        return document
+    world, batch, counts = parallel.get("world"), schedule.get("batch"), parallel.get("replicas")
+    whole = isinstance(counts, list) and counts and all(type(count) is int and count > 0 for count in counts)
+    if whole and not {"pp", "world"} & parallel.keys():
+        document = _with(document, GIVEN["pp"], sum(counts or ()))
+        parallel = document.values["parallel"]
+    if (world is None and batch is None) or not _sound(parallel, schedule):
+        return _shown(document)
+    document, samples = _batch(document, batch)
+    document, fixed = _fixed(document)
+    bare = _without(_without(document, WORLD), BATCH)
+    if document.values["parallel"].get("world") is None:
+        if samples is None:
+            return bare
+        shape = _shape(document, fixed.get("pp", 1), fixed.get("dp", 1), samples)
+        if shape.why is not None and not shape.microbatches:
+            raise ZbcError("E116", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
+        return _with(bare, MICROBATCHES, shape.microbatches)
+    document, count = _count(document)
+    found = World(_without(_without(document, WORLD), BATCH), tuple(_shapes(document, count, fixed, samples)))
+    only = found.shapes[0]
+    return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
+
+
+_NEAREST = "a batch is dp x microbatch_size samples, or a multiple of it"
+
+
+def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
+    """Whether the numbers are numbers; where they are not, their tables say so."""
+    numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
+    numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
+    if parallel.get("world", 1) != "auto":
+        numbers.append(parallel.get("world", 1))
+    return all(type(number) is int and number > 0 for number in numbers)
+
+
+def _shown(document: Document) -> Document:
+    """With numbers for what a wrong key would stand for, so that the wrong key is the only problem."""
+    values = document.values
+    if "world" in values["parallel"] and "pp" not in values["parallel"]:
+        document = _with(document, GIVEN["pp"], 1)
+    if ("batch" in values["schedule"] or "world" in values["parallel"]) and "microbatches" not in values["schedule"]:
+        document = _with(document, MICROBATCHES, 1)
+    return document
+
+
+def _level(document: Document, path: tuple[str, str]) -> int:
+    """Which of two answers counts: that of the command line, then that of the file itself."""
+    where = document.where(path)
+    return 2 if where.startswith("--") else 1 if where.startswith(f"{document.source}:") else 0
+
+
+def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
+    """The job without the keys that do not count beside others, and what is given of pp and dp."""
+    parallel, fixed = document.values["parallel"], dict[str, int]()
+    for key, path in GIVEN.items():
+        if key not in parallel:
+            continue
+        if "world" not in parallel or _level(document, path) > _level(document, WORLD):
+            fixed[key] = parallel[key]
+        elif _level(document, path) == _level(document, WORLD):
+            text = f"config: parallel.world and parallel.{key} are two answers to one question"
+            hint = "drop pp and dp, and the fastest of all are taken; or drop world"
+            raise ZbcError("E116", text, where=document.where(WORLD), hint=hint)
+        else:
+            document = _without(document, path)
+    if len(fixed) == 2 or "world" not in parallel:
+        return _without(document, WORLD), fixed
+    return document, fixed
+
+
+def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]:
+    """The job without one of two answers, and the samples of a step; None where microbatches are given."""
+    parallel, schedule = document.values["parallel"], document.values["schedule"]
+    mine = schedule.get("microbatches")
+    opened = "world" in parallel and not all(
+        key in parallel and _level(document, path) > _level(document, WORLD) for key, path in GIVEN.items()
+    )
+    if batch is not None and mine is not None and _level(document, BATCH) == _level(document, MICROBATCHES):
+        text = "config: schedule.batch and schedule.microbatches are two answers to one question"
+        hint = "drop microbatches: they are batch / (dp x microbatch_size)"
+        raise ZbcError("E116", text, where=document.where(BATCH), hint=hint)
+    if batch is not None and (mine is None or _level(document, BATCH) > _level(document, MICROBATCHES)):
+        return _without(document, MICROBATCHES), batch
+    if not opened:
+        return _without(document, BATCH), None
+    if mine is not None and batch is None and _level(document, MICROBATCHES) < _level(document, WORLD):
+        samples = mine * schedule.get("microbatch_size", 1) * parallel.get("dp", 1)
+        return _without(document, MICROBATCHES), samples  # the batch that the job had
+    if mine is None:
+        text, place = (
+            "config: schedule.batch is missing, and parallel.world leaves open what share each rank has",
+            WORLD,
+        )
+    else:
+        text = (
+            "config: schedule.microbatches are those of one pipeline, and parallel.world leaves open how many there are"
+        )
+        place = MICROBATCHES
+    code = "E105" if mine is None else "E116"
+    raise ZbcError(code, text, where=document.where(place), hint="set schedule.batch, the samples of a step")
+
+
+def _count(document: Document) -> tuple[Document, int]:
+    """The ranks of the run, and the job, with the memory of the GPUs that "auto" found."""
+    world = document.values["parallel"]["world"]
+    if world != "auto":
+        return document, int(world)
+    hardware = document.values.get("hardware")
+    device = hardware.get("device", "cpu") if isinstance(hardware, Mapping) else "cpu"
+    found, launched = gpus() if device == "cuda" else [], _launched()
+    if found and isinstance(hardware, Mapping) and "memory_gib" not in hardware:
+        document = _with(document, ("hardware", "memory_gib"), min(found))
+    count = launched or (len(found) if device == "cuda" else cores())
+    if not count:
+        text = 'config: parallel.world = "auto" counts the GPUs of this machine, and nvidia-smi finds none'
+        raise ZbcError("E116", text, where=document.where(WORLD), hint="write how many there will be: world = 8")
+    return document, count
+
+
+def _launched() -> int:
+    """The ranks that torchrun started; 0 elsewhere."""
+    import os
+
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 0
+
+
+def _shapes(document: Document, world: int, fixed: Mapping[str, int], batch: int | None) -> list[Shape]:
+    """Every pp x dp = world with what is given of them, short pipelines first."""
+    for key, number in fixed.items():
+        if world % number:
+            text = f"config: parallel.{key} = {number} does not divide parallel.world = {world}"
+            near = max(d for d in range(1, number) if world % d == 0)
+            raise ZbcError("E116", text, where=document.where(GIVEN[key]), hint=f"set {key} = {near}, or another world")
+    small = [d for d in range(1, int(world**0.5) + 1) if world % d == 0] if world <= 10**9 else [1]
+    every = sorted({*small, *(world // d for d in small)})
+    pairs = [(pp, world // pp) for pp in every]
+    pairs = [one for one in pairs if fixed.get("pp", one[0]) == one[0] and fixed.get("dp", one[1]) == one[1]]
+    return [_shape(document, pp, dp, batch) for pp, dp in pairs]
+
+
+def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
+    schedule, model = document.values["schedule"], document.values.get("model")
+    layers = model.get("layers") if isinstance(model, Mapping) else None
+    if batch is None:
+        return Shape(pp, dp, schedule["microbatches"])
+    each = dp * schedule.get("microbatch_size", 1)
+    if batch % each:
+        return Shape(
+            pp, dp, 0, f"a batch of {batch} samples does not divide into {each}, one microbatch of each replica"
+        )
+    if type(layers) is int and pp > layers:
+        return Shape(pp, dp, batch // each, f"more ranks than the {layers} layers")
+    return Shape(pp, dp, batch // each)
+
+
+def _with(document: Document, path: tuple[str, str], number: float) -> Document:
+    """With one more number, whose place is that of what it comes from."""
+    name, key = path
+    counted = WORLD not in document.places and document.has(("parallel", "replicas"))
+    come = BATCH if path == MICROBATCHES else ("parallel", "replicas") if counted else WORLD
+    places = {**document.places, path: document.where(path if document.has(path) else come)}
+    tables = {**document.values, name: {**document.values.get(name, {}), key: number}}
+    return replace(document, values=tables, places=places)
+
+
+def _without(document: Document, path: tuple[str, str]) -> Document:
+    name, key = path
+    if key not in document.values[name]:
+        return document
+    table = {other: value for other, value in document.values[name].items() if other != key}
+    return replace(document, values={**document.values, name: table})
