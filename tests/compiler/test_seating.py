@@ -68,8 +68,17 @@ def test_seats_and_ranks_are_each_others_inverse():
     turned = Topology(4, 2, order=(6, 2, 0, 4, 5, 1, 7, 3))
     assert [turned.rank(0, pp) for pp in range(4)] == [6, 2, 0, 4]
     assert [turned.rank(*turned.of(rank)) for rank in range(8)] == list(range(8))
-    assert turned.of(2) == (0, 1) and turned.of(5) == (1, 0), "of seats, not of ranks"
+    assert turned.of(2) == (0, 1, 0) and turned.of(5) == (1, 0, 0), "of seats, not of ranks"
     assert turned.name(2) == "rank 2 [dp 0, pp 1]"
+
+
+def test_ranks_that_share_layers_are_neighbours():
+    shared = Topology(4, 2, node=(2, 2), tp=3)
+    assert [shared.rank(*shared.of(rank)) for rank in range(shared.world)] == list(range(24))
+    assert {shared.sharing(rank) for rank in (9, 10, 11)} == {(9, 10, 11)}
+    assert {shared.of(rank)[:2] for rank in (9, 10, 11)} == {(1, 1)}
+    assert shared.ranks([1], tp=2) == (5, 11) and shared.name(10) == "rank 10 [dp 1, pp 1, tp 1]"
+    assert Topology(2, tp=2).axes == " (2 pp x 2 tp)" and Topology(2, tp=2).name(3) == "rank 3 [pp 1, tp 1]"
 
 
 # ---- jobs with a table ------------------------------------------------------------------------------------------
