@@ -1,7 +1,8 @@
 """The longest context that fits, by schedule and number of slices: `python bench/context.py [JOB.toml]`.
 
 Of each the largest `model.seq_len` in multiples of 2,048 tokens whose plan keeps to `hardware.memory_gib`. Of schedules
-made by hand, on the partitions that every plan begins with; a search would take an hour. Without a job: 32 layers of width 4,096 with 8 heads of keys and values, on 8 GPUs of 80 GB.
+made by hand, on the partitions that every plan begins with; a search would take an hour. Without a job: 32 layers of
+width 4,096 with 8 heads of keys and values, on 8 GPUs of 80 GB.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def draw(seed: int, *, ranks: int, microbatches: int, slices: int) -> Sliced:
     placement = card.placement(p, v)
     costs = Costs.uniform(placement, rng.random() + 0.5, rng.random() + 0.5, rng.random(), rng.choice((0.0, 0.1)))
     if k > 1:
-        rows, later = (_shares(rng, k) for _ in range(2))
+        rows, later = (shares(rng, k) for _ in range(2))
         costs = costs.cut(rows, f=later, b=later, w=rows)
     group = rng.randint(1, p) if "group" in card.options and rng.random() < 0.3 else None
     if card.groups is not None and group is not None:
@@ -69,6 +69,6 @@ def swapped(program: Program, rng: random.Random) -> Program:
     return replace(program, ranks=tuple(map(tuple, ranks)))
 
 
-def _shares(rng: random.Random, count: int) -> list[float]:
+def shares(rng: random.Random, count: int) -> list[float]:
     each = [rng.random() + 0.2 for _ in range(count)]
     return [one / sum(each) for one in each]

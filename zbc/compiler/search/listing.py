@@ -257,7 +257,7 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
         if i == units[seat] or i - returned[seat] >= cap[s] or missing[op] > 0:
             continue
         at = ready[op]
-        if overshoot < 9.0 and i > 0 and had_b[r] == 0:
+        if overshoot < 9.0 and i >= slices and had_b[r] == 0:
             begin = now if at <= now else at
             if begin + length[op] > first_b[r] + overshoot * length[op] + EPS:
                 continue
