@@ -27,7 +27,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
-from zbc.training.profiling import times
+from zbc.training.profiling import slices, times
 from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit
 from zbc.training.profiling.rig import IDLE, build_rig
@@ -429,3 +429,45 @@ def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(mon
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     assert unpredicted(torch.device("cuda", 0)) == 30 + 8
+
+
+def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
+    """Each op takes as long as it has tokens, and a tenth of those before them, on a clock that nothing else moves."""
+    described = job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"})
+    rig = build_rig(described, CPU)
+    now = [0.0]
+    monkeypatch.setattr(slices.time, "perf_counter", lambda: now[0])
+    real = slices._measured
+
+    def measured(rig, device, cuts):
+        built = type(rig).worker
+
+        def worker(self, *arguments, **options):
+            made = built(self, *arguments, **options)
+            stage = self.kinds.index(slices.BLOCK)
+
+            def ticking(handler):
+                def run(worker, op):
+                    handler(worker, op)
+                    now[0] += (cuts[op.slice + 1] - cuts[op.slice] + cuts[op.slice] / 10) / 1e3
+
+                return run
+
+            made.script[:] = [
+                (ticking(handler) if op.kind.computes and op.stage == stage else handler, op, text)
+                for handler, op, text in made.script
+            ]
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(rig), "worker", worker)
+            return real(rig, device, cuts)
+
+    monkeypatch.setattr(slices, "_measured", measured)
+    found = slices.slice_times(rig, CPU)
+    places = [(24, 0), (12, 0), (12, 12), *((6, at) for at in range(0, 24, 6)), *((3, at) for at in range(0, 24, 3))]
+    assert sorted(found) == sorted(places)
+    for (rows, past), took in found.items():
+        assert took == pytest.approx(dict.fromkeys(("f", "b", "w"), rows + past / 10))
+    whole = build_rig(job(data={"kind": "synthetic"}), CPU)
+    assert slices.slice_times(whole, CPU) == {}

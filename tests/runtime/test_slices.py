@@ -23,12 +23,12 @@ from zbc.runtime.split import split_backward
 from zbc.training.models.gpt import GptBlock
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
+from zbc.training.probing.checkup import check_up
 
 ROWS = {1: (), 2: (0, 9, 16), 3: (0, 7, 8, 16), 4: (0, 7, 11, 14, 16)}  # of 16 tokens
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 HERE = "tests.runtime.sliced_models:"
 SEQUENCES = {"data": {"kind": HERE + "Sequences"}}
-LONG = {"data": {"kind": HERE + "Sequences", "args": {"length": 48}}, "rows": (0, 20, 48)}
 PADDED = {"data": {"kind": HERE + "Padded"}}
 
 
@@ -264,47 +264,9 @@ def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
     assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-5)
 
 
-# ---- what cannot be cut --------------------------------------------------------------------------------------
-
-OTHERS = [
-    ("convolution", "layers.2 mixes tokens of different slices (they differ by", "from token 20 on)"),
-    ("normed", "layers.2 mixes tokens of different slices", "from token 0 on)"),
-    ("both_ways", "layers.2 mixes tokens of different slices", "from token 0 on)"),
-    ("own_causal", "layers.2 mixes tokens of different slices", "from token 20 on)"),
-    ("pooled", "layers.2 mixes tokens of different slices", "from token 0 on)"),
-    ("state", "layers.2 mixes tokens of different slices", "from token 20 on)"),
-    ("recurrent", "layers.2 mixes tokens of different slices", "from token 20 on)"),
-    ("counts", "layers.2 changes seen in its forward, which runs once for every slice", ""),
-]
-
-
-def refused(**options):
-    with pytest.raises(ZbcError) as caught:
-        run_threads(plan_of("1f1b", 1, 2, 2, **options), 1)
-    return caught.value
-
-
-@pytest.mark.parametrize(("what", "text", "where"), OTHERS)
-def test_a_layer_that_mixes_tokens_on_its_own_is_refused_by_name(what, text, where):
-    error = refused(model={**user("mixing", what=what), "seq_len": 48}, **LONG)
-    assert error.code == "E512" and text in error.message and error.message.endswith(where)
-    assert error.hint.endswith("or set schedule.slices = 1")
-
-
-def test_a_gradient_that_mixes_tokens_is_seen_too():
-    error = refused(model={**user("mixing", what="backwards"), "seq_len": 48}, **LONG)
-    assert error.code == "E512" and "layers.2 mixes tokens of different slices in its backward" in error.message
-
-
-@pytest.mark.parametrize("loss", ["without_zeros", "sum_over_tokens", "last_token"])
-def test_a_loss_that_is_no_mean_over_tokens_is_refused(loss):
-    padded = {"kind": HERE + "Padded", "args": {"ignored": 0}}
-    what = ("tokens", {"data": padded}) if loss == "without_zeros" else ("mixers", SEQUENCES)
-    error = refused(model=user(what[0], loss=HERE + loss), **what[1])
-    assert error.code == "E513" and error.message.startswith(f"model: {HERE}{loss} is no mean over tokens: ")
-
-
-def test_samples_that_are_no_sequences_are_refused():
-    error = refused(model=user("mixers"), data={"kind": HERE + "OneNumber"})
-    assert (error.code, error.hint) == ("E110", "set schedule.slices = 1")
-    assert error.message.endswith(f"and targets of {HERE}OneNumber are float32 [] each")
+def test_doctor_compares_slices_with_the_whole_model_and_draws_alike():
+    plan = plan_of("zb-h1", 2, 3, 3, model=user("mixers"), **SEQUENCES)
+    found = check_up(plan)
+    assert found.fine and found.stages == ("B and W apart, in 3 slices",) * 2
+    random = check_up(plan_of("zb-h1", 2, 3, 3, model=user("mixers", dropout=0.5), **SEQUENCES))
+    assert random.fine and random.stages == ("B and W apart",) * 2, "slices would draw other numbers"

@@ -40,11 +40,11 @@ class Rig:
     inputs: tuple[TensorSpec, ...]  # of each stage
     order: tuple[str, ...]
 
-    def worker(self, device: torch.device, *, microbatches: int = MICROBATCHES) -> Worker:
-        """A worker whose script is one step of every kind of op, all stages in turn."""
-        plan = _plan(
-            self.job, [layer.name for layer in self.layers], _ops(len(self.layers), microbatches), microbatches
-        )
+    def worker(self, device: torch.device, *, microbatches: int = MICROBATCHES, cuts: Sequence[int] = ()) -> Worker:
+        """A worker whose script is one step of every kind of op, all stages in turn; `cuts` is where slices begin."""
+        names, slices = [layer.name for layer in self.layers], max(1, len(cuts) - 1)
+        ops = _ops(len(self.layers), microbatches, slices)
+        plan = _plan(self.job, names, ops, microbatches, cuts if slices > 1 else ())
         rank = RankPlan(0, plan.program.ranks[0], plan.manifest)
         return build_worker(rank, Hub(1).end(0), device, plans=self.layers)
 
@@ -96,18 +96,21 @@ def _inputs(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> list[
     return list(shapes_of(Settings.of(manifest), plans, samples, manifest, device).inputs)
 
 
-def _ops(stages: int, microbatches: int) -> list[Op]:
+def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
     ops = []
+    parts = range(slices)
     for mb in range(microbatches):
-        ops += [Op(Kind.F, s, mb) for s in range(stages)]
-        ops += [Op(Kind.B if mb in SPLIT else Kind.BW, s, mb) for s in reversed(range(stages))]
-        ops += [Op(Kind.W, s, mb) for s in range(stages) if mb in SPLIT]
+        back = Kind.B if mb in SPLIT else Kind.BW
+        ops += [Op(Kind.F, s, mb, 0, part) for part in parts for s in range(stages)]
+        ops += [Op(back, s, mb, 0, part) for part in reversed(parts) for s in reversed(range(stages))]
+        ops += [Op(Kind.W, s, mb, 0, part) for part in parts for s in range(stages) if mb in SPLIT]
     return [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in range(stages))]
 
 
-def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) -> StoredPlan:
+def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, cuts: Sequence[int] = ()) -> StoredPlan:
     """A plan of one rank with a stage for each layer."""
-    program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",))
+    slices = max(1, len(cuts) - 1)
+    program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",), slices)
     planning, training = job.planning(), job.training()
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(
@@ -117,6 +120,7 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int) 
         boundaries=[None] * (len(names) - 1),
         microbatch_size=job.schedule.microbatch_size,
         predicted={},
+        cuts=cuts,
         planning={**planning, "memory": {"activations": "keep"}},
         training={
             **training,

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
-from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, model_of
+from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, model_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.network import bind_loopback
@@ -37,6 +37,7 @@ from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import Pair, fit, host_copy
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
+from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.statistics import measured, quick
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch
 from zbc.training.profiling.weigh import Weighed, weigh
@@ -86,6 +87,7 @@ class Measurements:
     copies: tuple[float, float] | None
     name: str
     reserve: int | None = None  # bytes of the device in use beside torch's own
+    slices: Took = field(default_factory=dict)  # of a block
 
 
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
@@ -119,7 +121,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         model=model_of(job.model),
         microbatch_size=job.schedule.microbatch_size,
         optimizer=job.optimizer.name,
-        layers={kind: _layer(times, kind, host, found.bytes.get(kind)) for kind in dict.fromkeys(found.order)},
+        layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
         order=FAMILY if job.model.builtin else list(found.order),
         link=fit(found.link),
         reserve_bytes=found.reserve,
@@ -135,8 +137,9 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
     )
 
 
-def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed | None) -> LayerProfile:
+def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfile:
     """`host` is what the layer that does nothing takes."""
+    times, weighed = found.times, found.bytes.get(kind)
 
     def of(name: str, less: str = "") -> Measured:
         return measured(times[kind, name], host.get(less, 0.0))
@@ -156,6 +159,10 @@ def _layer(times: Samples, kind: str, host: dict[str, float], weighed: Weighed |
         parameters=0 if weighed is None else weighed.parameters,
         parts=[] if weighed is None else weighed.parts,
         bytes=None if weighed is None else weighed.bytes,
+        slices=[
+            SliceTime(rows=rows, past=past, **{name: max(0.0, ms - host[name]) for name, ms in took.items()})
+            for (rows, past), took in (found.slices if kind == BLOCK else {}).items()
+        ],
     )
 
 
@@ -200,10 +207,12 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
         pipe.send(max(0, count - WARM_UP))
     pipe.recv()
     watch.close()
+    slices = slice_times(rig, device)
     reserve = unpredicted(device) if device.type == "cuda" and how.together == 1 else None
     sizes = {torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in rig.inputs[1:]}
     return {
         "times": dict(watch.samples),
+        "slices": slices,
         "bytes": weigh(rig, device) if rank == 0 else {},
         "order": rig.order,
         "sizes": tuple(sorted(sizes)),

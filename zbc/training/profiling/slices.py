@@ -1,0 +1,74 @@
+"""How long slices of a block take, by their tokens and those before them: what a job with slices is planned with.
+
+A built-in family's block runs on its sequences whole and in 2, 4 and 8 even slices, with B and W apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from zbc.ir import Op
+from zbc.runtime.execute import run_step
+from zbc.runtime.state import Worker
+from zbc.training.profiling.rig import Rig
+from zbc.training.profiling.statistics import quick
+
+BLOCK = "block"  # the kind of the layers that slices are measured of
+COUNTS = (1, 2, 4, 8)
+ROUNDS = 3  # steps that count, of one microbatch each, after one that warms up
+
+Took = dict[tuple[int, int], dict[str, float]]  # rows and tokens before them -> ms of f, b and w
+
+
+def slice_times(rig: Rig, device: torch.device) -> Took:
+    """ms of F, B and W of each slice; empty where the job asks for none, or no block of a family is in the rig."""
+    length = rig.job.model.seq_len or 0
+    if rig.job.schedule.slices == 1 or BLOCK not in rig.kinds:
+        return {}
+    rig = rig.plain()
+    found: dict[tuple[int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for count in COUNTS:
+        if count <= length:
+            cuts = [length * j // count for j in range(count + 1)]
+            for (part, name), took in _measured(rig, device, cuts).items():
+                start, stop = [*pairwise(cuts)][part]
+                found[stop - start, start][name] += took
+    return {place: {name: quick(took) for name, took in times.items()} for place, times in sorted(found.items())}
+
+
+def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int, str], list[float]]:
+    """ms of each slice's ops on the block's stage."""
+    worker, stage = rig.worker(device, microbatches=2, cuts=cuts), rig.kinds.index(BLOCK)
+    took: dict[tuple[int, str], list[float]] = defaultdict(list)
+
+    def timed(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+        def run(worker: Worker, op: Op) -> None:
+            _wait(device)
+            began = time.perf_counter()
+            handler(worker, op)
+            _wait(device)
+            if op.mb:  # the first microbatch makes the gradients
+                took[op.slice, op.kind.value.lower()].append((time.perf_counter() - began) * 1e3)
+
+        return run
+
+    worker.script[:] = [
+        (timed(handler) if op.kind.computes and op.stage == stage else handler, op, text)
+        for handler, op, text in worker.script
+    ]
+    run_step(worker, 0)
+    took.clear()
+    for step in range(ROUNDS):
+        run_step(worker, step)
+    worker.close()
+    return took
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
