@@ -38,6 +38,35 @@ class Bug:
 
 RUNTIME = "tests/runtime/"
 BUGS = (
+    # ---- planner
+    Bug(
+        "the order of ranks is read as its inverse",
+        "zbc/topology.py",
+        "return self.order[seat] if self.order else seat",
+        "return self.order.index(seat) if self.order else seat",
+        ("tests/compiler/test_seating.py",),
+    ),
+    Bug(
+        "of all pp and dp the slowest are taken",
+        "zbc/compiler/compile.py",
+        "best = min(fits, key=",
+        "best = max(fits, key=",
+        ("tests/cli/test_world.py",),
+    ),
+    Bug(
+        "a filler does not look at how long the wait was",
+        "zbc/runtime/filler.py",
+        "at - began + self._longest() <= known and not ready()",
+        "not ready()",
+        (RUNTIME + "test_filler.py",),
+    ),
+    Bug(
+        "a replica warms up with one forward too few",
+        "zbc/compiler/schedules/replicated.py",
+        "warmup = -(-sum(replicas[s + 1 :]) // count)",
+        "warmup = sum(replicas[s + 1 :]) // count - 1",
+        ("tests/compiler/test_replicas.py",),
+    ),
     # ---- runtime
     Bug(
         "NORM of the second copy comes from a rank of the first",

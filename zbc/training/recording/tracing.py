@@ -285,7 +285,10 @@ class _Transport:
         self.rank = inner.rank
         self._inner, self._progress, self._stamp = inner, worker.progress, stamp
         self._of, self._at = waits
-        self.send, self.post, self.ready, self.close = inner.send, inner.post, inner.ready, inner.close
+        self.send, self.post, self.close = inner.send, inner.post, inner.close
+
+    def ready(self, message: Letter) -> bool:
+        return self._inner.ready(message)
 
     def wait(self, message: Letter) -> Tensor:
         began = self._stamp()
