@@ -149,6 +149,10 @@ def _own_causal(x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
 def _pooled(x: Tensor) -> Tensor:
     return x.mean(1, keepdim=True).expand_as(x)
 
@@ -170,6 +174,7 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
     "state": lambda: OverTime(_state),
     "recurrent": lambda: Recurrent(),
     "counts": Counts,
+    "noisy": lambda: OverTime(_noisy),
     "backwards": lambda: OverTime(_Centred.apply),
 }
 

@@ -34,6 +34,12 @@ def test_a_layer_that_mixes_tokens_on_its_own_is_refused_by_name(what, text, whe
     assert error.hint.endswith("or set schedule.slices = 1")
 
 
+def test_a_layer_that_draws_random_numbers_is_not_compared():
+    model = {**user("mixing", what="noisy"), "seq_len": 48}
+    (worker,) = run_threads(plan_of("1f1b", 1, 2, 2, model=model, **LONG), 1)
+    assert len(worker.results) == 1
+
+
 def test_a_gradient_that_mixes_tokens_is_seen_too():
     error = refused(model={**user("mixing", what="backwards"), "seq_len": 48}, **LONG)
     assert error.code == "E512" and "layers.2 mixes tokens of different slices in its backward" in error.message
