@@ -152,6 +152,20 @@ def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator
             yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
 
 
+def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
+    parallel, memory, optimizer = (draft.sections.get(name) for name in ("parallel", "memory", "optimizer"))
+    if parallel is None or optimizer is None or memory is None:
+        return
+    where = draft.document.where
+    if parallel.shard == "weights" and optimizer.sync == "post-validate":
+        text = 'config: parallel.shard = "weights" and optimizer.sync = "post-validate" exclude each other'
+        hint = 'drop sync, or set shard = "optimizer"'
+        yield ZbcError("E118", text, where=where(("parallel", "shard")), hint=hint)
+    if parallel.shard != "weights" and asks(memory, "resident"):
+        text = f'config: memory.resident goes with parallel.shard = "weights", shard is "{parallel.shard}"'
+        yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
+
+
 def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
     yield from idle.problems(draft.sections, draft.document)
 
@@ -306,6 +320,7 @@ RULES = (
     _node_rule,
     _reserve_rule,
     _evaluation_rules,
+    _sharding_rules,
     _idle_rules,
     _writing_rules,
     _unsupported,

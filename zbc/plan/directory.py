@@ -87,6 +87,8 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         m.sharded,
         run.node,
         tuple(m.ties),
+        m.resident,
+        m.with_w,
     )
 
 
@@ -135,6 +137,8 @@ def assemble(
         tied=program.tied,
         sharded=program.sharded,
         ties=list(program.ties),
+        resident=program.resident,
+        with_w=program.with_w,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

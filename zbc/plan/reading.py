@@ -136,6 +136,8 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "tied",
             "ties",
             "sharded",
+            "resident",
+            "with_w",
             "node",
         ):
             if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:

@@ -120,6 +120,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
     before = [module.training for module in modules]
     places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
     buffers = renew(places)
+    worker.gather_all()
     try:
         for module in modules:
             module.training = False
@@ -131,6 +132,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
         for stage in worker.stages.values():
             for cast in stage.casts:
                 cast.forget()
+        worker.free_all()
 
 
 def _forward(worker: Worker, op: Op) -> None:
