@@ -9,17 +9,20 @@ from functools import cache
 import pytest
 import torch
 
+from tests.jobs import job
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.sharded import Sharded
 
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
@@ -169,3 +172,40 @@ def test_a_cast_that_is_kept_over_a_gather_is_noticed(monkeypatch):
 
 def test_a_plan_is_the_same_without_gathers_in_the_step():
     assert lower(replace(find("1f1b").make(Request(2, 4, 1)), dp=2)).resident == 0
+
+
+@pytest.mark.parametrize(("resident", "parameters"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
+def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resident, parameters):
+    """Of the rank with the most: its parts, what stays, and the most that is gathered at once."""
+    section = {"family": "gpt", "layers": 10, "hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16}
+    asked = job(
+        model={**section, "dtype": "bfloat16" if parameters == "bfloat16" else "float32", "parameters": parameters},
+        parallel={"pp": 2, "dp": 2, "shard": "weights"},
+        schedule={"kind": "breadth-first", "chunks": 3, "microbatches": 4, "microbatch_size": 2},
+        memory={"resident": resident},
+        data={"kind": "synthetic"},
+    )
+    compiled = compile_job(asked)
+    costs, most = compiled.costs, dict[int, int]()
+
+    def watch(worker):
+        def after(handler):
+            def run(worker, op):
+                handler(worker, op)
+                there = sum(one.freeable for one in worker.frees)
+                most[worker.rank] = max(most.get(worker.rank, 0), there)
+
+            return run
+
+        run = worker.phase_run
+        run.script = [(after(handler), op, text) for handler, op, text in run.script]
+
+    compiled.write(tmp_path / "plan")
+    workers = run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=watch)
+    for rank in range(2):
+        copies = [worker for worker in workers if worker.topology.of(worker.rank).pp == rank]
+        constant = sum(
+            costs.bytes[s].weights - costs.bytes[s].freed for s in compiled.program.placement.stages_of(rank)
+        )
+        found = max(sum(one.kept for one in worker.frees) + most[worker.rank] for worker in copies)
+        assert compiled.memory[rank].weights - constant == pytest.approx(found, rel=0.01)

@@ -254,6 +254,11 @@ class Sharded:
         """Bytes that FREE would give back now."""
         return 0 if self._flat is None else self._flat.bytes
 
+    @property
+    def kept(self) -> int:
+        """Bytes of this rank's parts of the weights, where those are freed."""
+        return sum(p.nbytes for p in self._own.values()) if self._frees else 0
+
     def _view(self, piece: Piece) -> Tensor:
         parameter = self._trained[piece.name]
         # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
