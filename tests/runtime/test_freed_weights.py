@@ -209,3 +209,15 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
         )
         found = max(sum(one.kept for one in worker.frees) + most[worker.rank] for worker in copies)
         assert compiled.memory[rank].weights - constant == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (0, 1)])
+def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, first, second):
+    every = {"checkpoint": {"every": 2, "asynchronous": False}}
+    before, after = (plan_of("breadth-first", 2, 4, room, **every) for room in (first, second))
+    run_threads(before, 2, folder=tmp_path / "run")
+    workers = run_threads(after, STEPS, resume=next(tmp_path.glob("**/step-*")))
+    straight = whole("breadth-first", 2, 4, "float32")
+    assert [r.loss for r in workers[0].results] == [r.loss for r in straight[0].results[2:]]
+    found, expected = weights(workers), weights(straight)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
