@@ -12,6 +12,7 @@ import torch
 from tests.jobs import job
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
@@ -221,3 +222,10 @@ def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, first, 
     assert [r.loss for r in workers[0].results] == [r.loss for r in straight[0].results[2:]]
     found, expected = weights(workers), weights(straight)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "breadth-first"])
+def test_layers_whose_w_looks_at_their_weights_find_them(schedule):
+    how = {"model": user("convolving"), **VECTORS}
+    freed = run_threads(plan_of(schedule, 2, 4, 1, with_w=True, **how), STEPS)
+    same(freed, run_threads(plan_of(schedule, 2, 4, 0, **how), STEPS))
