@@ -25,7 +25,8 @@ plan
 trace
 compiler.graph  compiler.cost
 compiler.sim  runtime
-compiler.memory  compiler.passes  training
+compiler.memory
+compiler.passes  training
 compiler.check  compiler.search  compiler.lowering  compiler.recall
 compiler.report  compiler.schedules  compiler.steps
 compiler.partition

@@ -15,7 +15,7 @@ ANSWERS = {
     "is_collective": "REDUCE TIE VALIDATE GATHER",
     "sums": "REDUCE TIE",
     "is_barrier": "VALIDATE",
-    "stage_wide": "REDUCE STEP GATHER TENTATIVE COMMIT",
+    "stage_wide": "REDUCE STEP GATHER FREE TENTATIVE COMMIT",
     "rank_wide": "TIE VALIDATE NORM VERDICT REDO",
     "everywhere": "VALIDATE NORM VERDICT REDO",
 }

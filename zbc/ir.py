@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import At, Scope
+from zbc.ops import COUNTED, At, Scope
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
@@ -35,7 +35,7 @@ _PRINTS = {
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
-    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
+    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
 
@@ -59,6 +59,8 @@ class Op(NamedTuple):
         text = f"{kind} s{stage}" if has_stage else str(kind)
         if has_mb:
             text = f"{text} m{mb}.{part}" if part else f"{text} m{mb}"
+        elif mb and kind in COUNTED:
+            text = f"{text} #{mb}"
         return f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}" if pipe and (has_stage or has_mb) else text
 
     @classmethod
@@ -97,12 +99,13 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     if match is None or kind is None:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
+    count = match["count"]
     wants_stage, wants_mb = _PRINTS[kind]
     if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
-    op = Op(kind, int(stage or 0), int(mb or 0), 1 if up else int(pipe or 0), int(part or 0))
+    op = Op(kind, int(stage or 0), int(mb or count or 0), 1 if up else int(pipe or 0), int(part or 0))
     if str(op) != text.partition(" <")[0].partition(" >")[0]:  # 'F s01 m0', 'VALIDATE up', 'F s0 m0.0'
         raise _not_an_op(text)
     return op, None if peer is None else int(peer)
@@ -303,6 +306,8 @@ class Program:
     ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
     tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
     order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
+    resident: int = 0  # stages whose gathered weights a rank has room for; 0: weights stay, GATHER renews them
+    with_w: bool = False  # where weights are freed: W needs them, too
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))

@@ -40,6 +40,7 @@ class Kind(StrEnum):
     REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
     COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
     GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
+    FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
     __hash__ = str.__hash__
@@ -302,8 +303,19 @@ ROWS: dict[Kind, Row] = {
         cost="gather",
         look=_look("G", "gather of weights", "#d8cfe4", (188,)),
     ),
+    Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights")),
 }
 Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
+
+# Where weights come and go within a step, STEP updates this rank's share alone, which is there from the start.
+SHARDED_ROWS: Rows = ROWS | {
+    Kind.STEP: ROWS[Kind.STEP]._replace(
+        reads=_refs("verdict shard"), writes=_refs("shard clean"), frees=_refs("shard")
+    ),
+}
+# The same where W needs the weights, too: of layers that keep a graph of their own.
+SHARDED_ROWS_WITH_W: Rows = SHARDED_ROWS | {Kind.W: ROWS[Kind.W]._replace(reads=_refs("left weights"))}
+COUNTED = frozenset({Kind.GATHER, Kind.FREE})  # may stand several times in a step; `Op.mb` counts them
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.test_freed_weights import freeing
 from tests.threads import run_threads
 from tests.tiers import SIX
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -39,6 +40,7 @@ def test_the_six_orders_run_every_handler(ran):
     run_threads(make_plan(tied, model={**SMALL, "tie_embeddings": True}, size=1), 1)
     groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))
     run_threads(make_plan(groups, model=SMALL, size=1), 1)
+    run_threads(make_plan(freeing("1f1b", 2, 4, 1), model=SMALL, size=1), 1)
     assert ran == handlers.HANDLERS.keys() == ROWS.keys()
 
 

@@ -176,6 +176,14 @@ def mixed(width: int = 8):
     ]
 
 
+def convolving(width: int = 8, count: int = 4):
+    """Layers that keep a graph of their own for W, which looks at their weights."""
+    return [
+        lambda: nn.Sequential(nn.Unflatten(1, (2, width // 2)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten())
+        for _ in range(count)
+    ]
+
+
 def tied():
     shared = nn.Linear(8, 8)
     return [shared, nn.ReLU(), nn.Sequential(shared), nn.ReLU()]

@@ -4,8 +4,10 @@ The order matters:
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
-3. reduce-grads needs all compute and transfers in place.
-4. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+3. gather-weights, where weights are shared out, needs every op that reads weights; sums go behind its gathers, for
+   which ops wait.
+4. reduce-grads needs all compute and transfers in place.
+5. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from zbc.compiler.passes.fuse_backward import FuseBackward
+from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
@@ -45,10 +48,14 @@ class Lowering:
     """What of a job decides how its program is lowered."""
 
     sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
+    gather: GatherWeights | None = None  # of weights that come and go within a step
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
-        return cls(job.optimizer.sync)
+        if job.shard != "weights":
+            return cls(job.optimizer.sync)
+        given = None if isinstance(job.memory.resident, str) else job.memory.resident
+        return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))
 
     def passes(self) -> list[Pass]:
         """Every pass, in order."""
@@ -74,7 +81,8 @@ class Lowering:
             yield one.name, context.program
 
     def _last(self) -> list[Pass]:
-        return [ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
+        gather = [] if self.gather is None else [self.gather]
+        return [*gather, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

@@ -72,6 +72,8 @@ def either_way(complete: Context) -> tuple[float, float]:
     program, costs, timeline = complete.program, complete.costs, complete.timeline
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
+    if program.resident:
+        return with_barrier, with_barrier  # there is no other way to close it
     if not program.ahead:
         open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")

@@ -67,6 +67,11 @@ class Job:
         return self.document.where(path)
 
     @property
+    def shard(self) -> str:
+        """What replicas of a stage share out: "none", "optimizer" or "weights"; optimizer.zero1 is the second."""
+        return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard
+
+    @property
     def objective(self) -> str:
         """`makespan` or `span`: what one step costs with this optimizer, unless the job says otherwise."""
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")

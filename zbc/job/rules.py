@@ -157,6 +157,20 @@ def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator
             yield ZbcError("E141", text, where=where, hint=f"give costs.{blocks}, or drop it")
 
 
+def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
+    parallel, memory, optimizer = (draft.sections.get(name) for name in ("parallel", "memory", "optimizer"))
+    if parallel is None or optimizer is None or memory is None:
+        return
+    where = draft.document.where
+    if parallel.shard == "weights" and optimizer.sync == "post-validate":
+        text = 'config: parallel.shard = "weights" and optimizer.sync = "post-validate" exclude each other'
+        hint = 'drop sync, or set shard = "optimizer"'
+        yield ZbcError("E118", text, where=where(("parallel", "shard")), hint=hint)
+    if parallel.shard != "weights" and asks(memory, "resident"):
+        text = f'config: memory.resident goes with parallel.shard = "weights", shard is "{parallel.shard}"'
+        yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
+
+
 def _idle_rules(draft: Draft) -> Iterator[ZbcError]:
     yield from idle.problems(draft.sections, draft.document)
 
@@ -249,6 +263,7 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
     others = {
         "optimizer.zero1": optimizer is not None and optimizer.zero1,
+        "parallel.shard": parallel.shard != "none",
         "schedule.slices": schedule is not None and schedule.slices != 1,
         "parallel.world": parallel.world is not None,
         "parallel.replicas": parallel.replicas is not None,
@@ -415,6 +430,7 @@ RULES = (
     _filler_rule,
     _reserve_rule,
     _evaluation_rules,
+    _sharding_rules,
     _idle_rules,
     _writing_rules,
     _unsupported,

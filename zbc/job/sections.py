@@ -33,6 +33,11 @@ class Parallel(Section):
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
+    shard: Literal["none", "optimizer", "weights"] = Field(
+        "none",
+        description="what replicas of a stage share out: the optimizer's state and work, or the weights as well, which "
+        "are then gathered when ops need them",
+    )
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
     )
@@ -166,11 +171,17 @@ class GivenCosts(Section):
 
 
 class Memory(Section):
-    """`[memory]`: what happens to activations between F and B."""
+    """`[memory]`: what happens to activations between F and B, and how many gathered weights a rank has room for."""
 
     activations: str | dict[str, str] = Field(
         "keep",
         description='"keep", "recompute", or "auto" where memory forces it; all stages or some: { 0 = "recompute" }',
+    )
+
+    resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description='with parallel.shard = "weights": stages whose gathered weights a rank has room for; auto: as many '
+        "as fit memory_gib, 2 without it",
     )
 
     def of(self, stage: int) -> str:
@@ -182,7 +193,9 @@ class Memory(Section):
         if "auto" not in self.chosen():
             return self
         chosen = {str(s): "recompute" for s in range(stages) if s in recompute or self.of(s) == "recompute"}
-        return Memory(activations="keep" if not chosen else "recompute" if len(chosen) == stages else chosen)
+        return self.model_copy(
+            update={"activations": "keep" if not chosen else "recompute" if len(chosen) == stages else chosen}
+        )
 
     def chosen(self) -> set[str]:
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())

@@ -91,6 +91,8 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         tuple(m.ties),
         run.tp,
         run.order,
+        m.resident,
+        m.with_w,
     )
 
 
@@ -141,6 +143,8 @@ def assemble(
         tied=program.tied,
         sharded=program.sharded,
         ties=list(program.ties),
+        resident=program.resident,
+        with_w=program.with_w,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

@@ -62,6 +62,8 @@ class Manifest(_Strict):
     tied: bool = False  # stages share a weight
     ties: list[Index] = []  # those stages; none: the first and the last
     sharded: bool = False  # the copies of a stage share out the optimizer's work
+    resident: Index = 0  # stages whose gathered weights a rank has room for; 0: weights stay
+    with_w: bool = False  # where weights are freed: W needs them, too
     placement: list[list[Index]]  # stage -> rank per pipe
     layers: list[list[str]]  # stage -> layer names
     boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it

@@ -164,6 +164,8 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "tied",
             "ties",
             "sharded",
+            "resident",
+            "with_w",
             "node",
             "order",
         ):

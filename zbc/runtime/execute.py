@@ -53,6 +53,7 @@ def run_step(
     reset_peak(worker.device)
     progress.step, progress.total = step, len(worker.script)
     began = now()
+    worker.free_all()  # of what stood between steps
     ahead = worker.ahead
     if ahead is not None:
         open_step(worker, ahead)

@@ -14,7 +14,6 @@ from zbc.ir import Key, Kind, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
-from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part, share_of
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
@@ -33,6 +32,8 @@ NOT_HANDED = "F {}: the stage before has not handed over its output"
 def forward(worker: Worker, op: Op) -> None:
     """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
     key, stage, message, _, local, first, last = worker.routes[op]
+    if worker.gathering:
+        worker.finish_gather(key.stage)
     kept, run, step = worker.kept, worker.phase_run, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
@@ -119,6 +120,8 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
 def backward(worker: Worker, op: Op) -> None:
     """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
     key, stage, message, _, local, first, last = worker.routes[op]
+    if worker.gathering:
+        worker.finish_gather(key.stage)
     try:
         x, tape, grad, slot = worker.kept.pop(key)
     except KeyError:
@@ -175,6 +178,8 @@ def _output_grad_here(worker: Worker, key: Key) -> Tensor:
 def backward_weight(worker: Worker, op: Op) -> None:
     """W: the weight gradients that B left."""
     slot = take(worker.slots, worker.routes[op].key, "W {}: its B has not run")
+    if worker.gathering and worker.plan.manifest.with_w:
+        worker.finish_gather(op.stage)
     began = worker.clock.start()
     slot.run()
     worker.clock.stop(began)
@@ -258,11 +263,14 @@ def optimizer_step(worker: Worker, op: Op) -> None:
 
 def gather(worker: Worker, op: Op) -> None:
     """GATHER: start to collect the weights of a stage from the ranks that each stepped a part of them."""
-    optimizer = worker.optimizers[op.stage]
-    if not isinstance(optimizer, Sharded):
-        raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
+    optimizer = worker.sharded(op)
     optimizer.start_gather(worker.transport)
     worker.gathering.append(optimizer)
+
+
+def free(worker: Worker, op: Op) -> None:
+    """FREE: give back the room of a stage's weights."""
+    worker.sharded(op).free()
 
 
 def overlap(worker: Worker, op: Op) -> None:
@@ -289,6 +297,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.VALIDATE: validate,
     Kind.STEP: optimizer_step,
     Kind.GATHER: gather,
+    Kind.FREE: free,
     Kind.TENTATIVE: ahead.tentative,
     Kind.NORM: ahead.norm,
     Kind.VERDICT: ahead.verdict,

@@ -10,6 +10,10 @@ are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps 
 Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
 it is to be, and gathered once more.
 
+Where weights are *freed*, a rank has those of a stage only while its ops need them: all are views of one storage,
+whose bytes FREE gives back and GATHER takes again, so that graphs which wait for their backward find them in place. The
+pieces then have storage of their own.
+
 Element by element that is the arithmetic of the ordinary optimizer.
 """
 
@@ -26,6 +30,7 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.bucket import flags, gradient_type
+from zbc.runtime.flat import Flat
 from zbc.runtime.optimizer import Held, Masters, build_optimizer
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import copy_all
@@ -69,7 +74,8 @@ class Sharded:
     """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
 
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
-    forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only.
+    forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
+    weights go and come back within a step.
     """
 
     def __init__(
@@ -83,9 +89,10 @@ class Sharded:
         whole: frozenset[str] = frozenset(),
         lowered: torch.dtype | None = None,
         ahead: bool = False,
+        frees: bool = False,
     ) -> None:
         self.parameters = parameters
-        self._casts = tuple(casts)
+        self._casts, self._frees = tuple(casts), frees
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
@@ -96,14 +103,15 @@ class Sharded:
         self._shares = deal(cut(self._trained), len(ranks))
         self._length = max(sum(piece.size for piece in share) for share in self._shares)
         self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
-        self._own = {piece: nn.Parameter(self._view(piece)) for piece in self._shares[self._mine]}
+        self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         working = {str(piece): p for piece, p in self._own.items()} | self._whole
         self._inner = build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead)
         if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
-                parameter.data = self._view(piece)
+                parameter.data = self._place(piece)
+        self._flat = Flat([p for p in self._trained.values() if p.is_contiguous()]) if frees else None
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
         self._weights: tuple[Pending, Tensor] | None = None
 
@@ -153,7 +161,7 @@ class Sharded:
         return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
     def incomplete(self) -> Mapping[str, nn.Parameter]:
-        return self._trained
+        return {} if self._frees else self._trained  # the next step gathers them
 
     def loaded(self) -> None:
         self._inner.loaded()
@@ -206,6 +214,8 @@ class Sharded:
         """Start to collect the weights that the other ranks stepped."""
         if not self._trained:
             return
+        if self._flat is not None:
+            self._flat.restore()
         first = next(iter(self._trained.values()))
         mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
         copy_all(_places(mine, self._own), [p.detach().reshape(-1) for p in self._own.values()])
@@ -220,17 +230,43 @@ class Sharded:
         pending.wait()
         targets, sources = list[Tensor](), list[Tensor]()
         for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):
-            if index != self._mine:
+            if self._frees or index != self._mine:
                 views = [self._view(piece) for piece in share]
                 targets += views
                 sources += [place.view(view.shape) for place, view in zip(_places(row, share), views, strict=True)]
         copy_all(targets, sources)
         self._weights = None
         for cast in self._casts:
-            cast.forget()
+            if self._frees:
+                cast.refill()
+            else:
+                cast.forget()
+
+    def free(self) -> None:
+        """Give back the bytes of the weights."""
+        if self._flat is not None:
+            self._flat.free()
+            for cast in self._casts:
+                cast.free()
+
+    @property
+    def freeable(self) -> int:
+        """Bytes that FREE would give back now."""
+        return 0 if self._flat is None else self._flat.bytes
+
+    @property
+    def kept(self) -> int:
+        """Bytes of this rank's parts of the weights, where those are freed."""
+        return sum(p.nbytes for p in self._own.values()) if self._frees else 0
 
     def _view(self, piece: Piece) -> Tensor:
-        return _part(self._trained[piece.name].detach(), piece, keep_shape=True)
+        parameter = self._trained[piece.name]
+        # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
+        return _part(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
+
+    def _place(self, piece: Piece) -> Tensor:
+        """What this rank steps of a piece."""
+        return self._view(piece).clone() if self._frees else self._view(piece)
 
 
 def _places(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:

@@ -102,6 +102,18 @@ class SplitLinear:
             self._low = low = version, weight.detach().to(dtype), weight
         return low[1]
 
+    def free(self) -> None:
+        """Give back the bytes of the cast: graphs that need it for their backward keep the tensor."""
+        if self._low is not None:
+            self._low[1].untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Cast again into the tensor that was freed, once the weight is there."""
+        if self._low is not None:
+            _, low, weight = self._low
+            low.untyped_storage().resize_(low.nbytes)
+            low.data.copy_(weight.data)  # `data` leaves no version behind, or autograd would refuse those graphs
+
     def forget(self) -> None:
         """Drop the cast weight; called after each optimizer step, also for writes that leave no version behind."""
         self._low = None

@@ -257,6 +257,41 @@ class Worker:
         self.gathering.clear()
         self.progress.waiting = False
 
+    def finish_gather(self, stage: int) -> None:
+        """Block until the weights of a stage are here, if they are on their way."""
+        one = self.optimizers.get(stage)
+        if isinstance(one, Sharded) and one in self.gathering:
+            self.progress.waiting = True
+            self.gathering.remove(one)
+            one.finish_gather()
+            self.progress.waiting = False
+
+    def sharded(self, op: Op) -> Sharded:
+        """The optimizer of the stage of an op, which other ranks step parts of."""
+        optimizer = self.optimizers[op.stage]
+        if not isinstance(optimizer, Sharded):
+            raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
+        return optimizer
+
+    @property
+    def frees(self) -> list[Sharded]:
+        """The stages whose weights are here only when ops need them, ascending."""
+        if not self.plan.manifest.resident:
+            return []
+        return [one for _, one in sorted(self.optimizers.items()) if isinstance(one, Sharded)]
+
+    def gather_all(self) -> None:
+        """Have the weights of all stages here, between steps; all ranks do so together."""
+        for one in self.frees:
+            one.start_gather(self.transport)
+            self.gathering.append(one)
+            self.finish_gathers()
+
+    def free_all(self) -> None:
+        """Give back the room of all weights that a step will gather."""
+        for one in self.frees:
+            one.free()
+
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
         return self.phase_run.first + mb

@@ -119,6 +119,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
     before = [module.training for module in modules]
     places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
     buffers = renew(places)
+    worker.gather_all()
     try:
         for module in modules:
             module.training = False
@@ -130,6 +131,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
         for stage in worker.stages.values():
             for cast in stage.casts:
                 cast.forget()
+        worker.free_all()
 
 
 def _forward(worker: Worker, op: Op) -> None:

@@ -332,6 +332,7 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     model = Settings.of(worker.plan.manifest).model
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
+    worker.gather_all()
     parameters = _uncut(worker)
     said = ""
     if parameters:

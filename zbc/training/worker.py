@@ -263,7 +263,15 @@ def _optimizer(
         tied = {target for plan in plans for target in plan.ties.values()} if manifest.tied else set[str]()
         whole = frozenset(tied & stage.parameters.keys())
         return Sharded(
-            options, stage.parameters, stage.casts, ranks=ranks, rank=rank, whole=whole, lowered=lowered, ahead=ahead
+            options,
+            stage.parameters,
+            stage.casts,
+            ranks=ranks,
+            rank=rank,
+            whole=whole,
+            lowered=lowered,
+            ahead=ahead,
+            frees=bool(manifest.resident),
         )
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 

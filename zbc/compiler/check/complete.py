@@ -13,17 +13,19 @@ from typing import NamedTuple
 from zbc.compiler.check import names
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
+from zbc.compiler.check.resident import resident_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import VALUES, Kind, Lane, Scope
+from zbc.ops import COUNTED, VALUES, Kind, Lane, Scope
 
 
 def check_complete(program: Program) -> None:
-    """Raise what is wrong with a program before any message moves: E202, E205, E206.
+    """Raise what is wrong with a program before any message moves: E202, E205, E206, E208.
 
     E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that
-    come before what they need on their own rank. Transfers are checked for range, rank and order only.
+    come before what they need on their own rank. E208: weights that come and go are not there, or too many are.
+    Transfers are checked for range, rank and order only.
     """
     raise_found(complete_problems(build(program)))
 
@@ -39,6 +41,7 @@ def complete_problems(g: Graph) -> Iterator[ZbcError]:
     yield from _groups(g)
     yield from _step_ops(g)
     yield from _misplaced(g)
+    yield from resident_problems(g)
     yield from _out_of_order(g)
     yield from redo_problems(g)
 
@@ -62,7 +65,11 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         yield ZbcError("E202", text, where=g.where(i), hint="drop it")
 
 
-_NOTHING = {Kind.TIE: "no weight is shared by two stages", Kind.GATHER: "no stage is stepped in parts"}
+_NOTHING = {
+    Kind.TIE: "no weight is shared by two stages",
+    Kind.GATHER: "no stage is stepped in parts",
+    Kind.FREE: "weights stay",
+}
 
 
 def _twice(g: Graph, again: int, first: int) -> ZbcError:
@@ -264,24 +271,24 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
     A step is closed either by a barrier or ahead of it.
     """
     program = g.program
-    seen: dict[tuple[int, Kind, int], int] = {}
+    seen: dict[tuple[int, Kind, int, int], int] = {}
     wide = {kind for kind in g.layout.kinds if kind.stage_wide or kind.rank_wide}
     outside = {i for i, code in g.lost if code == "E202"}
     for i, op in enumerate(g.ops) if wide else ():
         if op.kind in wide and i not in outside:
-            first = seen.setdefault((g.rank(i), op.kind, op.stage), i)
+            first = seen.setdefault((g.rank(i), op.kind, op.stage, op.mb), i)
             if first != i:
                 yield _twice(g, i, first)
     closing: set[str] = set()
     for family in ("barrier", "ahead"):
-        used = [i for (_, kind, _), i in seen.items() if kind.row.closes == family]
+        used = [i for (_, kind, *_), i in seen.items() if kind.row.closes == family]
         if used and closing:
             text = f"program: {g.ops[used[0]]} belongs to a step without a barrier, which this one has"
             yield ZbcError("E202", text, where=g.where(used[0]), hint="drop the ops of one kind of step or the other")
         closing |= {family} if used else set()
     for op in _wide_ops(program) if wide else ():
         ranks = sorted(members(program, op.kind, op.stage))
-        missing = [rank for rank in ranks if (rank, op.kind, op.stage) not in seen]
+        missing = [rank for rank in ranks if (rank, op.kind, op.stage, 0) not in seen]
         if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
                 yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
@@ -296,7 +303,8 @@ def _always(program: Program, op: Op, closing: set[str]) -> bool:
 
 def _wide_ops(program: Program) -> Iterator[Op]:
     """The step-level ops a program may have: those of ranks, then stage by stage."""
-    gathers = [kind for kind in Kind if kind.stage_wide and (kind is not Kind.GATHER or program.sharded)]
+    renews = program.sharded and not program.resident
+    gathers = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
     yield from (Op(kind, 0) for kind in Kind if kind.rank_wide and (kind is not Kind.TIE or program.tied))
     for stage in range(program.placement.stages):
         yield from (Op(kind, stage) for kind in gathers)
@@ -343,9 +351,11 @@ def _out_of_order(g: Graph) -> Iterator[ZbcError]:
 
 
 def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
-    """The ops that find empty what an op after them on their rank makes: (op, that op)."""
+    """The ops that find empty what an op after them on their rank makes: (op, that op). Of weights E208 speaks."""
     writers = late_writers(g)
     for one in g.unmet:
+        if g.program.resident and g.layout.key_of(one.cell)[0].what == "weights":
+            continue
         if (one.op, one.cell) in writers:
             yield one.op, writers[one.op, one.cell]
 

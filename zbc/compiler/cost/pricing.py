@@ -187,7 +187,7 @@ def _with_optimizer(
         machine = Machine.of(job)
         counts = [sum(table[i].params for i in part) for part in stages]
         step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
-    if job.optimizer.zero1:
+    if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
@@ -218,12 +218,12 @@ def _with_sums(
     costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> Costs:
     """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
-    halves = 1 if job.optimizer.zero1 else 2
+    halves = 2 if job.shard == "none" else 1
     reduce, gather = [], []
     for s, part in enumerate(stages):
         holders = placement.holders(s)
         count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
-        if job.optimizer.zero1:
+        if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))

@@ -40,6 +40,8 @@ class StageBytes:
     given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
     summed: float = 0.0  # what REDUCE sends, into which the gradients move
     pending: float = 0.0  # with ZeRO-1, what there is after REDUCE beyond the gradients that have moved
+    freed: float = 0.0  # of its weights, those that a rank gathers and frees where they are shared out
+    own: float = 0.0  # of these, the part that the rank keeps, in storage of its own
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
 
@@ -93,6 +95,8 @@ def _stage(
         behind=behind[s],
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
+        freed=weights * (1 - shares.whole / params) if params else 0.0,
+        own=weights / params * shares.row if params else 0.0,
         summed=each * shares.summed,
         pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,
         gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
@@ -121,6 +125,7 @@ class Dealt(NamedTuple):
     copied: float  # elements of its parameters that one of them steps tentatively at a time, at most
     summed: float  # elements of what REDUCE sends: with ZeRO-1 a row for each rank
     row: float  # elements in a row: for each rank as many as for the one that gets most
+    whole: int = 0  # elements that all of them step
 
 
 def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
@@ -131,12 +136,12 @@ def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Se
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
-    if not job.optimizer.zero1 or ranks == 1:
+    if job.shard == "none" or ranks == 1:
         copied = dealing.batch([whole, *counts] if known else [params])
         return Dealt(ranks, 1.0, copied, params - whole + (len(counts) if known else 0), 0.0)
     alone, pieces = dealing.most(counts, ranks) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
-    return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone)
+    return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone, whole)
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:

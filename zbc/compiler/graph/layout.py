@@ -15,7 +15,7 @@ from copy import copy
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import ROWS, VALUES, At, Lane, Ref, Row, Rows, Scope
+from zbc.ops import ROWS, SHARDED_ROWS, SHARDED_ROWS_WITH_W, VALUES, At, Lane, Ref, Row, Rows, Scope
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
@@ -115,6 +115,7 @@ class Layout:
             program.tied,
             program.sharded,
             program.ties,
+            program.resident,
         )
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
@@ -184,7 +185,8 @@ class Layout:
             if message is not None:
                 self.fresh += range(self.nodes + message, self.nodes + message + width)
             else:
-                self.fresh += [0 if key.what == "weights" else EMPTY] * width
+                there = "shard" if self.program.resident else "weights"
+                self.fresh += [0 if key.what == there else EMPTY] * width
             self.cells += self.fresh[base:]
         return base
 
@@ -217,6 +219,8 @@ class Layout:
         if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
             return "E202"
         if (kind is Kind.TIE and not self.program.tied) or (kind is Kind.GATHER and not self.program.sharded):
+            return "E202"
+        if kind is Kind.FREE and not self.program.resident:
             return "E202"
         unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY
         if row.scope is Scope.UNIT and self.pipes[pipe][stage] != rank:
@@ -330,6 +334,13 @@ def members(program: Program, kind: Kind, stage: int) -> set[int]:
     """The ranks of one replica of the pipeline that run a step-level op; of a program with more ranks, those too."""
     more = range(len(program.ranks)) if kind.everywhere else ()
     return {*program.members(Op(kind, stage)), *more}
+
+
+def rows_of(program: Program) -> Rows:
+    """The rows of a program's ops: they depend on whether its weights come and go."""
+    if not program.resident:
+        return ROWS
+    return SHARDED_ROWS_WITH_W if program.with_w else SHARDED_ROWS
 
 
 _MADE: dict[tuple[object, ...], Layout] = {}

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zbc.compiler.graph.graph import MESSAGE, NOTHING, Graph, Mixed, Unmet, start_of
-from zbc.compiler.graph.layout import FREED, Channel, Layout, members
+from zbc.compiler.graph.layout import FREED, Channel, Layout, members, rows_of
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import ROWS, Kind, Lane, Rows
+from zbc.ops import Kind, Lane, Rows
 
 SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
 SMALL = 1 << 17  # units that are never too many
 
 
-def build(program: Program, rows: Rows = ROWS) -> Graph:
+def build(program: Program, rows: Rows | None = None) -> Graph:
     """The graph of any program, also of one with mistakes. Raises E202 when it claims far more microbatches than it has
     ops for."""
     placement = program.placement
@@ -25,7 +25,7 @@ def build(program: Program, rows: Rows = ROWS) -> Graph:
         claims = f"{placement.stages} stages and {program.microbatches * program.slices} microbatches"
         hint = "give every stage an F and a BW (or B and W) for every microbatch"
         raise ZbcError("E202", f"program: {program.size} ops are too few for {claims}", hint=hint)
-    layout = Layout.of(program, rows)
+    layout = Layout.of(program, rows_of(program) if rows is None else rows)
     g = Graph(layout, [op for ops in program.ranks for op in ops])
     _Walk(g).run()
     return g

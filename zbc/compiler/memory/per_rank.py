@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import CacheKey, Costs, key_of
+from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
@@ -72,16 +73,29 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
         units=peak,
         peak_op=where,
         in_flight=at_peak,
-        weights=sum(s.weights for s in mine),
+        weights=weights_of(mine, program.resident),
         gradients=sum(s.gradients for s in mine),
         masters=sum(s.masters for s in mine),
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
         buffers=buffers,
-        together=together,
+        # Gathers go on beside the ops that follow: what they need until they are there, of all that may be under way.
+        together=together + sum(_largest((s.gathered for s in mine), program.resident)),
         logits=logits_then,
         kv=kv_then,
     )
+
+
+def weights_of(stages: Sequence[StageBytes], resident: int) -> float:
+    """Bytes of weights of a rank with these stages; with `resident` its own parts, and the largest it can have at once
+    of what is gathered."""
+    if not resident:
+        return sum(s.weights for s in stages)
+    return sum(s.weights - s.freed + s.own for s in stages) + sum(_largest((s.freed for s in stages), resident))
+
+
+def _largest(sizes: Iterable[float], count: int) -> list[float]:
+    return sorted(sizes, reverse=True)[:count]
 
 
 def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[float, float]:
@@ -146,8 +160,9 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
     if costs.bytes is None:
         return
     mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
-    weights, gradients, masters, optimizer = (
-        sum(getattr(s, name) for s in mine) for name in ("weights", "gradients", "masters", "optimizer")
+    weights = weights_of(mine, program.resident)
+    gradients, masters, optimizer = (
+        sum(getattr(s, name) for s in mine) for name in ("gradients", "masters", "optimizer")
     )
     held = 0.0
     for event in activations(timeline, rank, costs):

@@ -22,6 +22,7 @@ from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.job.spec import Job
 
@@ -217,8 +218,22 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         order=tuple(job.parallel.order or ()),
         tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
         ties=tuple(tied) if len(tied) > 1 else (),
-        sharded=job.optimizer.zero1,
+        sharded=_shared_out(job, program.placement),
     )
+
+
+def _shared_out(job: Job, placement: Placement) -> bool:
+    """Whether replicas of a stage share something out. Raises E115 and E118 where they cannot as the job has it."""
+    if job.parallel.shard == "none":
+        return job.shard != "none"
+    where, pipes = job.where("parallel", "shard"), len(placement.pipes)
+    if job.shard == "weights" and pipes > 1:
+        text = 'config: parallel.shard = "weights" and a schedule of two pipes exclude each other'
+        raise ZbcError("E118", text, where=where, hint='use shard = "optimizer", or a schedule of one pipe')
+    if job.parallel.dp == 1 and pipes == 1:
+        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
+        raise ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop parallel.shard")
+    return True
 
 
 def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:

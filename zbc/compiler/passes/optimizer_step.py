@@ -14,7 +14,8 @@ class OptimizerStep:
     """Put `VALIDATE` after all gradients, and a `STEP` for each stage of the rank after it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
-    Where the copies of a stage share out its step, `GATHER` collects the weights after it.
+    Where the copies of a stage share out its step, `GATHER` collects the weights after it, unless they are gathered
+    when they are needed.
 
         BW s0 m3          BW s0 m3
                     ->    VALIDATE
@@ -32,5 +33,5 @@ class OptimizerStep:
 
 
 def _step(program: Program, stage: int) -> list[Op]:
-    gather = Op(Kind.GATHER, stage)
-    return [Op(Kind.STEP, stage), *([gather] if program.sharded and program.shared(gather) else [])]
+    gather, renews = Op(Kind.GATHER, stage), program.sharded and not program.resident
+    return [Op(Kind.STEP, stage), *([gather] if renews and program.shared(gather) else [])]

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
+from zbc.ops import COUNTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     last = max((i for i, other in enumerate(ops) if other.kind.computes and other.stage in stages), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
-    while last + 1 < len(ops) and ops[last + 1].kind.is_send:
+    while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):  # weights are urgent
         last += 1
     return last
 

@@ -118,6 +118,18 @@ class Timeline:
         """When its last op and the last sum it takes part in are over."""
         return self._closes[rank]
 
+    @cached_property
+    def _opens(self) -> list[float]:
+        found = [self.first_start(rank) for rank in range(self.ranks)]
+        for one in self.sums:
+            for rank in one.ranks:
+                found[rank] = min(found[rank], one.start)
+        return found
+
+    def opens(self, rank: int) -> float:
+        """When its first op, or a collective that it starts before (weights that its first op needs), begins."""
+        return self._opens[rank]
+
     def waited_for(self, op: int) -> int:
         """The op on another rank that sent what an op (or its group) got last, -1 for none."""
         last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
@@ -129,12 +141,12 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """First start to last end over all ranks: a step whose optimizer is a barrier."""
-        return max(self._closes) - min(self.first_start(r) for r in range(self.ranks))
+        return max(self._closes) - min(self._opens)
 
     @property
     def span(self) -> float:
         """The longest own time of a rank: a step in steady state without the barrier."""
-        return max(self.closes(r) - self.first_start(r) for r in range(self.ranks))
+        return max(self.closes(r) - self.opens(r) for r in range(self.ranks))
 
     @property
     def bubble_rate_makespan(self) -> float:
@@ -159,7 +171,7 @@ class Timeline:
         return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
 
     def idle(self, rank: int) -> Idle:
-        begin = min(self.first_start(r) for r in range(self.ranks))
+        begin = min(self._opens)
         first, last, closes = self.first_start(rank), self.last_end(rank), self.closes(rank)
         message = last - first - self.busy(rank)
         return Idle(first - begin, message, begin + self.makespan - closes, closes - last)

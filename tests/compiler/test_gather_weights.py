@@ -1,0 +1,188 @@
+"""Weights that come and go: gathers placed by farthest next use, what they cost, and the checks of E208."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbc.compiler.check import check_all
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.passes.fuse_backward import FuseBackward
+from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.optimizer_step import OptimizerStep
+from zbc.compiler.passes.reduce_grads import ReduceGrads
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement, Program
+
+ROWS = json.loads((Path(__file__).parents[1] / "reference" / "gathers.json").read_text())["rows"]
+ONE_PIPE = sorted(
+    name for name, card in SCHEDULES.items() if len(card.make(Request(2, 4, card.default_chunks)).placement.pipes) == 1
+)
+
+
+def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=False):
+    """A schedule lowered with gathers of `gather`, where a rank's share of F, B and W takes one unit of time."""
+    program = replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=2, sharded=True)
+    stages, chunks = program.placement.stages, program.placement.stages / p
+    each, both = (1 / chunks,) * stages, (2 / chunks,) * stages
+    costs = Costs.uniform(program.placement).with_ms(
+        f=each, b=each, w=each, bw=both, gather=(gather,) * stages, reduce=(0.0,) * stages
+    )
+    context = Context(program, costs)
+    last = [ReduceGrads(), OptimizerStep()] if closed else []
+    for one in (InsertComm(), FuseBackward(), GatherWeights(resident, with_w), *last):
+        context = context.then(one.run(context.program, context))
+    return context
+
+
+def counts(program, kind=Kind.GATHER):
+    return [sum(op.kind is kind for op in ops) for ops in program.ranks]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(row[key]) for key in list(row)[:5]))
+def test_gathers_and_times_are_those_of_the_reference(row):
+    shape = row["schedule"], row["p"], row["m"], row["v"], row["resident"]
+    context = gathered(*shape, closed=False)
+    assert counts(context.program) == row["gathers_per_rank"]
+    for gather, makespan in row.get("makespan_with_gather_of", {}).items():
+        assert gathered(*shape, float(gather), closed=False).timeline.makespan == pytest.approx(makespan, abs=1e-5)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 5])
+def test_breadth_first_gathers_twice_the_stages_less_those_that_stay(v):
+    for p, m, resident in itertools.product((1, 2, 4), (2, 7), range(1, v + 1)):
+        context = gathered("breadth-first", p, m, v, resident)
+        check_all(context.program)
+        assert counts(context.program) == counts(context.program, Kind.FREE) == [2 * v - resident] * p
+
+
+def test_weights_are_gathered_right_behind_what_makes_room():
+    program = gathered("breadth-first", 1, 1, 3, 1).program
+    assert [str(op) for op in program.ranks[0]] == (
+        ["GATHER s0", "F s0 m0", "FREE s0", "GATHER s1", "F s1 m0", "FREE s1", "GATHER s2", "F s2 m0", "BW s2 m0"]
+        + ["FREE s2", "GATHER s1 #1", "REDUCE s2", "BW s1 m0", "FREE s1 #1", "GATHER s0 #1", "REDUCE s1", "BW s0 m0"]
+        + ["FREE s0 #1", "REDUCE s0", "VALIDATE", "STEP s0", "STEP s1", "STEP s2"]
+    )
+
+
+def test_a_count_prints_and_reads_back():
+    for kind in (Kind.GATHER, Kind.FREE):
+        for count in (0, 1, 12):
+            assert Op.parse(str(Op(kind, 3, count))) == Op(kind, 3, count)
+    assert str(Op(Kind.GATHER, 3)) == "GATHER s3" and str(Op(Kind.FREE, 3, 2)) == "FREE s3 #2"
+    for text in ("GATHER s3 #0", "STEP s3 #1", "F s3 m0 #1", "GATHER s3 #01"):
+        with pytest.raises(ZbcError, match="E404"):
+            Op.parse(text)
+
+
+def in_turn(stages, sequence):
+    """One rank whose forwards take stages in any order: a microbatch for each use of a stage."""
+    ops = tuple(Op(Kind.F, stage, mb) for mb, stage in enumerate(sequence))
+    return Program(Placement(((0,) * stages,)), len(sequence), (ops,), ("any",), dp=2, sharded=True)
+
+
+def fewest(sequence, room):
+    """Gathers of the best of all ways to make room, by trying them all."""
+    states = {frozenset(): 0}
+    for stage in sequence:
+        after: dict[frozenset[int], int] = {}
+        for there, cost in states.items():
+            whole = there | {stage}
+            ways = [there] if stage in there else [whole] if len(whole) <= room else [whole - {x} for x in there]
+            for way in ways:
+                after[way] = min(after.get(way, 99), cost + (stage not in there))
+        states = after
+    return min(states.values())
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 5))
+def test_no_way_to_make_room_has_fewer_gathers(sequence, room):
+    program = in_turn(5, sequence)
+    found = GatherWeights(room).run(program, Context.of(program))
+    assert counts(found) == [fewest(sequence, room)] and counts(found, Kind.FREE) == counts(found)
+
+
+@pytest.mark.parametrize("name", ONE_PIPE)
+def test_every_schedule_passes_all_checks_with_any_room(name):
+    card = SCHEDULES[name]
+    for p, m in ((2, 4), (4, 8)):
+        stages = len(card.make(Request(p, m, card.default_chunks)).placement.stages_of(0))
+        for resident, with_w in itertools.product(range(1, stages + 1), (False, True)):
+            try:
+                context = gathered(name, p, m, card.default_chunks, resident, with_w=with_w)
+            except ZbcError as error:
+                assert error.code == "E115" and "group" in error.message and resident == 1
+                continue
+            check_all(context.program)
+
+
+def test_w_brings_no_weights_back_unless_it_needs_them():
+    plain, with_w = (sum(counts(gathered("zb-v", 4, 8, 2, 1, with_w=w).program)) for w in (False, True))
+    assert plain < with_w
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+def test_room_that_cannot_be_is_refused(resident):
+    with pytest.raises(ZbcError, match="E115"):
+        gathered("zb-v", 2, 4, 2, resident)
+
+
+def broken(change, *, with_w=False):
+    program = gathered("zb-v", 2, 4, 2, 1, with_w=with_w).program
+    ops = list(program.ranks[0])
+    change(ops)
+    return program.with_ranks([ops, *program.ranks[1:]], by="broken")
+
+
+def first_gather_behind_its_op(ops):
+    ops.insert(1, ops.pop(0))
+
+
+FAULTS = {
+    "left out": (lambda ops: ops.remove(Op.parse("GATHER s3")), "GATHER s3 before it"),
+    "behind its op": (first_gather_behind_its_op, "GATHER s0 before it"),
+    "freed too early": (lambda ops: free_before_its_op(ops), "not there"),
+    "never freed": (lambda ops: ops.remove(Op.parse("FREE s0")), "no room"),
+    "twice": (lambda ops: ops.insert(1, Op.parse("GATHER s0 #9")), "that are there"),
+    "unused": (lambda ops: ops.insert(1, Op.parse("FREE s0 #9")), "nothing has used"),
+    "stale": (lambda ops: drop_last_free(ops), "before the step"),
+}
+
+
+def free_before_its_op(ops):
+    free = ops.index(Op.parse("FREE s0"))
+    last = max(i for i, op in enumerate(ops[:free]) if op.kind.computes)
+    ops.insert(last, ops.pop(free))
+
+
+def drop_last_free(ops):
+    del ops[max(i for i, op in enumerate(ops) if op.kind is Kind.FREE)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_gathers_is_e208(fault):
+    change, text = FAULTS[fault]
+    with pytest.raises(ZbcError, match="E208") as caught:
+        check_all(broken(change))
+    assert {one.code for one in caught.value.errors} == {"E208"}
+    assert any(text in f"{one.message} {one.hint}" for one in caught.value.errors)
+
+
+def test_weights_may_go_before_a_w_unless_it_needs_them():
+    def early(ops):
+        frees = [i for i, op in enumerate(ops) if op.kind is Kind.FREE]
+        i = frees[-1]
+        last = max(k for k, op in enumerate(ops) if op.stage == ops[i].stage and op.kind in (Kind.B, Kind.BW))
+        ops.insert(last + 1, ops.pop(i))
+
+    check_all(broken(early))

@@ -1,0 +1,53 @@
+"""Are weights that come and go there whenever they are needed, and never more of them than there is room for?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.compiler.graph import Graph
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.ops import Scope
+
+
+def resident_problems(g: Graph) -> Iterator[ZbcError]:
+    """E208 for each op that finds the weights of its stage missing, gathers or frees them in vain, or gathers more
+    than `resident` stages; nothing where weights stay."""
+    program = g.program
+    if not program.resident:
+        return
+    needs = {kind for kind, row in g.layout.rows.items() if any(ref.what == "weights" for ref in row.reads)}
+    lost = {i for i, _ in g.lost}
+    for rank in range(len(program.ranks)):
+        there: dict[int, bool] = {}  # stages whose weights are there, and whether an op has used them
+        for i in g.mine(rank):
+            op = g.ops[i]
+            if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE) or not g.layout.shares[op.stage]:
+                continue
+            wrong = _wrong(op, there, needs, program.resident)
+            if wrong is not None:
+                text, hint = wrong
+                yield ZbcError("E208", f"program: {text}", where=g.where(i), hint=hint)
+            if op.kind is Kind.GATHER:
+                there[op.stage] = False
+            elif op.kind is Kind.FREE:
+                there.pop(op.stage, None)
+            elif op.kind in needs and op.stage in there:
+                there[op.stage] = True
+
+
+def _wrong(op: Op, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
+    """What is wrong with an op, given the stages whose weights are there, and what to do."""
+    stage, here = op.stage, op.stage in there
+    if op.kind is Kind.GATHER and here:
+        return f"{op} gathers weights that are there", "drop it, or free them before"
+    if op.kind is Kind.GATHER and len(there) >= room:
+        others = ", ".join(f"s{s}" for s in sorted(there))
+        return f"{op} finds no room: {others} fill the {room} that memory.resident allows", "put a FREE before it"
+    if op.kind is Kind.FREE and here and not there[stage]:
+        return f"{op} frees weights that nothing has used", "drop it and its GATHER"
+    if op.kind is Kind.STEP and here:
+        return f"{op} leaves gathered weights of before the step behind", f"put FREE s{stage} before it"
+    if op.kind in needs and not here:
+        return f"{op} needs the weights of stage {stage}, which are not there", f"put a GATHER s{stage} before it"
+    return None

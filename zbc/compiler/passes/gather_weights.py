@@ -1,0 +1,126 @@
+"""Gather the weights of a stage before they are needed, and free them once others need the room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from zbc.compiler.graph.layout import rows_of
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Program, groups
+from zbc.ops import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Put `FREE s` and `GATHER t` where a rank that can hold `resident` of its stages turns from s to t.
+
+        F s0 m3          F s0 m3
+        F s4 m0    ->    FREE s0
+                         GATHER s4
+                         F s4 m0
+
+    The stage that makes room is the one whose next use is farthest (Belady, IBM Systems Journal 5, 1966: no order of
+    gathers has fewer), of equals the one used least recently: its room was free first. Its FREE stands behind its last
+    use, and what it makes room for is gathered right behind it, ahead of its own use. `resident` None: as many as
+    fit `room` bytes, 2 where that is None, too. `with_w`: W needs the weights, too. Raises E115 if there is no room, or
+    more than can be used.
+    """
+
+    name: ClassVar[str] = "gather-weights"
+    resident: int | None
+    with_w: bool = False
+    room: float | None = None
+
+    def run(self, program: Program, context: Context) -> Program:
+        most = max(len(program.placement.stages_of(rank)) for rank in range(program.placement.ranks))
+        room = self._auto(program, context, most) if self.resident is None else self.resident
+        if not 1 <= room <= most:
+            text = f"config: memory.resident is {room}, a rank of this schedule has {most} stage{'s' * (most > 1)}"
+            raise ZbcError("E115", text, hint=f"set memory.resident to a number from 1 to {most}, or drop it")
+        marked = replace(program, resident=room, with_w=self.with_w)
+        rows = rows_of(marked)
+        ranks = [_place(ops, list(_uses(ops, marked, rows)), room) for ops in program.ranks]
+        return marked.with_ranks(ranks, by=self.name)
+
+    def _auto(self, program: Program, context: Context, most: int) -> int:
+        """The most stages that fit; a group needs what its ops need."""
+        least = 2 if any(op.kind.is_mark for ops in program.ranks for op in ops) and most > 1 else 1
+        if self.room is None or context.costs.bytes is None:
+            return min(2, most)
+        for count in range(most, least, -1):
+            tried = peaks(replace(program, resident=count), context.costs, context.timeline)
+            if max(rank.bytes for rank in tried) <= self.room:
+                return count
+        return least
+
+
+class _Use(NamedTuple):
+    """Ops that run as one, what of weights they need, and the step behind which others may stand."""
+
+    stages: frozenset[int]
+    behind: int
+
+
+def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
+    """The ops of a rank that need weights, in order; what a group needs has to be there at once."""
+    needs = {kind for kind, row in rows.items() if kind.computes and any(ref.what == "weights" for ref in row.reads)}
+    inside, step = groups(ops), 0
+    while step < len(ops):
+        last = inside[step] + 2 if step in inside else step
+        stages = frozenset(op.stage for op in ops[step : last + 1] if op.kind in needs)
+        end = last
+        while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # nobody waits for a message because of this
+            end += 1
+        shared = frozenset(s for s in stages if program.shared(Op(Kind.GATHER, s)))
+        if shared:
+            yield _Use(shared, end)
+        step = last + 1
+
+
+def _place(ops: Sequence[Op], uses: Sequence[_Use], room: int) -> list[Op]:
+    """The ops of a rank with its gathers."""
+    behind: dict[int, list[Op]] = {}
+    count: dict[tuple[Kind, int], int] = {}
+
+    def put(kind: Kind, stage: int, after: int) -> None:
+        number = count[kind, stage] = count.get((kind, stage), -1) + 1
+        behind.setdefault(after, []).append(Op(kind, stage, number))
+
+    following = _following(uses)
+    last: dict[int, int] = {}  # of the stages that are there, the use that was their last so far
+    for now, use in enumerate(uses):
+        if len(use.stages) > room:
+            text = f"config: memory.resident is {room}, a group of this schedule needs {len(use.stages)} stages at once"
+            raise ZbcError("E115", text, hint=f"set memory.resident = {len(use.stages)}")
+        for stage in sorted(use.stages - last.keys()):
+            after = -1
+            if len(last) == room:
+                free = [s for s in last if s not in use.stages]
+                gone = max(free, key=lambda s: (following[last[s]][s], -last[s]))
+                after = uses[last.pop(gone)].behind
+                put(Kind.FREE, gone, after)
+            put(Kind.GATHER, stage, after)
+            last[stage] = now
+        for stage in use.stages:
+            last[stage] = now
+    for stage, now in sorted(last.items(), key=lambda item: item[1]):
+        put(Kind.FREE, stage, uses[now].behind)
+    listed = behind.get(-1, [])
+    for step, op in enumerate(ops):
+        listed += [op, *behind.get(step, ())]
+    return listed
+
+
+def _following(uses: Sequence[_Use]) -> list[dict[int, float]]:
+    """Per use and stage of it, the next use of that stage; infinite if there is none."""
+    after: dict[int, float] = {}
+    found: list[dict[int, float]] = []
+    for now in range(len(uses) - 1, -1, -1):
+        found.append({stage: after.get(stage, math.inf) for stage in uses[now].stages})
+        after.update(dict.fromkeys(uses[now].stages, now))
+    return found[::-1]
