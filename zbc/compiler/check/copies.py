@@ -8,6 +8,7 @@ time round is legal by its cells and refused here: a plan has one slab on the ho
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
@@ -53,7 +54,7 @@ def _of_one(g: Graph, at: dict[Kind, int]) -> Iterator[ZbcError]:
             yield ZbcError("E206", text, where=g.where(at[there]), hint=hint)
             return
     steps = [at[kind] for kind in ORDER if kind in at]
-    for earlier, later in zip(steps, steps[1:], strict=False):
+    for earlier, later in pairwise(steps):
         if later < earlier:
             text = f"program: {g.ops[later]} comes before {g.ops[earlier]}, which it needs"
             hint = f"move step {g.place(earlier)[1]} before step {g.place(later)[1]}"

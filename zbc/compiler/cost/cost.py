@@ -16,7 +16,7 @@ from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
-from zbc.ir import Edge, Kind, Op, Placement, chain
+from zbc.ir import COPY, Edge, Kind, Op, Placement, chain
 from zbc.job.spec import Job
 from zbc.ops import VALUES, Ref
 
@@ -26,9 +26,9 @@ Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
 
 
 def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
-    """Per kind the one of its values that is an activation, if there is one."""
+    """Per kind the one of its values that is an activation, if there is one; of copies, what of it can move."""
     found = ((kind, ref.what) for kind, each in refs.items() for ref in each)
-    return {kind: what for kind, what in found if VALUES[what].memory == "activations"}
+    return {kind: "host" if kind in COPY else what for kind, what in found if VALUES[what].memory == "activations"}
 
 
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
@@ -56,8 +56,10 @@ class Costs:
         tie              the sum of the gradients of a weight that two stages share; one entry
         agree            what the ranks take to agree on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
+        out back         a copy to the host of what F keeps, and back
 
-    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W. Ask `units`,
+    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
+    "kept" can move there. Ask `units`,
     `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask
     `link`. For `occupies[pipe]` of them a message has its link to itself: the next one from the same rank to the same
     rank waits; () where links take any number of messages. With `rendezvous` a message waits for its receiver to post
@@ -186,7 +188,13 @@ class Costs:
     def _values(self, op: Op) -> tuple[Size, Size]:
         """What an op makes and what it frees."""
         made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
-        return self.size[made][op.stage] if made else _NOTHING, self.size[freed][op.stage] if freed else _NOTHING
+        return self._size(made, op.stage), self._size(freed, op.stage)
+
+    def _size(self, value: str | None, stage: int) -> Size:
+        """Without a size of its own, all of what F keeps can move to the host."""
+        if value is None:
+            return _NOTHING
+        return self.size["kept" if value == "host" and value not in self.size else value][stage]
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:
         """What a compute op needs while it runs beyond the larger of what is held before and after it.
