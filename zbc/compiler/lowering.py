@@ -4,8 +4,9 @@ The order matters:
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
-3. reduce-grads needs all compute and transfers in place.
-4. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+3. offload needs the times that both leave, and a fused backward frees at once what a split one keeps for its W.
+4. reduce-grads needs all compute and transfers in place.
+5. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import ClassVar, Protocol
 
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
@@ -45,6 +47,7 @@ class Lowering:
     """What of a job decides how its program is lowered."""
 
     sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
+    offload: Offload | None = None  # to keep to a limit by moving activations to the host
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
@@ -74,7 +77,8 @@ class Lowering:
             yield one.name, context.program
 
     def _last(self) -> list[Pass]:
-        return [ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
+        moved = [] if self.offload is None else [self.offload]
+        return [*moved, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

@@ -5,24 +5,26 @@
     RELOAD    where the copy back has to begin for the backward not to wait
 
 The order of compute and transfers stays as it is. What a rank holds follows from the order of its list alone, so a
-limit is kept under any timing; times decide only who waits. Only what a limit asks for is moved: op by op in time, where
-more is held than the limit, the activation whose backward is last goes, with its copies booked on the rank's stream. The
-list is timed, and chosen again with the times found, a few times over. After arXiv 2503.01328, which moves whole chunks.
+limit is kept under any timing; times decide only who waits. Only what a limit asks for is moved: op by op in time,
+where more is held than the limit, the activation whose backward is last goes, with its copies booked on the rank's
+stream. The list is timed, and chosen again with the times found, a few times over. After arXiv 2503.01328, which moves
+whole chunks.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, bisect_right, insort
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.passes.offload_booking import all_at_once, one_by_one
 from zbc.compiler.passes.offload_list import assemble
 from zbc.compiler.passes.offload_view import EPS, View
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
-from zbc.ir import COPY, Kind, Program
+from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
 ROUNDS = 6  # of timing and choosing again
@@ -31,27 +33,24 @@ LARGE = 100_000  # ops beyond which fewer lists are tried
 LOWER = 8  # smaller limits that are tried too, so that more room is not slower
 
 
-class Booking(NamedTuple):
-    """When an activation goes and comes back, as items: it is away for [gone, back)."""
-
-    out: int
-    gone: int
-    back: int
-
-
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`limits` are the activation units each rank may hold, `stages` those whose activations may move."""
+    """`limits` are the activation units each rank may hold, as `counted` has them (None: as its ops cost); `stages` are
+    those whose activations may move."""
 
     limits: tuple[float, ...]
     stages: frozenset[int]
     objective: str = "makespan"
+    counted: Costs | None = None
 
     name: ClassVar[str] = "offload"
 
     def run(self, program: Program, context: Context) -> Program:
         """Raises E303 where a limit is below what the ranks need with everything away that can be."""
-        views = [View.of(program, r, context.costs, self.stages) for r in range(len(program.ranks))]
+        if not self.limits:
+            return program
+        costs = self.counted or context.costs
+        views = [View.of(program, r, costs, self.stages) for r in range(len(program.ranks))]
         self._refuse(views)
         if all(max(view.base, default=0.0) <= limit + EPS for view, limit in zip(views, self.limits, strict=True)):
             return program
@@ -83,7 +82,7 @@ class Offload:
         rank = max(range(len(views)), key=lambda r: floors[r] - self.limits[r])
         if floors[rank] > self.limits[rank] + EPS:
             text = (
-                f"does not fit: rank {rank} needs {short(floors[rank])} activation units with all away that can be, the "
+                f"does not fit: rank {rank} needs {short(floors[rank])} activation units with all away that can, the "
                 f"limit is {short(self.limits[rank])}"
             )
             enough = at_least(max(floors) / len(views), 6)
@@ -96,13 +95,14 @@ def _best(
     """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
     best: tuple[float, float, Program] | None = None
     rounds = ROUNDS if program.size < LARGE else 2
-    for lead in LEADS if program.size < LARGE else LEADS[:1]:
+    ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
+    for lead, book in ways if program.size < LARGE else ways[:1]:
         timeline, seen = context.timeline, float("inf")
         for _ in range(rounds):
             for view in views:
                 view.set(timeline)
             ranks = [
-                assemble(program.ranks[view.rank], view, _book(view, limit, lead), limit)
+                assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
                 for view, limit in zip(views, limits, strict=True)
             ]
             found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
@@ -117,68 +117,3 @@ def _best(
             break
     assert best is not None
     return best
-
-
-def _book(view: View, limit: float, lead: float) -> dict[int, Booking]:
-    """What to move, by its place among the lives: item by item, where more is held than the limit.
-
-    A copy goes out as early and comes back as late as the rank's stream, which does one thing at a time, has room.
-    """
-    lives, busy, chosen = view.lives, list[tuple[float, float]](), dict[int, Booking]()
-    ready = sorted((bisect_left(view.start, view.end[life.a] + EPS), x) for x, life in enumerate(lives))
-    waiting, at, away = list[tuple[int, int]](), 0, 0.0
-    returns = [0.0] * (len(view.items) + 1)
-    for j, base in enumerate(view.base):
-        away -= returns[j]
-        while at < len(ready) and ready[at][0] <= j:
-            x = ready[at][1]
-            heapq.heappush(waiting, (-lives[x].z, x))
-            at += 1
-        again = []
-        while base - away > limit + EPS and waiting:
-            entry = heapq.heappop(waiting)
-            x, life = entry[1], lives[entry[1]]
-            if life.z <= j:
-                break
-            out = _earliest(view.end[life.a], life.out, busy)
-            if view.start[j] < out + life.out - EPS:
-                again.append(entry)  # not there in time; later it may be
-                continue
-            gone = (out, out + life.out)
-            insort(busy, gone)
-            back = _latest(view.start[life.z], lead * life.back, busy)
-            until = bisect_right(view.issued, back + EPS) - 1
-            if until <= j:
-                busy.remove(gone)
-                continue
-            insort(busy, (back, back + lead * life.back))
-            first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
-            chosen[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
-            away += life.units
-            returns[until] += life.units
-        for entry in again:
-            heapq.heappush(waiting, entry)
-    return chosen
-
-
-def _earliest(begin: float, length: float, busy: Sequence[tuple[float, float]]) -> float:
-    """The first time from `begin` on with room for so long; `busy` is sorted and without overlaps."""
-    j = max(0, bisect_left(busy, (begin, float("-inf"))) - 1)
-    while j < len(busy) and busy[j][0] < begin + length - EPS:
-        begin = max(begin, busy[j][1])
-        j += 1
-    return begin
-
-
-def _latest(end: float, length: float, busy: Sequence[tuple[float, float]]) -> float:
-    """The last time at which something so long can begin and be over by `end`."""
-    j = bisect_left(busy, (end, float("-inf"))) - 1
-    while j >= 0 and busy[j][1] > end - length + EPS:
-        end = min(end, busy[j][0])
-        j -= 1
-    return end - length
-
-
-def copies(program: Program) -> bool:
-    """Whether a program moves anything."""
-    return any(op.kind in COPY for ops in program.ranks for op in ops)

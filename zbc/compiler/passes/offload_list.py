@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from zbc.compiler.passes.offload_booking import Booking
 from zbc.compiler.passes.offload_view import EPS, Life, View, rise
 from zbc.ir import Key, Kind, Op
 
 
-class Booked(Protocol):
-    """When an activation goes and comes back, as items."""
-
-    @property
-    def out(self) -> int: ...
-    @property
-    def gone(self) -> int: ...
-    @property
-    def back(self) -> int: ...
-
-
-def assemble(ops: Sequence[Op], view: View, booked: Mapping[int, Booked], limit: float) -> list[Op]:
+def assemble(ops: Sequence[Op], view: View, booked: Mapping[int, Booking], limit: float) -> list[Op]:
     """The ops of a rank with its copies, which keep it to `limit` units."""
     return _List(view, booked, limit).run(ops)
 
@@ -29,7 +18,7 @@ def assemble(ops: Sequence[Op], view: View, booked: Mapping[int, Booked], limit:
 class _List:
     """Goes through the items of a rank with what is here, away and back; `marks[j]` stands in front of item j."""
 
-    def __init__(self, view: View, booked: Mapping[int, Booked], limit: float) -> None:
+    def __init__(self, view: View, booked: Mapping[int, Booking], limit: float) -> None:
         self.view, self.limit = view, limit
         self.life = {life.key: life for life in view.lives}
         self.booked = {view.lives[x].key: one for x, one in booked.items() if one.gone < one.back}
