@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import COPY, Kind, Op, Placement
 from zbc.ops import Look
 
 LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
@@ -47,7 +47,7 @@ def letter(op: Op, *, odd: bool = False) -> str:
 
 def label(op: Op, *, odd: bool = False) -> str:
     """`F3`, `f3` for a second stage, `P3` in the second pipe, `F3.1` for a slice; collectives have no number."""
-    if not op.kind.computes:
+    if not op.kind.computes and op.kind not in COPY:
         return letter(op)
     return f"{letter(op, odd=odd)}{op.mb}" + (f".{op.slice}" if op.slice else "")
 
