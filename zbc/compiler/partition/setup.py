@@ -23,6 +23,7 @@ from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.job.spec import Job
 
@@ -168,10 +169,7 @@ class Setup:
         else:
             orders = [self._make(budget, search)]
         for _ in range(RETRIES):
-            found = [replace(one, lowering=self._moving(units)) for one in orders]
-            best = min(
-                found, key=lambda one: (max(0.0, excess(self.job, one.memory, self.costs)), one.step_ms(self.job))
-            )
+            best = self._least_of_moved(orders, units)
             device = self.job.room
             if device is None or not self.limit.unit:
                 break
@@ -180,6 +178,21 @@ class Setup:
                 break
             units = tuple(now - more / unit for now, more, unit in zip(units, over, self.limit.unit, strict=True))
         return best
+
+    def _least_of_moved(self, orders: Sequence[Ordered], units: tuple[float, ...]) -> Ordered:
+        """Of orders that keep to so many units by moving, the fastest that fits. Raises E303 where none can."""
+        found, refused = list[tuple[float, float, Ordered]](), list[ZbcError]()
+        for order in orders:
+            one = replace(order, lowering=self._moving(units))
+            try:
+                over = max(0.0, excess(self.job, one.memory, self.costs))
+            except ZbcError as error:
+                refused.append(error)
+                continue
+            found.append((over, one.step_ms(self.job), one))
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda entry: entry[:2])[2]
 
     def _moving(self, units: tuple[float, ...]) -> Lowering:
         """How programs are lowered that keep to so many units by moving what they have beyond."""
