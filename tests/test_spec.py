@@ -60,7 +60,6 @@ def test_a_wrong_item_of_a_list_is_pointed_at(tmp_path):
         ({"model": {"heads": 32, "positions": "rotary"}}, "E110", "even head size"),
         ({"model": {"vocab": 100}}, "E150", "text data has 256 byte values, model.vocab is 100"),
         ({"model": {"family": "a.b:c", "tie_embeddings": True}}, "E110", "tie_embeddings is for built-in families"),
-        ({"memory": {"activations": {"0": "keep", "1": "offload"}}}, "E107", "memory.activations"),
         ({"costs": {"f": 1.0}}, "E141", "costs give f but not b, w"),
         ({"costs": {"per": "layer", "f": [1.0], "b": 1, "w": 1}}, "E140", "costs.f has 1 numbers, model.layers is 8"),
         ({"costs": {"head": {"f": 1.0}}}, "E141", 'costs.head goes with per = "layer"'),

@@ -103,7 +103,7 @@ JOBS = {
         "zbc.toml:15:16",
         'write "1.0x" or "40 GiB"',
     ),
-    "offload": (edit(memory={"activations": "offload"}), 3, "E107", "zbc.toml:19:15", 'use "keep" or "recompute"'),
+    "offload": (edit(memory={"activations": "offload"}), 3, "E144", "zbc.toml:19:15", "hardware.host_gbps"),
     "an unknown word": (edit(memory={"activations": "forget"}), 3, "E103", "zbc.toml:19:15", '"recompute"'),
     "a stage by name": (edit(memory={"activations": {"a": "keep"}}), 3, "E103", "zbc.toml:19", '{ 0 = "recompute" }'),
     "a stage too many, left open": (
@@ -154,11 +154,11 @@ def test_a_bad_job_is_refused_and_nothing_is_written(name, zbc, folder):
 
 def test_every_problem_of_a_file_is_reported_at_once(zbc, folder):
     (folder / "zbc.toml").write_text(
-        edit(layers="8", kind="zvb", costs={"f": 1.0}, memory={"activations": "offload"}, hardware={"devise": "cpu"})
+        edit(layers="8", kind="zvb", costs={"f": 1.0}, memory={"activations": "forget"}, hardware={"devise": "cpu"})
     )
     ran = zbc("plan", "zbc.toml")
     assert ran.code == 3
-    assert set(re.findall(r"E\d{3}", ran.err)) == {"E103", "E104", "E141", "E107", "E102"}
+    assert set(re.findall(r"E\d{3}", ran.err)) == {"E103", "E104", "E141", "E102"}
     fits_one_screen(ran.err)
 
 

@@ -51,6 +51,8 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
     yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
     yield indented(_ranks(report, verbose=verbose))
+    if report.copied is not None:
+        yield labelled("copies", *_copies(report))
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
@@ -273,6 +275,22 @@ def _ranks_note(compiled: Compiled) -> list[str]:
     return notes
 
 
+def _copies(report: Report) -> Iterator[str]:
+    """What copies of activations to the host do to a step, and how much of them could go unseen."""
+    copied = report.copied
+    if copied is None:
+        return
+    yield f"{copied.moved:.0%} of all activations go to the host and back; {copied.hidden:.0%} of that is hidden"
+    most = max(report.host.values(), key=lambda rank: float(rank["bytes"]))["bytes"]
+    if most:
+        yield f"pinned on the host: at most {size(most)} a rank"
+    if copied.k > PAYS:
+        yield (
+            f"offload pays little here: a copy takes {copied.k:.2f} of F + B + W, so at most {0.5 / copied.k:.0%} can "
+            "move without waits"
+        )
+
+
 def _limits(compiled: Compiled) -> Iterator[str]:
     """What a rank may hold."""
     most, job = compiled.report.limits, compiled.job
@@ -317,6 +335,7 @@ def _unit(report: Report) -> tuple[str, float]:
     return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
 
 
+PAYS = 1.0  # of F + B + W, what a copy may take before the summary says that few can move
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
 _MEMORY = (
     "the most on each rank, and what fills it; grads: gradients; state: of",

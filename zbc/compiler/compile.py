@@ -15,7 +15,7 @@ from zbc.compiler.check import check_graph
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.memory import EASIER, check_memory
+from zbc.compiler.check.memory import EASIER, check_host, check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
@@ -304,6 +304,7 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
         if suggest and not _unknown(job, compiled):
             raise _with_alternatives(error, compiled, budget) from None
         raise
+    check_host(job, compiled.program, compiled.costs)
     return replace(compiled, ramp=tuple(_starts(compiled, budget)))
 
 
@@ -342,7 +343,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = with_recompute(job, found.recompute, program.placement).memory
-    again = [s for s in range(len(layers)) if remembered.of(s) == "recompute"]
+    again = [s for s in range(len(layers)) if remembered.recomputes(s)]
     chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)

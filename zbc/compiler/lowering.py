@@ -4,7 +4,8 @@ The order matters:
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
-3. gather-weights, where weights are shared out, needs every op that reads weights; sums go behind its gathers, for
+3. offload needs the times that both leave, and a fused backward frees at once what a split one keeps for its W.
+4. gather-weights, where weights are shared out, needs every op that reads weights; sums go behind its gathers, for
    which ops wait.
 4. reduce-grads needs all compute and transfers in place.
 5. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
@@ -19,6 +20,7 @@ from typing import ClassVar, Protocol
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
@@ -49,6 +51,7 @@ class Lowering:
 
     sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
     gather: GatherWeights | None = None  # of weights that come and go within a step
+    offload: Offload | None = None  # to keep to a limit by moving activations to the host
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
@@ -81,8 +84,9 @@ class Lowering:
             yield one.name, context.program
 
     def _last(self) -> list[Pass]:
+        moved = [] if self.offload is None else [self.offload]
         gather = [] if self.gather is None else [self.gather]
-        return [*gather, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
+        return [*moved, *gather, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

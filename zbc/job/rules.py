@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from zbc.errors import ZbcError
 from zbc.job import cuts, extent, learning_rate, model_section, ramp, toml
@@ -358,8 +357,25 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
             text = f"config: memory.activations has the key {stage!r}, not the number of a stage"
             yield ZbcError("E103", text, where=where, hint='write { 0 = "recompute" }')
         if choice not in ACTIVATIONS:
-            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute" or "auto"'
+            hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute", "offload" or "auto"'
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
+    yield from _offload_rules(draft, memory)
+
+
+def _offload_rules(draft: Draft, memory: Memory) -> Iterator[ZbcError]:
+    """What copies of activations to the host do not go with yet."""
+    schedule: Schedule | None = draft.sections.get("schedule")
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if not any("offload" in one for one in memory.chosen()):
+        return
+    others = {
+        "schedule.slices": schedule is not None and schedule.slices != 1,
+        'parallel.shard = "weights"': parallel is not None and parallel.shard == "weights",
+    }
+    for key in (key for key, there in others.items() if there):
+        text = f"config: memory.activations with offload and {key} do not go together yet"
+        where = draft.document.where(("memory", "activations"))
+        yield ZbcError("E110", text, where=where, hint="drop one of them")
 
 
 def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -397,20 +413,6 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
 
 
-def _unsupported(draft: Draft) -> Iterator[ZbcError]:
-    """Values the format reserves for later; refused rather than ignored."""
-    get, where = draft.sections.get, draft.document.where
-    later: list[tuple[str, str, Callable[[Any], bool], str]] = [
-        ("memory", "activations", lambda s: "offload" in s.chosen(), 'use "keep" or "recompute"'),
-    ]
-    for name, key, is_set, hint in later:
-        section = get(name)
-        if section is not None and is_set(section):
-            value = getattr(section, key)
-            text = f"config: {name}.{key} = {value!r} is not supported by this version of zbc"
-            yield ZbcError("E107", text, where=where((name, key)), hint=hint)
-
-
 RULES = (
     _model_rules,
     _extent_rule,
@@ -433,5 +435,4 @@ RULES = (
     _sharding_rules,
     _idle_rules,
     _writing_rules,
-    _unsupported,
 )

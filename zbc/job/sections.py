@@ -13,7 +13,7 @@ from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
 
-ACTIVATIONS = ("keep", "recompute", "auto", "offload")
+ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload", "auto")
 
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
@@ -124,6 +124,12 @@ class Hardware(Section):
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
     links: str | None = Field(None, description="a links.toml: GB/s and us between all ranks, or all nodes")
+    host_gbps: Rate | None = Field(
+        None, description="GB/s of copies between a rank and its host, each way; default: what the profile measured"
+    )
+    host_gib: Positive | None = Field(
+        None, description="pinned memory of the host per rank; a plan that needs more is refused"
+    )
 
 
 class LayerCost(Section):
@@ -154,6 +160,10 @@ class GivenCosts(Section):
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"
     )
+    offload: Ms | Annotated[list[Ms], Field(min_length=2, max_length=2)] | None = Field(
+        None,
+        description="a copy of a rank's share of a microbatch to the host, and back; [out, back] where they differ",
+    )
     act_b: AmountPerPart | None = Field(None, description="memory F keeps until B, any unit")
     act_w: AmountPerPart | None = Field(None, description="the part of act_b that B keeps until W; default act_b")
     embed: LayerCost = Field(LayerCost(), description="per = layer: the embedding")
@@ -175,7 +185,8 @@ class Memory(Section):
 
     activations: str | dict[str, str] = Field(
         "keep",
-        description='"keep", "recompute", or "auto" where memory forces it; all stages or some: { 0 = "recompute" }',
+        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": recompute '
+        'where memory forces it; all stages or some: { 0 = "recompute" }',
     )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -188,14 +199,22 @@ class Memory(Section):
         """What happens to the activations of one stage."""
         return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
 
+    def recomputes(self, stage: int) -> bool:
+        """Whether F keeps only the inputs of the stage's layers."""
+        return self.of(stage) in ("recompute", "recompute+offload")
+
+    def offloads(self, stage: int) -> bool:
+        """Whether what F keeps may be copied to the host until it is needed."""
+        return self.of(stage) in ("offload", "recompute+offload")
+
     def decided(self, recompute: Collection[int], stages: int) -> Memory:
         """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""
         if "auto" not in self.chosen():
             return self
-        chosen = {str(s): "recompute" for s in range(stages) if s in recompute or self.of(s) == "recompute"}
-        return self.model_copy(
-            update={"activations": "keep" if not chosen else "recompute" if len(chosen) == stages else chosen}
-        )
+        each = {s: "recompute" if s in recompute else self.of(s) for s in range(stages)}
+        chosen = {str(s): what for s, what in each.items() if what not in ("keep", "auto")}
+        alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
+        return self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
 
     def chosen(self) -> set[str]:
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())

@@ -367,7 +367,7 @@ def _build_stages(
             device=device,
             dtype=settings.model.dtype,
             splits=s in split,
-            recompute=settings.memory.of(s) == "recompute",
+            recompute=settings.memory.recomputes(s),
             flows=shapes.flows[s],
             needed=shapes.needed[s],
             compiles=settings.model.compile,

@@ -8,18 +8,18 @@ second pipe of a bidirectional schedule, which look like those of the first one 
 
 Fills differ in lightness (F dark, D, B, W light), so that they stay apart in print without colour, and are taken from a
 palette that is safe for the common kinds of colour blindness. The look of a kind is a column of its
-row in zbc/ops.py; letters of kinds to come (recompute, offload, reload) stand here so that nobody else takes them.
+row in zbc/ops.py; letters of kinds to come (recompute) stand here so that nobody else takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zbc.ir import Kind, Op, Placement
+from zbc.ir import COPY, Kind, Op, Placement
 from zbc.ops import Look
 
 LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
-RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
+RESERVED = {"recompute": "R"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
 IDLE = "#ffffff"
 
@@ -47,7 +47,7 @@ def letter(op: Op, *, odd: bool = False) -> str:
 
 def label(op: Op, *, odd: bool = False) -> str:
     """`F3`, `f3` for a second stage, `P3` in the second pipe, `F3.1` for a slice; collectives have no number."""
-    if not op.kind.computes:
+    if not op.kind.computes and op.kind not in COPY:
         return letter(op)
     return f"{letter(op, odd=odd)}{op.mb}" + (f".{op.slice}" if op.slice else "")
 

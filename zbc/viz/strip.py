@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from zbc.compiler.memory.per_rank import curve
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive
-from zbc.ir import Kind, Op, Program
+from zbc.ir import COPY, Kind, Op, Program
 
 
 class DrawnOp(NamedTuple):
@@ -24,7 +25,7 @@ class DrawnOp(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Strip:
     """The timelines of consecutive steps of one program, on one axis."""
 
@@ -75,6 +76,22 @@ class Strip:
                     last = end
         return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
 
+    def copies(self, rank: int) -> Iterator[DrawnOp]:
+        """The copies of a rank to its host and back, in the order in which they begin; their ids are -1."""
+        begin, found = self.begin, list[DrawnOp]()
+        for timeline in self.steps:
+            graph = timeline.graph
+            for event, ops in graph.met.items():
+                op = graph.ops[ops[0]]
+                if op.kind in COPY and graph.rank(ops[0]) == rank and timeline.end[event] > timeline.start[event]:
+                    found.append(DrawnOp(-1, op, timeline.start[event] - begin, timeline.end[event] - begin))
+        return iter(sorted(found, key=lambda piece: (piece.start, piece.end)))
+
+    @cached_property
+    def copying(self) -> bool:
+        """Whether any rank copies anything to its host that takes time."""
+        return any(True for rank in range(self.ranks) for _ in self.copies(rank))
+
     @property
     def collectives(self) -> set[Kind]:
         """The kinds of collectives that take time."""
@@ -116,10 +133,14 @@ class Signs(NamedTuple):
     other: str  # what the second pipe is
 
 
+_COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
+
+
 def signs(drawn: Sequence[Drawn]) -> Signs:
     placements = [one.program.placement for one in drawn]
     kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
     kinds |= {kind for one in drawn for kind in one.strip.collectives}
+    kinds |= {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind in _COPIES}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
     replicas = any(placed.replicas for placed in placements)
     other = "pipes through other replicas" if replicas else "pipe that runs upwards"

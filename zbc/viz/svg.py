@@ -104,6 +104,10 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
         lines.append(_text(MARGIN + LEFT - 8, middle, str(rank), "n e"))
         lines.append(_text(sheet.width - MARGIN, middle, short(held[rank].units, 3), "n e"))
         lines += _row(one, rank, blocks[rank], plot, y, row, form)
+        if one.strip.copying:
+            y += row
+            lines += _copies(one, rank, window, plot, y, row / 2)
+            y -= row / 2
         y += row + (3 if row > 12 else 1.5)
     lines += _axis(window, plot, y)
     return lines, y + 30
@@ -137,6 +141,24 @@ def _row(
             style = "m l" if found.ink == "#ffffff" else "m"
             texts.append(f'<text font-size="{form.size}" {at} class="{style}">{text}</text>')
     yield from texts
+
+
+def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
+    """A lane of half the height: the copies of a rank to its host and back."""
+    x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
+    yield f'<rect x="{x0}" y="{_px(y)}" width="{_px(plot)}" height="{_px(height)}" fill="{IDLE}" class="i"/>'
+    for piece in one.strip.copies(rank):
+        start, end = max(window[0], piece.start), min(window[1], piece.end)
+        if end > start:
+            x, width = x0 + (start - window[0]) * scale, (end - start) * scale
+            fill = look(piece.op.kind).fills[piece.op.mb % 2]
+            area = f'x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}" fill="{fill}"'
+            tip = f"{piece.op}: {short(piece.start)} to {short(piece.end)} ms"
+            yield f"<rect {area}><title>{escape(tip)}</title></rect>"
+            text = label(piece.op)
+            if height >= 8 and measured(text, height - 2) <= width - 1:
+                at = f'x="{_px(x + width / 2)}" y="{_px(y + height - 2)}"'
+                yield f'<text font-size="{_px(height - 2)}" {at} class="m">{text}</text>'
 
 
 def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Block]:

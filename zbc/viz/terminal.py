@@ -79,10 +79,11 @@ def _panel(
     room = max(1, view.width - label - 3 - max(map(len, tails), default=0))
     grid = by_time(strip, window, room, exactly=exactly)
     rows = [_row(program, grid, rank, 0, grid.columns) for rank in ranks]
-    lines = [
-        Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|")
-        for rank, row, tail in zip(ranks, rows, tails, strict=True)
-    ]
+    lines = []
+    for rank, row, tail in zip(ranks, rows, tails, strict=True):
+        lines.append(Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|"))
+        if strip.copying:
+            lines.append(Text.assemble(f"{'':>{label}} |", _copies(strip, rank, grid), "|"))
     return [*lines, Text(f"{'ms':>{label}} {_ticks(grid, room + 1)}".rstrip())], grid
 
 
@@ -127,6 +128,17 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
         row.append(_label(block, odd, cell * (end - begin)), _style(block.op))
         at = end
     return row.append("." * (cell * (stop - at)), _IDLE_STYLE)
+
+
+def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
+    """What a rank copies to its host and back, below its row."""
+    cells = [Text(" ")] * grid.columns
+    begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
+    for piece in strip.copies(rank):
+        first, stop = round((piece.start - begin) / step), round((piece.end - begin) / step)
+        for cell in range(max(0, first), min(grid.columns, max(stop, first + 1))):
+            cells[cell] = Text(letter(piece.op), _style(piece.op))
+    return Text.assemble(*cells)
 
 
 def _style(op: Op) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.errors import ZbcError, raise_all
+from zbc.ir import Program
 from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
@@ -20,6 +22,21 @@ EASIER = 'memory.activations = "auto", '  # the first of the ways out of E301, w
 def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
     """Raise E301 if a rank needs more than its device has, E302 if it holds more activations than the limit."""
     raise_all([*_over_device(job, memory, costs), *_over_limit(job, memory, costs)])
+
+
+def check_host(job: Job, program: Program, costs: Costs) -> None:
+    """Raise E305 if the copies of a rank take more of its host than hardware.host_gib."""
+    room = job.hardware.host_gib
+    if room is None:
+        return
+    sizes = [host_bytes(program, rank, costs) for rank in range(len(program.ranks))]
+    rank = max(range(len(sizes)), key=lambda r: sizes[r])
+    if sizes[rank] > room * GIB:
+        text = f"does not fit: rank {rank} copies {size(sizes[rank])} to its host, hardware.host_gib is {room:g}"
+        node = sum(sizes[: job.hardware.ranks_per_node])
+        detail = f"{size(node)} on a node of {min(len(sizes), job.hardware.ranks_per_node)} ranks, pinned"
+        hint = f'a larger memory_limit, "recompute+offload", or host_gib = {at_least(sizes[rank] / GIB)}'
+        raise ZbcError("E305", text, where=job.where("hardware", "host_gib"), details=[detail], hint=hint)
 
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul
 
-from zbc.compiler.cost import estimate, nodes, profiled, stage_bytes
+from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes
 from zbc.compiler.cost.cost import Column, Costs, Links, PerStage, Size, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
@@ -24,7 +24,8 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
     Where a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; of activations
     given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
-    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length).
+    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length), E144 (how fast
+    activations are copied to the host is not known).
     """
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
@@ -100,8 +101,21 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
+    costs = _with_copies(costs, job)
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
+
+
+def _with_copies(costs: Costs, job: Job) -> Costs:
+    """The same with copies to the host of the stages whose activations may move."""
+    moves = [job.memory.offloads(s) for s in range(costs.stages)]
+    if not any(moves):
+        return costs
+    speed = copies.speed_of(job, bytes_known=costs.bytes is not None)
+    found = copies.movable(list(zip(costs.units("kept"), costs.bytes_of("kept"), strict=True)), costs.bytes)
+    away = tuple(Size(*one) if may else Size(0.0) for one, may in zip(found, moves, strict=True))
+    timed = costs.with_ms(out=tuple(speed.out(*one) for one in away), back=tuple(speed.back(*one) for one in away))
+    return replace(timed, size={**costs.size, "host": away})
 
 
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
@@ -256,7 +270,7 @@ def check_stages(job: Job, placement: Placement) -> None:
 def _recomputed(job: Job, placement: Placement) -> set[int]:
     """The stages whose F keeps only the inputs of its layers."""
     check_stages(job, placement)
-    return {s for s in range(placement.stages) if job.memory.of(s) == "recompute"}
+    return {s for s in range(placement.stages) if job.memory.recomputes(s)}
 
 
 def _entries(part: Sequence[int], table: Sequence[Layer]) -> float:

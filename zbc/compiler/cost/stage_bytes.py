@@ -74,7 +74,7 @@ def _stage(
     shares = dealt(job, placement, s, part, table)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
-    again = job.memory.of(s) == "recompute"
+    again = job.memory.recomputes(s)
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return StageBytes(
         weights=weights + constant,

@@ -20,7 +20,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.partition.evaluate import INF, Evaluator, Judged
 from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.local_search import LocalSearch
-from zbc.compiler.partition.setup import Choice, Ordered, Setup
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, moves
 from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
@@ -100,7 +100,7 @@ def best_of_one(
 ) -> Ordered:
     """The best order of one schedule. Raises E1xx (it cannot be) or E303 (nothing keeps to the limit)."""
     evaluator, best = Evaluator(job, table, schedule, chunks), Best(job)
-    if not evaluator.free:
+    if not evaluator.free or moves(job, evaluator.placement):
         return evaluator.setup(evaluator.start).make(budget)
     if not schedule.searched:
         _by_hand(best, evaluator, _local(budget))
@@ -199,6 +199,8 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
 
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
+    if any("offload" in what for what in job.memory.chosen()):
+        return _moving(job, table, budget)
     best, seen, found = Best(job), set[tuple[object, ...]](), list[tuple[float, Evaluator]]()
     for schedule, chunks in _entrants(job):
         try:
@@ -221,6 +223,20 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
     if best.ordered is None:
         for evaluator in searched:
             _least_memory(best, evaluator)
+    return best.answer()
+
+
+def _moving(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered:
+    """The best order whose activations may move to the host, on the partition that each schedule starts from."""
+    best = Best(job)
+    for schedule, chunks in _entrants(job):
+        try:
+            evaluator = Evaluator(job, table, schedule, chunks)
+            best.offer(
+                evaluator.setup(evaluator.start).make(budget if budget is not None or not schedule.searched else 0.0)
+            )
+        except ZbcError as error:
+            best.refuse(error)
     return best.answer()
 
 

@@ -56,7 +56,7 @@ def is_open(job: Job) -> bool:
 
 def recomputing(job: Job, stages: int) -> frozenset[int]:
     """The stages that recompute because the job says so."""
-    return frozenset(s for s in range(stages) if job.memory.of(s) == "recompute")
+    return frozenset(s for s in range(stages) if job.memory.recomputes(s))
 
 
 def times(table: Sequence[Layer], recompute: Collection[int], stages: int, *, split: bool = True) -> list[list[float]]:

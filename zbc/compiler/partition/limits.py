@@ -59,8 +59,36 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     return Limit(costs, each, tighter=Limit(both, each, rates if device else ()))
 
 
+def room_of(job: Job, placement: Placement, costs: Costs) -> Limit:
+    """What each rank may hold where activations may move to the host: the least that any order needs is no matter."""
+    asked, p, units, sizes = _asked(job), placement.ranks, None, None
+    if asked is not None and asked[1] == "x":
+        units = (asked[0] * p,) * p
+    if costs.bytes is None:
+        return Limit(costs, units)
+    counted, unit = _counted(costs, p)
+    if asked is not None and asked[1] == "bytes":
+        sizes = (asked[0],) * p
+    if job.room is not None:
+        left = tuple(max(0.0, job.room - _fixed(costs, placement, rank)) for rank in range(p))
+        sizes = left if sizes is None else tuple(map(min, sizes, left))
+    if sizes is None:
+        return Limit(costs, units)
+    rates = (unit,) * p if job.room is not None else ()
+    room = tuple(size / unit for size in sizes)
+    if units is None or _same(costs, counted):
+        return Limit(counted, room if units is None else tuple(map(min, units, room)), rates)
+    both = {
+        name: tuple(max(a, b) for a, b in zip(costs.units(name), counted.units(name), strict=True))
+        for name in costs.size
+    }
+    return Limit(costs.with_units(**both), tuple(map(min, units, room)), rates)
+
+
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
-    """What no order within the job's memory limit can beat."""
+    """What no order within the job's memory limit can beat; with copies to the host memory bounds nothing."""
+    if any(job.memory.offloads(s) for s in range(placement.stages)):
+        return with_sums(bounds(placement, costs, job.schedule.microbatches), placement, costs)
     try:
         units, sizes = _limits(job, placement, costs, split=True)
     except ZbcError:

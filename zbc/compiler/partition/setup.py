@@ -15,7 +15,8 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
-from zbc.compiler.partition.limits import Limit, bounds_of, limit_of
+from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of
+from zbc.compiler.passes.offload import Offload
 from zbc.compiler.schedules import Request, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
@@ -26,6 +27,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.job.spec import Job
 
+WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for whose activations move to the host
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -77,7 +79,9 @@ class Ordered:
 
     def step_ms(self, job: Job) -> float:
         """What a step costs by the job's objective, all-reduces of gradients included."""
-        return (self.compute if self.program.alone else self.complete).step_ms(job.objective)
+        return (self.compute if self.program.alone and self.lowering.offload is None else self.complete).step_ms(
+            job.objective
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class Setup:
         """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
         stages = choice.stages
         costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
+        if moves(job, placement):
+            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room_of(job, placement, costs))
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
         own = own_limit(schedule.name, placement.ranks, costs)
@@ -121,6 +127,8 @@ class Setup:
         the tighter limit; where tensors on their way need more of the device than the limit left for them, with that
         much less for activations.
         """
+        if self.limit.units is not None and moves(self.job, self.placement):
+            return self._moved(budget, search)
         found = self._make(budget, search)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
@@ -140,6 +148,56 @@ class Setup:
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
             found = self._with(units)._make(budget, search)
         return found
+
+    def _moved(self, budget: float | None, search: dict[str, Any]) -> Ordered:
+        """The best of orders made for more memory, with what they hold beyond the limit on the host meanwhile.
+
+        Where tensors on their way need more of the device than was left for them, activations get that much less.
+        """
+        units = self.limit.units or ()
+        seconds = (self.schedule.budget if budget is None else budget) / len(WIDER)
+        if self.schedule.searched:
+            least, most = (
+                least_of(self.placement, self.limit.costs),
+                _everything(self.placement, self.limit.costs, self.job.schedule.microbatches),
+            )
+            wider = [
+                tuple(max(min(x * unit, top), low) for unit, top, low in zip(units, most, least, strict=True))
+                for x in WIDER
+            ]
+            orders = [self._with(one)._make(seconds, search) for one in dict.fromkeys(wider)]
+        else:
+            orders = [self._make(budget, search)]
+        for _ in range(RETRIES):
+            best = self._least_of_moved(orders, units)
+            device = self.job.room
+            if device is None or not self.limit.unit:
+                break
+            over = [max(0.0, rank.bytes - device) for rank in best.memory]
+            if not any(over):
+                break
+            units = tuple(now - more / unit for now, more, unit in zip(units, over, self.limit.unit, strict=True))
+        return best
+
+    def _least_of_moved(self, orders: Sequence[Ordered], units: tuple[float, ...]) -> Ordered:
+        """Of orders that keep to so many units by moving, the fastest that fits. Raises E303 where none can."""
+        found, refused = list[tuple[float, float, Ordered]](), list[ZbcError]()
+        for order in orders:
+            one = replace(order, lowering=self._moving(units))
+            try:
+                over = max(0.0, excess(self.job, one.memory, self.costs))
+            except ZbcError as error:
+                refused.append(error)
+                continue
+            found.append((over, one.step_ms(self.job), one))
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda entry: entry[:2])[2]
+
+    def _moving(self, units: tuple[float, ...]) -> Lowering:
+        """How programs are lowered that keep to so many units by moving what they have beyond."""
+        may = frozenset(s for s in range(self.placement.stages) if self.job.memory.offloads(s))
+        return replace(Lowering.of(self.job), offload=Offload(units, may, self.job.objective, self.limit.costs))
 
     def _make(self, budget: float | None, search: dict[str, Any]) -> Ordered:
         job, asked = self.job, self.job.schedule
@@ -192,6 +250,11 @@ class Setup:
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
         return with_sums(least, self.placement, costs).of(self.job.objective)
+
+
+def moves(job: Job, placement: Placement) -> bool:
+    """Whether activations of any stage may move to the host."""
+    return any(job.memory.offloads(s) for s in range(placement.stages))
 
 
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:

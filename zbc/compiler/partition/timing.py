@@ -153,7 +153,11 @@ def over_of(job: Job, ordered: Ordered) -> float:
     if not limited(job):
         return 0.0
     device = job.hardware.memory_gib is not None  # then receive buffers count
-    memory = ordered.memory if device else peaks(ordered.program, ordered.costs, ordered.compute.timeline)
+    memory = (
+        ordered.memory
+        if device or ordered.lowering.offload is not None
+        else peaks(ordered.program, ordered.costs, ordered.compute.timeline)
+    )
     try:
         check_memory(job, memory, ordered.costs)
     except ZbcError:

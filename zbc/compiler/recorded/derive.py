@@ -193,7 +193,7 @@ class _Work:
                 totals.append(None)
                 continue
             again = 0.0  # what recompute adds to a backward
-            if op in (Kind.B, Kind.BW) and self.job.memory.of(stage) == "recompute":
+            if op in (Kind.B, Kind.BW) and self.job.memory.recomputes(stage):
                 for kind, count in counts.items():
                     known = self._known(kind)
                     again += count * (self._f[kind] if known is None or known.again is None else known.again.ms)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import Graph
+from zbc.compiler.memory import host
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.simulate import Timeline, steady_state
-from zbc.ir import Kind, Op, Program
+from zbc.ir import COPY, Key, Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
@@ -107,6 +109,17 @@ class CutReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Copies of activations to the host and back, over all ranks, in a step."""
+
+    moved: float  # share of all activations
+    copying_ms: float
+    waited_ms: float  # for them
+    hidden: float  # share of copying_ms that nobody waits for
+    k: float  # a copy of a rank's share of a microbatch one way, over its F + B + W; of the rank with most
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
 
@@ -147,10 +160,13 @@ class Report:
     rates: Throughput = NOTHING_KNOWN  # with the optimizer, in steady state
     speedup_over_1f1b: float | None = None  # per sequence; None where nobody asked, or 1F1B cannot be
     slices: tuple[SliceReport, ...] = ()  # of a microbatch; () where it is one
+    host: dict[str, Any] = field(default_factory=dict)  # of the ranks that copy activations there: see memory/host.py
+    copied: CopyReport | None = None  # where any do
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
         del data["rates"]
+        _without_copies(data)
         people = {"idle_rate": self.idle_rate, "balance": self.balance, **self.rates._asdict()}
         people["bound_is"] = self.bound_is
         return {"format": FORMAT, "version": VERSION, **data, **_plain(people)}
@@ -160,6 +176,7 @@ class Report:
         data = self._data()
         for key in _NOT_PREDICTED:
             del data[key]
+        _without_copies(data)
         return data
 
     def _data(self) -> dict[str, Any]:
@@ -301,6 +318,8 @@ def build(
         per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
         cut=_cut(program, costs, timeline, chosen),
         slices=tuple(_slice(costs, j, begin, end) for j, (begin, end) in enumerate(pairwise(chosen.cuts))),
+        host=host.predicted(program, costs),
+        copied=_copied(program, costs, timeline),
     )
 
 
@@ -309,6 +328,44 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
     first = [Op(Kind.F, s, slice=j) for s in range(costs.stages)]
     kept = sum(costs.held_bytes(op) - costs.held_kv(op).bytes for op in first)
     return SliceReport(begin, end - begin, f, b, w, round(kept))
+
+
+def _without_copies(data: dict[str, Any]) -> None:
+    """Say nothing of the host where nothing is copied there."""
+    for key in ("host", "copied"):
+        if not data[key]:
+            del data[key]
+
+
+def _copied(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
+    """What copies of activations take and how much of it waits; None where there are none."""
+    graph = timeline.graph
+    events = {event: graph.ops[ops[0]] for event, ops in graph.met.items() if graph.ops[ops[0]].kind in COPY}
+    if not events:
+        return None
+    copying = sum(timeline.end[event] - timeline.start[event] for event in events)
+    waiting, waited = _waiting(graph), 0.0
+    for event, op in events.items():
+        i = waiting[op.kind, op.key]
+        others = [timeline.end[x] for x in graph.arrivals(i)] if op.kind is Kind.RELOAD else []
+        waited += max(0.0, timeline.end[event] - max([timeline.end[graph.before[i]], *others]))
+    forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
+    moved = sum(op.kind is Kind.OFFLOAD for op in events.values())
+    work = max(timeline.busy(r) for r in range(timeline.ranks)) / program.microbatches
+    out = max(costs.total("out", program.placement.stages_of(r)) for r in range(timeline.ranks))
+    hidden = 1 - waited / copying if copying else 1.0
+    return CopyReport(moved / forwards, copying, waited, hidden, out / work)
+
+
+def _waiting(graph: Graph) -> dict[tuple[Kind, Key], int]:
+    """The op that waits for each copy: RELEASE for the way out, the backward for the way back."""
+    found = dict[tuple[Kind, Key], int]()
+    for i, op in enumerate(graph.ops):
+        if op.kind is Kind.RELEASE:
+            found[Kind.OFFLOAD, op.key] = i
+        elif op.kind.row.family == "input":
+            found[Kind.RELOAD, op.key] = i
+    return found
 
 
 def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:

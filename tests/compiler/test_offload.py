@@ -1,0 +1,179 @@
+"""Activations that go to the host: limits are kept, times are those of the published pass or better."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+import pytest
+
+from tests.compiler.test_paper_tables import rows
+from zbc.compiler.check import check_all
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.memory.host import slabs
+from zbc.compiler.memory.per_rank import curve, peaks
+from zbc.compiler.passes.offload import Offload
+from zbc.compiler.passes.offload_view import View
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import COPY, Kind
+
+REFERENCE = rows("offload_orders.csv")
+MOVED = [row for row in REFERENCE if row["k"] and row["status"] == "ok"]
+REFUSED = [row for row in REFERENCE if row["k"] and row["status"] != "ok"]
+
+
+def case(row):
+    """The order of a row without copies, with what copies cost."""
+    p, m, v, group = (int(row[key]) for key in ("p", "m", "v", "group"))
+    f, b, w, comm = (float(row[key]) for key in ("T_F", "T_B", "T_W", "T_comm"))
+    program = SCHEDULES["gis"].make(Request(p, m, v, group=group))
+    return Context(program, with_copies(program, f, b, w, comm, k=float(row["k"])))
+
+
+def with_copies(program, f=1.0, b=1.0, w=1.0, comm=0.0, *, k=0.5):
+    stages = program.placement.stages
+    ms = k * (f + b + w) * program.placement.ranks / stages
+    return Costs.uniform(program.placement, f, b, w, comm).with_ms(out=(ms,) * stages, back=(ms,) * stages)
+
+
+def moved(program, context, limit, stages=None):
+    """With copies, as they keep every rank to a limit."""
+    every = frozenset(range(program.placement.stages))
+    return Context(
+        Offload((limit,) * len(program.ranks), every if stages is None else stages).run(program, context), context.costs
+    )
+
+
+def share(program):
+    forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
+    return sum(op.kind is Kind.OFFLOAD for ops in program.ranks for op in ops) / forwards
+
+
+def keeps(found, limit):
+    check_all(found.program)
+    return max(rank.units for rank in peaks(found.program, found.costs)) <= limit + 1e-6
+
+
+def compared(sample):
+    """For each row: how much longer than published, as a share; the share that is moved, here and as published."""
+    found = []
+    for row in sample:
+        context, limit = case(row), float(row["peak_after"])
+        after = moved(context.program, context, limit)
+        assert keeps(after, limit), row
+        late = after.timeline.makespan / float(row["makespan_after"]) - 1
+        found.append((late, share(after.program), float(row["moved_share"])))
+    return found
+
+
+def test_no_slower_than_the_published_pass_at_its_own_peaks():
+    small = [row for row in MOVED if int(row["p"]) <= 6]
+    found = compared(random.Random(5).sample(small, 12))
+    assert sum(late > 1e-4 for late, _, _ in found) == 0
+    assert sum(ours for _, ours, _ in found) < 0.75 * sum(theirs for _, _, theirs in found)
+
+
+def test_a_refused_case_has_a_plan_of_a_lower_peak():
+    small = [row for row in REFUSED if int(row["p"]) <= 5]
+    for row in random.Random(7).sample(small, 12):
+        context = case(row)
+        before = max(rank.units for rank in peaks(context.program, context.costs))
+        floor = max(View.of(context.program, r, context.costs, ALL).floor for r in range(int(row["p"])))
+        limit = max(floor, before - 0.5)
+        assert keeps(moved(context.program, context, limit), limit)
+        assert limit < before
+
+
+ALL = frozenset(range(1000))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe", "gpipe", "interleaved-1f1b"])
+def test_every_limit_down_to_the_floor_is_kept_in_a_complete_program(name):
+    card = SCHEDULES[name]
+    program = card.make(Request(4, 8, card.default_chunks))
+    costs = with_copies(program, k=1.0)
+    begun = Lowering().begin(Context(program, costs))
+    before = max(rank.units for rank in peaks(begun.program, costs))
+    views = [View.of(begun.program, r, costs, ALL) for r in range(4)]
+    floor = max(view.floor for view in views)
+    plain = begun.timeline.makespan
+    for limit in (floor, (floor + before) / 2, before):
+        lowering = Lowering(offload=Offload((limit,) * 4, ALL))
+        found = lowering.lower(Context(program, costs))
+        assert keeps(found, limit)
+        work = [[op for op in ops if op.kind not in COPY] for ops in found.program.ranks]
+        assert work == [list(ops) for ops in Lowering().lower(Context(program, costs)).program.ranks]
+        assert found.timeline.makespan >= plain - 1e-9
+        for rank in range(4):
+            assert max(units for _, units in curve(found.timeline, rank, costs)) <= limit + 1e-6
+    with pytest.raises(ZbcError) as caught:
+        Lowering(offload=Offload((floor - 0.01,) * 4, ALL)).lower(Context(program, costs))
+    assert caught.value.code == "E303"
+
+
+def test_groups_stay_whole():
+    program = SCHEDULES["dualpipe"].make(Request(4, 8, 1, overlap=True))
+    costs = with_copies(program, k=0.3)
+    before = max(rank.units for rank in peaks(program, costs))
+    found = Lowering(offload=Offload((before - 2,) * 4, ALL)).lower(Context(program, costs))
+    assert share(found.program) > 0 and keeps(found, before - 2)
+
+
+def test_where_nothing_has_to_move_the_program_is_the_same_one():
+    program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
+    context = Context(program, with_copies(program))
+    assert moved(program, context, 4.0).program is program
+
+
+def test_only_stages_that_may_are_moved_and_twice_the_same():
+    program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
+    context = Context(program, with_copies(program))
+    limits = (2.0, 4.0, 4.0, 4.0)
+    first, again = (Offload(limits, frozenset({0})).run(program, context) for _ in range(2))
+    assert first == again
+    assert {op.stage for ops in first.ranks for op in ops if op.kind in COPY} == {0}
+
+
+@cache
+def steps(k):
+    program = SCHEDULES["gis"].make(Request(4, 12, 2))
+    context = Context(program, with_copies(program, k=k))
+    return [moved(program, context, limit).timeline.makespan for limit in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)]
+
+
+def test_more_room_and_faster_copies_are_never_slower():
+    for k in (0.25, 0.5, 1.0):
+        assert all(a >= b - 1e-6 for a, b in itertools.pairwise(steps(k))), (k, steps(k))
+    for slower, faster in itertools.pairwise((1.0, 0.5, 0.25)):
+        assert all(a >= b - 1e-6 for a, b in zip(steps(slower), steps(faster), strict=True))
+
+
+def test_slabs_are_counted_from_the_copy_out_to_the_backward():
+    program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
+    found = moved(program, Context(program, with_copies(program, k=0.25)), 2.0).program
+    assert slabs(found, 3) == {} and 2 <= slabs(found, 0)[0] <= 4
+
+
+LEAST = {  # p = 8, m = 24, unit costs, whole chunks: (v, g, k) -> a peak without added time
+    (2, 8, 0.25): 1.0, (2, 8, 0.5): 2.5, (2, 8, 1.0): 5.5, (4, 8, 0.25): 0.5, (4, 8, 0.5): 2.5, (4, 8, 1.0): 4.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("v", "g", "k"), LEAST)
+def test_the_least_peak_without_added_time(v, g, k):
+    program = SCHEDULES["gis"].make(Request(8, 24, v, group=g))
+    context = Context(program, with_copies(program, k=k))
+    limit = LEAST[v, g, k]
+    found = moved(program, context, limit)
+    assert keeps(found, limit) and found.timeline.makespan <= context.timeline.makespan + 1e-6
+
+
+@pytest.mark.repeats
+def test_no_slower_in_every_row_of_the_reference():
+    found = compared(MOVED)
+    assert not [late for late, _, _ in found if late > 1e-4]
+    assert sum(ours for _, ours, _ in found) / len(found) <= 0.33

@@ -1,0 +1,57 @@
+"""Copies of activations to the host and back: how much of a stage's can move, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zbc.compiler.cost.stage_bytes import StageBytes
+from zbc.errors import ZbcError
+from zbc.job.spec import Job
+
+BYTES_PER_MS = 1e6  # of a GB/s
+
+
+class Speed(NamedTuple):
+    """ms of a copy: of each activation unit that a stage moves, and of each byte."""
+
+    out_unit: float = 0.0
+    back_unit: float = 0.0
+    out_byte: float = 0.0
+    back_byte: float = 0.0
+
+    def out(self, units: float, size: float) -> float:
+        return units * self.out_unit + size * self.out_byte
+
+    def back(self, units: float, size: float) -> float:
+        return units * self.back_unit + size * self.back_byte
+
+
+def speed_of(job: Job, *, bytes_known: bool) -> Speed:
+    """From `costs.offload`, else hardware.host_gbps, else the profile. Raises E144 where none of them says it."""
+    given, gbps = job.costs.offload, job.hardware.host_gbps
+    if given is not None:
+        out, back = given if isinstance(given, list) else (given, given)
+        return Speed(out, back)
+    measured = job.profile.copies if job.profile is not None else None
+    if gbps is None and measured is not None:
+        return Speed(0.0, 0.0, 1 / (measured.to_host_gbps * BYTES_PER_MS), 1 / (measured.to_device_gbps * BYTES_PER_MS))
+    if gbps is not None and bytes_known:
+        return Speed(0.0, 0.0, 1 / (gbps * BYTES_PER_MS), 1 / (gbps * BYTES_PER_MS))
+    text = f"memory: activations = {job.memory.activations!r} needs to know how long a copy to the host takes"
+    hint = "give costs.offload (ms), or hardware.host_gbps, or plan with a profile made on a GPU"
+    if gbps is not None:
+        text += ", and the bytes of this model are not known before it is built"
+        hint = "give costs.offload (ms), or plan with --profile"
+    raise ZbcError("E144", text, where=job.where("memory", "activations"), hint=hint)
+
+
+def movable(kept: Sequence[tuple[float, float]], bytes: Sequence[StageBytes] | None) -> list[tuple[float, float]]:
+    """Units and bytes that can move of what each stage keeps: all but its result, which stays until it was sent."""
+    if bytes is None:
+        return list(kept)
+    found = []
+    for (units, size), stage in zip(kept, bytes, strict=True):
+        left = max(0.0, size - stage.sent)
+        found.append((units * left / (size or 1.0), left))
+    return found

@@ -1,0 +1,44 @@
+"""What copies of activations take of the host: slabs, each the size of what one stage moves of one microbatch.
+
+A slab is taken by an OFFLOAD and free again after the backward that needed what came back, so that it follows from the
+order alone how many there are at a time. They are allocated before the first step, per stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zbc.compiler.cost.cost import Costs
+from zbc.ir import COPY, Key, Kind, Program
+from zbc.ops import ROWS
+
+
+def slabs(program: Program, rank: int) -> dict[int, int]:
+    """How many slabs a rank needs, by stage."""
+    taken, most = dict[int, int](), dict[int, int]()
+    away = set[Key]()
+    for op in program.ranks[rank]:
+        if op.kind is Kind.OFFLOAD:
+            away.add(op.key)
+            taken[op.stage] = taken.get(op.stage, 0) + 1
+            most[op.stage] = max(most.get(op.stage, 0), taken[op.stage])
+        elif ROWS[op.kind].family == "input" and op.key in away:
+            away.discard(op.key)
+            taken[op.stage] -= 1
+    return most
+
+
+def host_bytes(program: Program, rank: int, costs: Costs) -> float:
+    """Bytes of a rank's slabs; 0 where sizes are not known."""
+    sizes = costs.bytes_of("host" if "host" in costs.size else "kept")
+    return sum(count * sizes[stage] for stage, count in slabs(program, rank).items())
+
+
+def predicted(program: Program, costs: Costs) -> dict[str, Any]:
+    """For the manifest, of the ranks that copy: `{"rank 0": {"bytes": 4096, "slabs": {"s0": 5}}}`."""
+    found = dict[str, Any]()
+    for rank, ops in enumerate(program.ranks):
+        if any(op.kind in COPY for op in ops):
+            counts = {f"s{stage}": count for stage, count in sorted(slabs(program, rank).items())}
+            found[f"rank {rank}"] = {"bytes": round(host_bytes(program, rank, costs)), "slabs": counts}
+    return found

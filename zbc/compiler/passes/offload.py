@@ -1,0 +1,119 @@
+"""Activations that wait for their backward go to the host meanwhile, where a rank would hold more than its limit.
+
+    OFFLOAD   behind F, as early as the copy can begin
+    RELEASE   right before the op that needs the room
+    RELOAD    where the copy back has to begin for the backward not to wait
+
+The order of compute and transfers stays as it is. What a rank holds follows from the order of its list alone, so a
+limit is kept under any timing; times decide only who waits. Only what a limit asks for is moved: op by op in time,
+where more is held than the limit, the activation whose backward is last goes, with its copies booked on the rank's
+stream. The list is timed, and chosen again with the times found, a few times over. After arXiv 2503.01328, which moves
+whole chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.passes.offload_booking import all_at_once, one_by_one
+from zbc.compiler.passes.offload_list import assemble
+from zbc.compiler.passes.offload_view import EPS, View
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Program
+from zbc.text import at_least, short
+
+ROUNDS = 6  # of timing and choosing again
+LEADS = (1.0, 1.6)  # how much longer than it takes a copy back is booked for
+LARGE = 100_000  # ops beyond which fewer lists are tried
+LOWER = 8  # smaller limits that are tried too, so that more room is not slower
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """`limits` are the activation units each rank may hold, as `counted` has them (None: as its ops cost); `stages` are
+    those whose activations may move."""
+
+    limits: tuple[float, ...]
+    stages: frozenset[int]
+    objective: str = "makespan"
+    counted: Costs | None = None
+
+    name: ClassVar[str] = "offload"
+
+    def run(self, program: Program, context: Context) -> Program:
+        """Raises E303 where a limit is below what the ranks need with everything away that can be."""
+        if not self.limits:
+            return program
+        costs = self.counted or context.costs
+        views = [View.of(program, r, costs, self.stages) for r in range(len(program.ranks))]
+        self._refuse(views)
+        if all(max(view.base, default=0.0) <= limit + EPS for view, limit in zip(views, self.limits, strict=True)):
+            return program
+        plain = context.step_ms(self.objective)
+        best: tuple[float, float, Program] | None = None
+        for limits in self._limits(views, program.size):
+            found = _best(program, context, views, limits, self.objective, plain)
+            if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
+                best = found
+            if best[0] <= plain + EPS:
+                break
+        assert best is not None
+        return best[2]
+
+    def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
+        """Its own limits and smaller ones, which keep to them as well: eighths of what ranks hold without copies."""
+        found = [self.limits]
+        for eighths in range(LOWER - 1, 0, -1) if size < LARGE // 10 else ():
+            lower = tuple(
+                min(limit, max(view.floor, max(view.base) * eighths / LOWER))
+                for view, limit in zip(views, self.limits, strict=True)
+            )
+            if lower != found[-1]:
+                found.append(lower)
+        return found
+
+    def _refuse(self, views: Sequence[View]) -> None:
+        floors = [view.floor for view in views]
+        rank = max(range(len(views)), key=lambda r: floors[r] - self.limits[r])
+        if floors[rank] > self.limits[rank] + EPS:
+            text = (
+                f"does not fit: rank {rank} needs {short(floors[rank])} activation units with all away that can, the "
+                f"limit is {short(self.limits[rank])}"
+            )
+            enough = at_least(max(floors) / len(views), 6)
+            raise ZbcError("E303", text, hint=f'the smallest that works for this order is memory_limit = "{enough}x"')
+
+
+def _best(
+    program: Program, context: Context, views: Sequence[View], limits: Sequence[float], objective: str, plain: float
+) -> tuple[float, float, Program]:
+    """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
+    best: tuple[float, float, Program] | None = None
+    rounds = ROUNDS if program.size < LARGE else 2
+    ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
+    for lead, book in ways if program.size < LARGE else ways[:1]:
+        timeline, seen = context.timeline, float("inf")
+        for _ in range(rounds):
+            for view in views:
+                view.set(timeline)
+            ranks = [
+                assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
+                for view, limit in zip(views, limits, strict=True)
+            ]
+            found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
+            step = found.step_ms(objective)
+            moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
+            if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
+                best = step, moved, found.program
+            if step <= plain + EPS or step >= seen - EPS:
+                break
+            seen, timeline = step, found.timeline
+        if best is not None and best[0] <= plain + EPS:
+            break
+    assert best is not None
+    return best
