@@ -1,4 +1,4 @@
-"""Three new kinds of op in a copy of zbc: copies of activations to the host and back.
+"""Three new kinds of op in a copy of zbc: activations parked elsewhere for a while.
 
 They need their rows, a value, cost columns, a pass with its line in the order, and handlers; nothing else changes. Then
 the proof, the clock, memory, pictures, plan files, trace and report have to know them, and to agree about them.
@@ -21,19 +21,19 @@ import zbc
 SOURCE = Path(zbc.__file__).parent
 
 KINDS = """
-    OFFLOAD = "OFFLOAD"  # copy what F keeps to the host
-    RELEASE = "RELEASE"  # let go of it on the device
-    RELOAD = "RELOAD"  # copy it back
+    PARK = "PARK"  # copy what F keeps elsewhere
+    QUIT = "QUIT"  # let go of it on the device
+    FETCH = "FETCH"  # copy it back
 """
 ROWS = """
-VALUES["host"] = Value("unit", "host", text="what F keeps, on the host")
-ROWS[Kind.OFFLOAD] = Row(_UNIT, Lane.OUT, _refs("kept"), _refs("host"), cost="out", early=True)
-ROWS[Kind.RELEASE] = Row(_UNIT, _COMPUTE, _refs("host kept"), frees=_refs("kept"))
-ROWS[Kind.RELOAD] = Row(_UNIT, Lane.BACK, _refs("host"), _refs("kept"), _refs("host"), cost="back")
+VALUES["attic"] = Value("unit", "attic", text="what F keeps, in the attic")
+ROWS[Kind.PARK] = Row(_UNIT, Lane.OUT, _refs("kept"), _refs("attic"), cost="park", early=True)
+ROWS[Kind.QUIT] = Row(_UNIT, _COMPUTE, _refs("attic kept"), frees=_refs("kept"))
+ROWS[Kind.FETCH] = Row(_UNIT, Lane.BACK, _refs("attic"), _refs("kept"), _refs("attic"), cost="fetch")
 
 """
 PASS = '''
-"""What waits for its backward through three or more compute ops goes to the host meanwhile."""
+"""What waits for its backward through three or more compute ops goes elsewhere meanwhile."""
 
 from dataclasses import dataclass
 
@@ -41,14 +41,14 @@ from zbc.ops import Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
-    name = "offload"
+class Park:
+    name = "park"
 
     def run(self, program, context):
-        return program.with_ranks([_offloaded(ops) for ops in program.ranks], by=self.name)
+        return program.with_ranks([_parked(ops) for ops in program.ranks], by=self.name)
 
 
-def _offloaded(ops):
+def _parked(ops):
     work = [i for i, op in enumerate(ops) if op.kind.computes]
     before, behind = {}, {}
     for k, i in enumerate(work):
@@ -56,9 +56,9 @@ def _offloaded(ops):
             back = next(j for j in range(k, len(work)) if ops[work[j]].kind.row.family == "input"
                         and ops[work[j]][1:] == ops[i][1:])
             if back - k >= 4:
-                behind.setdefault(i, []).append(ops[i]._replace(kind=Kind.OFFLOAD))
-                behind.setdefault(work[k + 1], []).append(ops[i]._replace(kind=Kind.RELEASE))
-                before.setdefault(work[back - 1], []).append(ops[i]._replace(kind=Kind.RELOAD))
+                behind.setdefault(i, []).append(ops[i]._replace(kind=Kind.PARK))
+                behind.setdefault(work[k + 1], []).append(ops[i]._replace(kind=Kind.QUIT))
+                before.setdefault(work[back - 1], []).append(ops[i]._replace(kind=Kind.FETCH))
     return [one for i, op in enumerate(ops) for one in (*before.get(i, ()), op, *behind.get(i, ()))]
 '''
 HANDLERS = """
@@ -66,19 +66,19 @@ HANDLERS = """
 HOST = {}
 
 
-def offload(worker: Worker, op: Op) -> None:
+def park(worker: Worker, op: Op) -> None:
     HOST[id(worker), op.key] = worker.kept[op.key]
 
 
-def release(worker: Worker, op: Op) -> None:
+def quit(worker: Worker, op: Op) -> None:
     del worker.kept[op.key]
 
 
-def reload(worker: Worker, op: Op) -> None:
+def fetch(worker: Worker, op: Op) -> None:
     worker.kept[op.key] = HOST.pop((id(worker), op.key))
 
 
-HANDLERS |= {Kind.OFFLOAD: offload, Kind.RELEASE: release, Kind.RELOAD: reload}
+HANDLERS |= {Kind.PARK: park, Kind.QUIT: quit, Kind.FETCH: fetch}
 """
 JOB = """
 zbc = 1
@@ -108,15 +108,15 @@ def copy(tmp_path_factory):
     shutil.copytree(SOURCE, folder / "zbc", ignore=shutil.ignore_patterns("__pycache__"))
     put(folder / "zbc/ops.py", '    GATHER = "GATHER"', KINDS.strip("\n") + "\n", before=True)
     put(folder / "zbc/ops.py", "UNIT_SCOPES =", ROWS, before=True)
-    (folder / "zbc/compiler/passes/offload.py").write_text(PASS)
-    put(folder / "zbc/compiler/lowering.py", "    FuseBackward(),\n", "    Offload(),\n")
+    (folder / "zbc/compiler/passes/park.py").write_text(PASS)
+    put(folder / "zbc/compiler/lowering.py", "    FuseBackward(),\n", "    Park(),\n")
     put(folder / "zbc/compiler/lowering.py", "from zbc.ir import Program\n", IMPORT)
     (folder / "zbc/runtime/handlers.py").write_text((folder / "zbc/runtime/handlers.py").read_text() + HANDLERS)
     (folder / "job.toml").write_text(JOB)
     return folder
 
 
-IMPORT = "from zbc.compiler.passes.offload import Offload\n"
+IMPORT = "from zbc.compiler.passes.park import Park\n"
 
 
 def put(path: Path, where: str, text: str, *, before: bool = False) -> None:
@@ -148,8 +148,8 @@ from zbc.ir import Kind, Op, Program
 compiled = zbc.plan(zbc.load("job.toml")).compiled
 program, costs = compiled.program, compiled.costs
 ops = [op for ops in program.ranks for op in ops]
-assert Op.parse("OFFLOAD s0 m1") == Op(Kind.OFFLOAD, 0, 1)
-plain = program.with_ranks([[op for op in ops if op.kind not in (Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD)]
+assert Op.parse("PARK s0 m1") == Op(Kind.PARK, 0, 1)
+plain = program.with_ranks([[op for op in ops if op.kind not in (Kind.PARK, Kind.QUIT, Kind.FETCH)]
                             for ops in program.ranks], by="plain")
 check_all(program)
 
@@ -178,18 +178,18 @@ def later(kind):
     return change
 
 
-broken = {kind.value: [code(without(kind)), code(later(kind))] for kind in (Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD)}
+broken = {kind.value: [code(without(kind)), code(later(kind))] for kind in (Kind.PARK, Kind.QUIT, Kind.FETCH)}
 
 
 def timed(out, back):
-    slow = costs.with_ms(out=(out,) * costs.stages, back=(back,) * costs.stages)
+    slow = costs.with_ms(park=(out,) * costs.stages, fetch=(back,) * costs.stages)
     return simulate(program, slow), slow
 
 
 free, _ = timed(0.0, 0.0)
 slow, slow_costs = timed(1.0, 50.0)
 copies = [(e, slow.graph.ops[ops[0]]) for e, ops in slow.graph.met.items()]
-reloads = [(e, op) for e, op in copies if op.kind is Kind.RELOAD]
+reloads = [(e, op) for e, op in copies if op.kind is Kind.FETCH]
 where = {op: i for i, op in enumerate(slow.graph.ops)}
 waits = all(slow.start[where[op._replace(kind=Kind.BW)]] >= slow.end[e] - 1e-9 for e, op in reloads)
 queued = sorted(slow.end[e] for e, op in reloads if op.stage == 0)
@@ -212,10 +212,10 @@ print(json.dumps({
 
 def test_proof_clock_and_memory_know_the_kinds_by_their_rows(copy):
     found = json.loads(run(copy, "-c", CHECKS))
-    assert {"OFFLOAD", "RELEASE", "RELOAD"} <= set(found["kinds"])
-    assert found["broken"]["RELOAD"] == ["E202", "E206"]
-    assert found["broken"]["OFFLOAD"] == ["E202", "E202"], "too late: what it copies is gone by then"
-    assert found["broken"]["RELEASE"][0] == "E202"
+    assert {"PARK", "QUIT", "FETCH"} <= set(found["kinds"])
+    assert found["broken"]["FETCH"] == ["E202", "E206"]
+    assert found["broken"]["PARK"] == ["E202", "E202"], "too late: what it copies is gone by then"
+    assert found["broken"]["QUIT"][0] == "E202"
     plain, free, slow = found["makespan"]
     assert free == pytest.approx(plain) and slow > plain + 50.0
     assert found["waits"] and found["reloads"] >= 4
@@ -230,17 +230,17 @@ def test_proof_clock_and_memory_know_the_kinds_by_their_rows(copy):
 @pytest.mark.repeats
 def test_a_plan_with_the_kinds_is_written_drawn_run_and_reported(copy):
     run(copy, "-m", "zbc", "plan", "job.toml", "-o", "plan")
-    assert "OFFLOAD s0 m0" in (copy / "plan/rank-0000.json").read_text()
+    assert "PARK s0 m0" in (copy / "plan/rank-0000.json").read_text()
     assert "deadlock-free" in run(copy, "-m", "zbc", "check", "plan")
     run(copy, "-m", "zbc", "visualize", "plan", "-o", "plan.html")
-    assert '"more":[[' in (copy / "plan.html").read_text(), "the page has what RELEASE and RELOAD do to memory"
+    assert '"more":[[' in (copy / "plan.html").read_text(), "the page has what QUIT and FETCH do to memory"
     run(copy, "-m", "zbc", "visualize", "plan")
     shown = run(copy, "-m", "zbc", "run", "plan", "--local", "2", "--trace", "1-2", "--out", "with")
-    assert "OFFLOAD" in run(copy, "-m", "zbc", "export", "plan", "--to", "json", "-o", "-") or shown
+    assert "PARK" in run(copy, "-m", "zbc", "export", "plan", "--to", "json", "-o", "-") or shown
     run(copy, "-m", "zbc", "report", "with")
     plain = copy / "zbc/compiler/lowering.py"
     changed = plain.read_text()
-    plain.write_text(changed.replace("    Offload(),\n", ""))
+    plain.write_text(changed.replace("    Park(),\n", ""))
     try:
         run(copy, "-m", "zbc", "plan", "job.toml", "-o", "without-copies")
         run(copy, "-m", "zbc", "run", "without-copies", "--local", "2", "--out", "without")

@@ -32,6 +32,7 @@ Edge = tuple[int, int]  # (source stage, sink stage)
 _PRINTS = {
     kind: (kind.row.scope in (Scope.UNIT, Scope.STAGE), kind.row.scope in (Scope.UNIT, Scope.EVERY)) for kind in Kind
 }
+COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"

@@ -39,6 +39,9 @@ class Kind(StrEnum):
     VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
     REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
     COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
+    OFFLOAD = "OFFLOAD"  # start copying what F keeps to the host, once F is over; does not wait
+    RELEASE = "RELEASE"  # wait for that copy, then let go of what F keeps on the device
+    RELOAD = "RELOAD"  # take the memory again and start copying back; the B or BW that needs it waits
     GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
@@ -118,6 +121,7 @@ VALUES = {
     "grad": Value("edge", "transit", text="the gradient of a stage's output, on its way back"),
     "kept": Value("unit", "activations", text="what F leaves for B"),
     "left": Value("unit", "activations", text="what B leaves for W"),
+    "host": Value("unit", "host", text="what F leaves for B, on the host"),
     "kv": Value("unit", "kv", text="keys and values that later slices attend to"),
     "dkv": Value("unit", "kv", text="gradients of keys and values, from later slices"),
     "part": Value("unit", stays=True, text="one microbatch's share of the gradients of a stage's weights"),
@@ -226,6 +230,26 @@ ROWS: dict[Kind, Row] = {
     Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES")),
     Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS")),
     Kind.OVERLAP: Row(_RANK, Lane.MARK),
+    # ---- activations to the host and back
+    Kind.OFFLOAD: Row(
+        _UNIT,
+        Lane.OUT,
+        reads=_refs("kept"),
+        writes=_refs("host"),
+        cost="out",
+        early=True,
+        look=_look("O", "copy to the host", "#8a8fd6", (104,)),
+    ),
+    Kind.RELEASE: Row(_UNIT, _COMPUTE, reads=_refs("host kept"), frees=_refs("kept")),
+    Kind.RELOAD: Row(
+        _UNIT,
+        Lane.BACK,
+        reads=_refs("host"),
+        writes=_refs("kept"),
+        frees=_refs("host"),
+        cost="back",
+        look=_look("L", "copy back", "#d68ab8", (175,)),
+    ),
     # ---- the end of a step
     Kind.REDUCE: Row(
         _STAGE,

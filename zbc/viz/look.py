@@ -8,7 +8,7 @@ second pipe of a bidirectional schedule, which look like those of the first one 
 
 Fills differ in lightness (F dark, D, B, W light), so that they stay apart in print without colour, and are taken from a
 palette that is safe for the common kinds of colour blindness. The look of a kind is a column of its
-row in zbc/ops.py; letters of kinds to come (recompute, offload, reload) stand here so that nobody else takes them.
+row in zbc/ops.py; letters of kinds to come (recompute) stand here so that nobody else takes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zbc.ir import Kind, Op, Placement
 from zbc.ops import Look
 
 LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
-RESERVED = {"recompute": "R", "offload": "O", "reload": "L"}
+RESERVED = {"recompute": "R"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
 IDLE = "#ffffff"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zbc.compiler.check import names
+from zbc.compiler.check.copies import copy_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
@@ -31,6 +32,9 @@ def check_complete(program: Program) -> None:
 def complete_problems(g: Graph) -> Iterator[ZbcError]:
     """The problems of `check_complete`, one by one."""
     yield from _outside(g)
+    if copies := list(copy_problems(g)):
+        yield from copies
+        return
     if not _units_are_whole(g):
         units = _Units(g)
         yield from units.repeated()

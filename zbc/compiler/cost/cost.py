@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.errors import ZbcError
-from zbc.ir import Edge, Kind, Op, Placement, chain
+from zbc.ir import COPY, Edge, Kind, Op, Placement, chain
 from zbc.ops import VALUES, Ref
 
 PerStage = tuple[float, ...]
@@ -21,9 +21,9 @@ Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
 
 
 def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
-    """Per kind the one of its values that is an activation, if there is one."""
+    """Per kind the one of its values that is an activation, if there is one; of copies, what of it can move."""
     found = ((kind, ref.what) for kind, each in refs.items() for ref in each)
-    return {kind: what for kind, what in found if VALUES[what].memory == "activations"}
+    return {kind: "host" if kind in COPY else what for kind, what in found if VALUES[what].memory == "activations"}
 
 
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
@@ -51,14 +51,15 @@ class Costs:
         tie              the sum of the gradients of a weight that two stages share; one entry
         agree            what the ranks take to agree on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
+        out back         a copy to the host of what F keeps, and back
 
-    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W; with several
-    slices also "kv", the keys and values of a microbatch from its first F to its last B, and as much for their
-    gradients from its first B on. Ask `units`, `bytes_of`, `held` and `held_bytes`. `links[pipe]` is the ms of a
-    transfer between two stages, 0 on one rank; ask `link`. For `occupies[pipe]` of them a message has its link to
-    itself: the next one from the same rank to the same rank waits; () where links take any number of messages. With
-    `rendezvous` a message waits for its receiver to post a buffer, too. `bytes` is None where the model's sizes are not
-    known before it is built.
+    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
+    "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
+    last B, and as much for their gradients from its first B on. Ask `units`, `bytes_of`, `held` and `held_bytes`.
+    `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask `link`. For `occupies[pipe]` of them a
+    message has its link to itself: the next one from the same rank to the same rank waits; () where links take any
+    number of messages. With `rendezvous` a message waits for its receiver to post a buffer, too. `bytes` is None where
+    the model's sizes are not known before it is built.
     """
 
     ms: Mapping[str, Column]
@@ -250,7 +251,8 @@ class Costs:
         return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
 
     def _size(self, value: str, op: Op) -> Size:
-        entry = self.size[value][op.stage]
+        """Without a size of its own, all of what F keeps can move to the host."""
+        entry = self.size["kept" if value == "host" and value not in self.size else value][op.stage]
         return entry if isinstance(entry, Size) else entry[op.slice]
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:

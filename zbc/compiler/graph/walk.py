@@ -184,9 +184,10 @@ class _Walk:
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
         e = self._meet((*(tuple(op) if op.kind.is_collective else own), count), i)
         self.edges[e] += [w for w in waits if w >= 0]
-        if lane in lanes.queue:
-            self._after(lanes.queue[lane], e)
-        lanes.queue[lane] = e
+        queue = Lane.OUT if lane is Lane.BACK else lane  # a rank copies one thing at a time, out or back
+        if queue in lanes.queue:
+            self._after(lanes.queue[queue], e)
+        lanes.queue[queue] = e
         return e
 
     def _known(
