@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,11 @@ from zbc.ir import Kind, Op
 from zbc.runtime import parcels
 from zbc.runtime.execute import run_step
 from zbc.runtime.parcels import Parcel, slabs
+from zbc.runtime.private import users
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"kind": f"{HERE}:Vectors"}
+CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5, "sync": "post-validate"}
 BF16 = {**GPT, "dtype": "bfloat16"}
 
 
@@ -89,11 +92,15 @@ def test_two_pipes():
 
 
 def test_without_a_barrier_and_with_steps_that_do_not_stand():
-    hold(make_program("zb-h1", 2, 6, sync="post-validate"), optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
+    hold(make_program("zb-h1", 2, 6, sync="post-validate"), optimizer=CLIPPED)
 
 
 def test_evaluation_between_steps_has_no_parcels():
-    hold(make_program("1f1b", 2, 3), train={"eval_every": 1}, data={"kind": "synthetic", "validation": 0.2})
+    hold(
+        make_program("1f1b", 2, 3),
+        train={"eval_every": 1, "eval_batches": 1},
+        data={"kind": "synthetic", "validation": 0.2},
+    )
 
 
 @pytest.mark.parametrize("wait", ["release", "arrive"])
@@ -119,6 +126,9 @@ class Over:
 
     def done(self):
         return True
+
+
+ROUND = "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0"
 
 
 def ops(text):
@@ -157,26 +167,95 @@ def test_ops_out_of_turn_are_named(text):
 
 
 def test_a_pool_that_was_counted_too_small_is_an_error():
-    worker = alone("F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0")
+    worker = alone(ROUND)
     worker.pool._left[0] = 0
     with pytest.raises(ZbcError, match="no slab of host memory is left for stage 0"):
         run_step(worker, 0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_nothing_that_moves_is_left_on_the_device(schedule):
-    """But the small ones: each storage of a parcel dies at RELEASE, the stage's input too."""
-    worker = alone("F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0")
-    copier = worker.pool.copier = early()
-    run_step(worker, 0)
-    assert copier.released > 0 and copier.copied == 2 * copier.released
+class Weighing(Poisoning):
+    """Looks at who holds what is released, behind RELEASE."""
+
+    def __init__(self):
+        super().__init__(late=False)
+        self.gone = []
+
+    def release(self, storage):
+        self.gone.append((weakref.ref(storage), storage.nbytes(), users(storage)))
+        super().release(storage)
 
 
-def test_compiled_layers_and_slices_are_refused():
-    for options, code in (({"model": {**GPT, "compile": True}}, "E515"),):
-        with pytest.raises(ZbcError) as caught:
-            alone("F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0", **options)
-        assert caught.value.code == code
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
+    """Each storage of a parcel has one holder at RELEASE, the parcel, and is gone behind it; most of what F keeps is in
+    it, the input of the stage too."""
+    program = make_program("zb-h1", 2, 3)
+    copiers = []
+
+    def setup(worker):
+        worker.pool.copier = Weighing()
+        copiers.append(worker.pool.copier)
+
+    true = Parcel.release
+    left = []
+
+    def look(parcel, op):
+        true(parcel, op)
+        left.extend(ref() is not None for ref, _, _ in parcel.pool.copier.gone)
+
+    monkeypatch.setattr(Parcel, "release", look)
+    run_threads(make_plan(moved(program), activations=activations), 1, setup=setup)
+    for one in copiers:
+        assert {holders for _, _, holders in one.gone} == {1}
+        assert one.copied == 2 * one.released == 2 * sum(size for _, size, _ in one.gone)
+    assert left and not any(left)
 
 
-assert user_models and VECTORS
+def test_compiled_layers_are_refused():
+    with pytest.raises(ZbcError) as caught:
+        alone(ROUND, model={**GPT, "compile": True})
+    assert caught.value.code == "E515"
+
+
+USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]
+
+
+@pytest.mark.parametrize("factory", USERS)
+def test_layers_of_users(factory):
+    """Wide enough that tensors move; some return several, some freeze weights, some split on their own."""
+    layers = len(getattr(user_models, factory)())
+    if layers < 2:
+        pytest.skip("one layer is no pipeline")
+    model = {"family": f"{HERE}:{factory}", "layers": layers, "loss": "mse"}
+    hold(make_program("zb-h1", 2, 3), copier=None, model=model, data=VECTORS)
+
+
+class Overwrites(torch.nn.Module):
+    def forward(self, x):
+        y = torch.sin(x * 2)
+        z = y * y
+        y.add_(1.0)
+        return z
+
+
+def test_what_changes_after_it_was_saved_is_named():
+    worker = alone(ROUND)
+    stage = worker.stages[0]
+    changed = replace(stage.layers[1], module=Overwrites())
+    stage.layers = (stage.layers[0], changed, *stage.layers[2:])
+    with pytest.raises(ZbcError, match=r"layer layers\.0: a tensor that its backward needs") as caught:
+        run_step(worker, 0)
+    assert caught.value.code == "E514"
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
+    program = make_program("zb-h1", 2, 3)
+    options = {"checkpoint": {"every": 2, "asynchronous": False}}
+    whole = run_threads(make_plan(program, **options), 4)
+    run_threads(make_plan(moved(program), **options), 2, folder=tmp_path)
+    rest = run_threads(make_plan(moved(program), **options), 4, resume=next(tmp_path.glob("step*")))
+    assert [r.loss for r in whole[0].results[2:]] == [r.loss for r in rest[0].results]
+    for one, other in zip(whole, rest, strict=True):
+        for s in one.stages:
+            pairs = zip(one.stages[s].parameters.values(), other.stages[s].parameters.values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)

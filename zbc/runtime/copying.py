@@ -116,7 +116,7 @@ class _Recorded(NamedTuple):
         torch.cuda.current_stream().wait_event(self.event)
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class StreamCopier:
@@ -125,7 +125,7 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out, self._back = _stream(device), _stream(device)
 
     def slab(self, size: int) -> Slab:
         """Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
@@ -168,6 +168,10 @@ class StreamCopier:
 
     def close(self) -> None:
         pass
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _now() -> torch.cuda.Event:

@@ -74,7 +74,7 @@ def _into_parcel(
 ) -> tuple[Tensor, Tape, Parcel]:
     """The forward of what is to move to the host: what it keeps is in the parcel."""
     stage = worker.routes[op].stage
-    parcel, flows, step = Parcel(worker.pool, worker.device), stage.flows, worker.step
+    parcel, flows, step = Parcel(worker.pool, x), stage.flows, worker.step
     if stage.recompute and stage.layers:
         y, tape = stage.forward(x.requires_grad_() if flows else x, step, number, finish, slot)
         assert isinstance(tape, Inputs)

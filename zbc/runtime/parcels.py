@@ -5,7 +5,7 @@
 Any other order is E703. While F runs, what autograd saves goes through hooks into the parcel, each storage once; where
 layers run again in the backward, their inputs are the parcel. A storage stays on the device
 
-    if it is small (`SMALL`), or a parameter, or not plain memory of this device
+    if it is small (`SMALL`), a parameter, whole numbers, as inputs and targets are (masks do move), or not plain memory of this device
     if it was there before F and is not the stage's input, or anybody else holds it at OFFLOAD: buffers, casts of
     weights, tables, what a layer keeps in an attribute. Letting go of it would free nothing
     if it is the stage's output, which is sent or handed on
@@ -29,6 +29,7 @@ from zbc.runtime.private import users
 
 SMALL = 64 * 1024  # bytes below which a storage stays
 _ALIGN = 64  # bytes
+_WHOLE = {torch.int16, torch.int32, torch.int64}
 
 
 class Pool:
@@ -91,7 +92,7 @@ class _View(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _Stays(NamedTuple):
@@ -108,17 +109,17 @@ def _changed(layer: str) -> ZbcError:
 
 
 class Parcel(saved_tensors_hooks):
-    """Of one forward; `with parcel:` surrounds it. In the place of the stage's input, whose gradient is in `grad`."""
+    """Of one forward of `x`; `with parcel:` surrounds it. In the place of the stage's input, whose gradient is in `grad`."""
 
-    def __init__(self, pool: Pool, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+    def __init__(self, pool: Pool, x: Tensor) -> None:
+        self.pool, self.device = pool, x.device
         self.state, self.layer = "kept", ""
         self.grad: Tensor | None = None
         self._found: dict[int, _Kept] = {}  # by the storage's address
         self._moved: list[_Kept] = []
         self._slab: Slab | None = None
         self._ticket: Ticket | None = None
-        self._form: Tensor | None = None  # of the stage's input, without memory
+        self._form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")  # of the input
         self._inputs: list[Tensor] | None = None  # of the layers, where they run again
         self._packed: list[_View | _Stays] = []
         self._flows = False
@@ -128,7 +129,6 @@ class Parcel(saved_tensors_hooks):
 
     def enter(self, x: Tensor, anchor: Tensor) -> Tensor:
         """The stage's input as what no leaf holds."""
-        self._form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         entered: Tensor = _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call]
         return entered
 
@@ -229,7 +229,6 @@ class Parcel(saved_tensors_hooks):
 
     def zeros(self) -> Tensor:
         """The gradient of an input that nothing depends on."""
-        assert self._form is not None
         return torch.zeros_like(self._form, device=self.device)
 
     @property
@@ -255,7 +254,9 @@ def _movable(tensor: Tensor, device: torch.device) -> bool:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == device.type
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return False
-    return not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() >= SMALL
+    if isinstance(tensor, nn.Parameter) or tensor.dtype in _WHOLE:
+        return False
+    return tensor.untyped_storage().nbytes() >= SMALL
 
 
 class _Enter(torch.autograd.Function):
