@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.runtime import small_plans, user_models
+from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.threads import run_threads
@@ -19,7 +19,7 @@ from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.plan.directory import assemble, write
+from zbc.plan.directory import StoredPlan, assemble, write
 from zbc.runtime import parcels
 from zbc.runtime.execute import run_step
 from zbc.runtime.parcels import Parcel, slabs
@@ -265,31 +265,46 @@ def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
-WIDE = {**GPT, "layers": 4, "hidden": 128, "seq_len": 64, "vocab": 256}
+JOB = """
+zbc = 1
+[model]
+family = "gpt"
+layers = 4
+hidden = 128
+heads = 4
+vocab = 256
+seq_len = 64
+[parallel]
+pp = 2
+[schedule]
+kind = "{}"
+microbatches = 4
+microbatch_size = 2
+[train]
+steps = 3
+"""
 
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_processes_over_gloo(tmp_path, monkeypatch, schedule):
+def test_processes_over_gloo(tmp_path, schedule):
     """With the sizes that really move, and the thread that copies."""
-    made = {}
-
-    def keep(program, **fields):
-        made[program] = assemble(program, **fields)
-        return made[program]
-
-    monkeypatch.setattr(small_plans, "assemble", keep)
-    plain = make_program(schedule, 2, 4)
+    (tmp_path / "job.toml").write_text(JOB.format(schedule))
+    zbc(tmp_path, "plan", "job.toml", "-o", "plain")
+    stored = StoredPlan.read(tmp_path / "plain")
+    fields = ("parameters", "layers", "boundaries", "microbatch_size", "predicted", "planning", "training")
+    how = {name: getattr(stored.manifest, name) for name in fields}
+    write(tmp_path / "moved", *assemble(moved(stored.program), **how))
     found = []
-    for name, program in (("plain", plain), ("moved", moved(plain))):
-        make_plan(program, model=WIDE, steps=3)
-        ((manifest, files),) = made.values()
-        made.clear()
-        write(tmp_path / name, manifest, files)
-        assert ("RELOAD" in (tmp_path / name / "rank-0000.json").read_text()) == (name == "moved")
-        command = [sys.executable, "-m", "zbc", "run", name, "--local", "2", "--out", f"{name}-run"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("plain", "moved"):
+        zbc(tmp_path, "run", name, "--local", "2", "--out", f"{name}-run", "--trace", "2-3")
         lines = map(json.loads, (tmp_path / f"{name}-run/metrics.jsonl").read_text().splitlines())
         found.append([(line["loss"], line.get("grad_norm")) for line in lines if "loss" in line])
     assert found[0] == found[1] and len(found[0]) == 3
+    zbc(tmp_path, "report", "moved-run")
+
+
+def zbc(folder, *arguments):
+    command = [sys.executable, "-m", "zbc", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
