@@ -5,7 +5,8 @@
 Any other order is E703. While F runs, what autograd saves goes through hooks into the parcel, each storage once; where
 layers run again in the backward, their inputs are the parcel. A storage stays on the device
 
-    if it is small (`SMALL`), a parameter, whole numbers, as inputs and targets are (masks do move), or not plain memory of this device
+    if it is small (`SMALL`), a parameter, whole numbers, as inputs and targets are (masks do move), or not plain
+    memory of this device
     if it was there before F and is not the stage's input, or anybody else holds it at OFFLOAD: buffers, casts of
     weights, tables, what a layer keeps in an attribute. Letting go of it would free nothing
     if it is the stage's output, which is sent or handed on
@@ -109,7 +110,10 @@ def _changed(layer: str) -> ZbcError:
 
 
 class Parcel(saved_tensors_hooks):
-    """Of one forward of `x`; `with parcel:` surrounds it. In the place of the stage's input, whose gradient is in `grad`."""
+    """Of one forward of `x`; `with parcel:` surrounds it.
+
+    It stands for the stage's input, whose gradient is in `grad`.
+    """
 
     def __init__(self, pool: Pool, x: Tensor) -> None:
         self.pool, self.device = pool, x.device
