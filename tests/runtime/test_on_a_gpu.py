@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from zbc.ir import Kind
+from zbc.runtime import parcels
 from zbc.runtime.clock import LEAD, CudaClock
 from zbc.runtime.execute import run_step
 from zbc.runtime.progress import Progress
@@ -83,6 +85,20 @@ def test_every_schedule_has_the_bits_of_one_rank(schedule, activations, dtype):
         return [(r.loss, r.grad_norm) for r in run_threads(plan, 3, device=GPU)[0].results]
 
     assert train(schedule, 4) == train("1f1b", 1)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_activations_that_go_to_the_host_leave_every_bit(monkeypatch, schedule, activations):
+    monkeypatch.setattr(parcels, "SMALL", 256)
+    program = make_program(schedule, 2, 4)
+
+    def train(program):
+        plan = make_plan(program, activations=activations)
+        return [(r.loss, r.grad_norm) for r in run_threads(plan, 3, device=GPU)[0].results]
+
+    assert train(moved(program)) == train(program)
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -40,7 +40,7 @@ STEPS = 3  # the first is not looked at: there is no step before it to make fina
 
 PER_UNIT = {store.value for store in STORES}  # of these all is seen
 FROM_OUTSIDE = {"part", "total", "tied", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
-NOT_THERE = {"kv", "dkv", "host"}  # without slices and copies
+NOT_THERE = {"kv", "dkv"}  # without slices
 UNSEEN = {"stands"}  # REDO says nothing where the step before stands
 
 

@@ -14,11 +14,12 @@ from zbc.ir import Key, Kind, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
+from zbc.runtime.parcels import Parcel
 from zbc.runtime.slicing import Part, share_of
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
-from zbc.runtime.state import BatchSource, Worker, name_of, take
-from zbc.runtime.tape import Tape
+from zbc.runtime.state import BatchSource, Kept, Worker, name_of, take
+from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec, to_device
 from zbc.runtime.validate import peak_bytes
 
@@ -47,21 +48,43 @@ def forward(worker: Worker, op: Op) -> None:
         x = stage.arrived(worker.wait(message))
     if x.dtype is not takes.dtype or x.shape != takes.shape:
         raise mismatch(f"the input of F {name_of(key)}", x, takes)
-    if stage.flows:
+    moves = key in run.moves
+    if stage.flows and not moves:
         x.requires_grad_()  # made for this op alone, here or by the stage before
     clock = worker.clock
     began = clock.start()
-    y, tape = stage.forward(x, step, number, finish, slot)
+    inp: Tensor | Parcel = x
+    if moves:
+        y, tape, inp = _into_parcel(worker, op, x, number, finish, slot)
+    else:
+        y, tape = stage.forward(x, step, number, finish, slot)
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = y.item() if worker.on_host else y.detach().clone()
         worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
-        kept[key] = x, tape, run.share(y), slot
+        kept[key] = inp, tape, run.share(y), slot
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y.detach()
-        kept[key] = x, tape, None, slot
+        kept[key] = inp, tape, None, slot
     clock.stop(began)
+
+
+def _into_parcel(
+    worker: Worker, op: Op, x: Tensor, number: int, finish: Callable[[Tensor], Tensor], slot: Slot | None
+) -> tuple[Tensor, Tape, Parcel]:
+    """The forward of what is to move to the host: what it keeps is in the parcel."""
+    stage = worker.routes[op].stage
+    parcel, flows, step = Parcel(worker.pool, x), stage.flows, worker.step
+    if stage.recompute and stage.layers:
+        y, tape = stage.forward(x.requires_grad_() if flows else x, step, number, finish, slot)
+        assert isinstance(tape, Inputs)
+        parcel.adopt(tape.inputs, stage.names, flows=flows)
+    else:
+        with parcel:
+            y, tape = stage.forward(parcel.enter(x, worker.anchor) if flows else x, step, number, finish, slot, parcel)
+    parcel.leave(y, *(() if flows else (x,)))
+    return y, tape, parcel
 
 
 def _handed(worker: Worker, key: Key) -> Tensor:
@@ -126,6 +149,8 @@ def backward(worker: Worker, op: Op) -> None:
         x, tape, grad, slot = worker.kept.pop(key)
     except KeyError:
         raise ZbcError("E703", f"run: {op}: its F has not run") from None
+    if isinstance(x, Parcel):
+        x = _arrived(worker, op, x)
     if not last:
         grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
         gives = stage.returned
@@ -148,9 +173,20 @@ def backward(worker: Worker, op: Op) -> None:
         found = x.grad
         store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         if found is None:
-            found = torch.zeros_like(x)
+            found = x.zeros() if isinstance(x, Parcel) else torch.zeros_like(x)
         store[place] = found if stage.came is None else found[: stage.came.back]
     clock.stop(began)
+
+
+def _arrived(worker: Worker, op: Op, parcel: Parcel) -> Tensor | Parcel:
+    """What comes back from the host, once it is there. It is this rank's own copy, so it holds the others up."""
+    progress = worker.progress
+    text = progress.op
+    if parcel.coming():
+        progress.op = f"{text}, waits for {op._replace(kind=Kind.RELOAD)}"
+    found = parcel.arrive(op)
+    progress.op = text
+    return found
 
 
 def _backward_apart(worker: Worker, op: Op, tape: Tape, grad: Tensor | None, slot: Slot | None) -> None:
@@ -224,6 +260,41 @@ def receive_backward(worker: Worker, op: Op) -> None:
         worker.transport.post(worker.renamed.get(message, message), stage.empty_grad(), peer)
 
 
+# ---- activations to the host and back -------------------------------------------------------------------------
+
+
+def offload(worker: Worker, op: Op) -> None:
+    """OFFLOAD: start to copy what F keeps; what nobody else holds goes."""
+    key = worker.routes[op].key
+    found = worker.kept.get(key)
+    _parcel(op, found).offload(op)
+    if found is not None:
+        worker.away[key] = found
+
+
+def release(worker: Worker, op: Op) -> None:
+    """RELEASE: once that copy is over, let go of what F keeps."""
+    key = worker.routes[op].key
+    _parcel(op, worker.away.get(key)).release(op)
+    worker.kept.pop(key, None)
+
+
+def reload(worker: Worker, op: Op) -> None:
+    """RELOAD: start to copy back; B or BW waits."""
+    key = worker.routes[op].key
+    found = worker.away.pop(key, None)
+    _parcel(op, found).reload(op)
+    if found is not None:
+        worker.kept[key] = found
+
+
+def _parcel(op: Op, found: Kept | None) -> Parcel:
+    parcel = None if found is None else found[0]
+    if not isinstance(parcel, Parcel):
+        raise ZbcError("E703", f"run: {op}: there is nothing that it could move", hint="plan again")
+    return parcel
+
+
 # ---- the end of a step ---------------------------------------------------------------------------------------
 
 
@@ -277,11 +348,6 @@ def overlap(worker: Worker, op: Op) -> None:
     """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute."""
 
 
-def refuse(worker: Worker, op: Op) -> None:
-    """Ops of plans this runtime does not execute yet."""
-    raise ZbcError("E406", f"run: this runtime cannot execute {op}", hint="plan again with this version")
-
-
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.F: forward,
     Kind.B: backward,
@@ -292,9 +358,9 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.SEND_B: send_backward,
     Kind.RECV_B: receive_backward,
     Kind.OVERLAP: overlap,
-    Kind.OFFLOAD: refuse,
-    Kind.RELEASE: refuse,
-    Kind.RELOAD: refuse,
+    Kind.OFFLOAD: offload,
+    Kind.RELEASE: release,
+    Kind.RELOAD: reload,
     Kind.REDUCE: reduce,
     Kind.TIE: reduce,
     Kind.VALIDATE: validate,

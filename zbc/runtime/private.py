@@ -65,6 +65,11 @@ _holders = getattr(torch._C, "_storage_Use_Count", None)
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
+def users(storage: torch.UntypedStorage) -> int:
+    """How many hold its memory: tensors, and the storage asked for itself, once; 0 where torch cannot tell."""
+    return 0 if _holders is None else int(_holders(storage._cdata))
+
+
 def shares_memory(tensor: Tensor) -> bool:
     """Whether anything but this tensor holds its memory; said of all where torch cannot tell."""
     storage = tensor.untyped_storage()

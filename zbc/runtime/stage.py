@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.alone import Alone
 from zbc.runtime.bundle import Packing
+from zbc.runtime.parcels import Parcel
 from zbc.runtime.remembered import Kept, Place, as_before, renew
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.slicing import Part
@@ -103,14 +104,22 @@ class Stage:
         return not isinstance(self.autocast, nullcontext)
 
     def forward(
-        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], slot: Slot | None
+        self,
+        x: Tensor,
+        step: int,
+        mb: int,
+        finish: Callable[[Tensor], Tensor],
+        slot: Slot | None,
+        parcel: Parcel | None = None,
     ) -> tuple[Tensor, Tape]:
         """What `finish` makes of the stage's output (a message, the loss), and what backward needs.
+
+        With a parcel around it, that learns whose turn it is.
 
         Draws of dropout depend on (seed, step, microbatch, layer) alone.
         """
         if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
-            y = self._through(x, step, mb, finish)
+            y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
         before = swap_slot(slot)
         try:
@@ -118,16 +127,21 @@ class Stage:
                 return self._keep_inputs(x, step, mb, finish)
             if self.casts_weights:
                 with self.autocast:
-                    y = self._through(x, step, mb, finish)
+                    y = self._through(x, step, mb, finish, parcel)
             else:  # entering a context that does nothing costs as much as a small layer
-                y = self._through(x, step, mb, finish)
+                y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
         finally:
             swap_slot(before)
 
-    def _through(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> Tensor:
+    def _through(
+        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], parcel: Parcel | None
+    ) -> Tensor:
+        calls: Iterable[tuple[Callable[[Tensor], Tensor], StageLayer | None]] = self._calls
+        if parcel is not None:
+            calls = parcel.naming(calls, self.names)
         try:
-            for call, layer in self._calls:
+            for call, layer in calls:
                 if layer is None:
                     x = call(x)
                     continue
@@ -143,6 +157,11 @@ class Stage:
     def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
         """The forward of each layer, and the layer where more is to be done."""
         return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of its layers."""
+        return tuple(layer.name for layer in self.layers)
 
     @functools.cached_property
     def empty_input(self) -> Callable[[], Tensor]:

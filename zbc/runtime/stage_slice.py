@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zbc.runtime.alone import Alone
+from zbc.runtime.parcels import Parcel
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.slicing import Inside, Part, Pasts, within
 from zbc.runtime.slot import Slot
@@ -43,9 +44,15 @@ class StageSlice(Stage):
         return tuple((layer.call, layer) for layer in self.layers)
 
     def forward(
-        self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor], slot: Slot | None
+        self,
+        x: Tensor,
+        step: int,
+        mb: int,
+        finish: Callable[[Tensor], Tensor],
+        slot: Slot | None,
+        parcel: Parcel | None = None,
     ) -> tuple[Tensor, Tape]:
-        y, tape = super().forward(x, step, mb, finish, slot)
+        y, tape = super().forward(x, step, mb, finish, slot, parcel)
         return y, _Last(tape, self.pasts, mb) if self._part.number == 0 else tape
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:

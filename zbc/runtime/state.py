@@ -3,6 +3,7 @@
 A tensor's way through a rank, all of it keyed by `ir.Key` (stage, microbatch, pipe, slice):
 
     RECV_F -> F -> kept[key] until B; outputs[key] -> SEND_F, or handed[key of the next stage] if that is on this rank
+    OFFLOAD .. RELEASE .. RELOAD: from kept[key] into away[key] and back
     RECV_B -> B -> slots[key] until W; input_grads[key] -> SEND_B, or output_grads[key of the stage before]
 
 What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies.
@@ -27,7 +28,9 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
+from zbc.runtime.copying import copier_for
 from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.parcels import Parcel, Pool, slabs
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
@@ -45,9 +48,9 @@ Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
 
-# What F leaves for B: the stage input, a leaf that collects its gradient; the way back; what that starts with, at the
-# loss; the slot, None where backward is one op and the layers are torch's own.
-Kept = tuple[Tensor, Tape, Tensor | None, Slot | None]
+# What F leaves for B: the stage input, a leaf that collects its gradient, or the parcel where it moves; the way back;
+# what that starts with, at the loss; the slot, None where backward is one op and the layers are torch's own.
+Kept = tuple[Tensor | Parcel, Tape, Tensor | None, Slot | None]
 
 
 class Store(NamedTuple):
@@ -65,6 +68,7 @@ STORES = (
     Store("output_grads", "grad", "the gradient handed over for B {} was never used"),
     Store("input_grads", "grad", "the input gradient of B {} was never sent"),
     Store("slots", "left", "B {} has no W"),
+    Store("away", "host", "what F {} left went to the host and was never fetched back"),
 )
 # What the ops make that REDO runs again.
 REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
@@ -112,6 +116,11 @@ class PhaseRun:
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
+
+    @functools.cached_property
+    def moves(self) -> frozenset[Key]:
+        """What goes to the host."""
+        return frozenset(op.key for op in self.plan.ops if op.kind is Kind.OFFLOAD)
 
     def share(self, loss: Tensor) -> Tensor:
         """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one."""
@@ -164,6 +173,7 @@ class Worker:
     output_grads: dict[Key, Tensor] = field(default_factory=dict)
     input_grads: dict[Key, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
+    away: dict[Key, Kept] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
     reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
     evaluation: Evaluation | None = None
@@ -213,6 +223,20 @@ class Worker:
         self.phases = self.phases.resumed(step, position)
         if self.batches is not None:
             self.batches.follow(self.phases)
+
+    @functools.cached_property
+    def pool(self) -> Pool:
+        """Host memory for what moves, of the phase that moves most."""
+        counts: dict[int, int] = {}
+        for run in self.phase_runs:
+            for stage, count in slabs(run.plan.ops).items():
+                counts[stage] = max(count, counts.get(stage, 0))
+        return Pool(copier_for(self.device), counts)
+
+    @functools.cached_property
+    def anchor(self) -> Tensor:
+        """What parcels let gradients flow to; it never has one."""
+        return torch.zeros((), device=self.device, requires_grad=True)
 
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
@@ -359,6 +383,8 @@ class Worker:
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
+        if "pool" in self.__dict__:
+            self.pool.copier.close()
         if self.batches is not None:
             self.batches.close()
 

@@ -57,7 +57,7 @@ class Inputs:
     something trains: there the way back ends.
     """
 
-    __slots__ = ("_again", "_first", "_inputs", "_run")
+    __slots__ = ("_again", "_first", "_run", "inputs")
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Inputs:
         again: Callable[[int], AbstractContextManager[None]],
         first: int,
     ) -> None:
-        self._inputs, self._run, self._again, self._first = inputs, run, again, first
+        self.inputs, self._run, self._again, self._first = inputs, run, again, first
 
     def backward(self, grad: Tensor | None) -> None:
-        while len(self._inputs) > self._first:
+        while len(self.inputs) > self._first:
             grad = self._layer(grad)
             if grad is None:  # a stage's first layer ends here; so does one that passes no gradient on
                 break
-        self._inputs.clear()
+        self.inputs.clear()
 
     def _layer(self, grad: Tensor | None) -> Tensor | None:
         """Backward of the last layer that is left: the gradient of its input, None if it has none."""
-        x = self._inputs.pop()
-        index = len(self._inputs)
+        x = self.inputs.pop()
+        index = len(self.inputs)
         x = input_of(index, x, self._first)
         with self._again(index):
             graph = RecordedGraph(self._run(index, x))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import COPY, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import Manifest, RankPlan, meeting
@@ -130,6 +130,7 @@ def build_worker(
         group=group,
         cuts=cuts,
     )
+    _refuse_copies(manifest, parts, settings)
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
     worker.sums |= _sums(worker, dict(zip(shapes.parameters, shapes.sizes, strict=True)))
@@ -186,6 +187,18 @@ def _refuse_slices(
     if last and samples is not None and settings.model.loss not in model.LOSSES:
         known = samples.targets(range(min(len(samples), 8))) if targets is None else targets
         try_loss(settings.model.loss, model.loss(settings.model.loss), shapes.output, known)
+
+
+def _refuse_copies(manifest: Manifest, parts: Sequence[RankPlan], settings: Settings) -> None:
+    """Raise E406 or E515 for activations that go to the host where this runtime does not do it."""
+    if not any(op.kind in COPY for part in parts for op in part.ops):
+        return
+    if settings.model.compile:
+        hint = "leave out model.compile, or memory.activations = 'offload'"
+        raise ZbcError("E515", "run: the plan moves activations of compiled layers to the host", hint=hint)
+    if manifest.slices > 1:
+        text = "run: the plan moves activations of slices of microbatches to the host"
+        raise ZbcError("E406", text, hint="plan again with whole microbatches, or without offload")
 
 
 def parts_of(manifest: Manifest) -> list[Part]:

@@ -1,0 +1,112 @@
+"""The copier of a GPU with streams that only write down what they wait for. The CPU's, with real copies."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from zbc.errors import ZbcError
+from zbc.runtime import copying
+from zbc.runtime.copying import Piece, StreamCopier, ThreadCopier
+
+
+class Stream:
+    def __init__(self, *_):
+        self.knows = set()
+
+    def wait_event(self, event):
+        self.knows |= event.knows
+
+
+class Event:
+    def record(self):
+        here = Streams.current
+        here.knows.add(self)
+        self.knows = set(here.knows)
+
+
+class Streams:
+    current = Stream()
+
+
+@pytest.fixture
+def copier(monkeypatch):
+    """Memory is the host's; streams and events are made up."""
+
+    @contextmanager
+    def inside(stream):
+        before, Streams.current = Streams.current, stream
+        yield
+        Streams.current = before
+
+    Streams.current = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Streams.current)
+    return StreamCopier(torch.device("cpu"))
+
+
+def piece(byte, size=100):
+    return Piece(torch.full((size,), byte, dtype=torch.uint8).untyped_storage(), 0)
+
+
+def slab(size=100):
+    return copying.Slab(torch.zeros(size, dtype=torch.uint8))
+
+
+def now():
+    event = Event()
+    event.record()
+    return event
+
+
+def test_a_copy_out_waits_for_its_forward_and_for_the_last_read_of_its_slab(copier):
+    host, forward = slab(), now()
+    first = copier.out(host, [piece(1)])
+    assert forward in first.event.knows and first.event not in Streams.current.knows
+    first.result()
+    assert first.event in Streams.current.knows, "compute waits, behind which memory is let go"
+    back = host.read = copier.back(host, [piece(0)], first)
+    again = copier.out(host, [piece(2)])
+    assert back.event in again.event.knows, "the slab is still read"
+
+
+def test_a_copy_back_waits_for_its_memory_and_for_its_own_copy_out(copier):
+    host = slab()
+    gone = copier.out(host, [piece(1)])
+    before = now()  # who had the memory
+    back = copier.back(host, [piece(0)], gone)
+    assert {before, gone.event} <= back.event.knows
+    assert back.event not in Streams.current.knows
+    back.result()
+    assert back.event in Streams.current.knows
+
+
+def test_memory_that_cannot_be_pinned_is_named(copier, monkeypatch):
+    def refuse(*sizes, **how):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ZbcError, match=r"1\.0 MiB of pinned host memory") as caught:
+        copier.slab(2**20)
+    assert caught.value.code == "E619"
+
+
+def test_the_thread_copies_there_and_back_in_order():
+    copier = ThreadCopier()
+    host, target = copier.slab(256), Piece(copier.take(100), 64)
+    gone = copier.out(host, [Piece(piece(7).storage, 64)])
+    copier.back(host, [target], gone).result()
+    assert set(target.storage.tolist()) == {7}
+    copier.close()
+
+
+def test_what_goes_wrong_in_the_thread_reaches_who_waits():
+    copier = ThreadCopier()
+    ticket = copier.out(slab(), [None])
+    with pytest.raises(TypeError):
+        ticket.result()
+    copier.close()

@@ -1,0 +1,310 @@
+"""Activations that go to the host and back leave every bit of a training as it is, and leave the device in between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime import user_models
+from tests.runtime.moving import Poisoning, moved
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.plan.directory import StoredPlan, assemble, write
+from zbc.runtime import parcels
+from zbc.runtime.execute import run_step
+from zbc.runtime.parcels import Parcel, slabs
+from zbc.runtime.private import users
+
+HERE = "tests.runtime.user_models"
+VECTORS = {"kind": f"{HERE}:Vectors"}
+CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5, "sync": "post-validate"}
+BF16 = {**GPT, "dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch):
+    """Models of tests are small."""
+    monkeypatch.setattr(parcels, "SMALL", 256)
+
+
+def train(program, *, copier=None, steps=3, **options):
+    """Results and weights; `copier()` makes each rank's."""
+    copiers = []
+
+    def setup(worker):
+        if copier is not None:
+            worker.pool.copier = copier()
+        if worker.phase_run.moves:
+            copiers.append(worker.pool.copier)
+
+    workers = run_threads(make_plan(program, **options), steps, setup=setup)
+    results = [[(r.loss, r.grad_norm, r.redone) for r in worker.results] for worker in workers]
+    weights = [p.detach().clone() for w in workers for s in w.stages.values() for p in s.parameters.values()]
+    return results, weights, copiers
+
+
+def same(one, other):
+    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+def late():
+    return Poisoning(late=True)
+
+
+def early():
+    return Poisoning(late=False)
+
+
+def hold(program, copier=late, **options):
+    """Train with copies and without, and compare."""
+    there = train(moved(program), copier=copier, **options)
+    assert same(train(program, **options), there)
+    if copier is not None:
+        assert sum(one.released for one in there[2]) > 0
+
+
+@pytest.mark.parametrize("schedule", few(sorted(SCHEDULES)))
+def test_every_schedule_trains_to_the_same_bits(schedule):
+    hold(make_program(schedule, 2, 4))
+
+
+@pytest.mark.parametrize("copier", [late, early, None], ids=["late", "early", "thread"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("model", [GPT, BF16, LLAMA], ids=["fp32", "bf16", "llama"])
+def test_fused_and_split_in_both_types(schedule, model, copier):
+    hold(make_program(schedule, 2, 3), copier, model=model)
+
+
+@pytest.mark.parametrize("model", [GPT, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_inputs_of_layers_that_run_again(schedule, model):
+    hold(make_program(schedule, 2, 3), model=model, activations="recompute")
+
+
+def test_two_pipes():
+    hold(make_program("dualpipe", 2, 4))
+
+
+def test_without_a_barrier_and_with_steps_that_do_not_stand():
+    hold(make_program("zb-h1", 2, 6, sync="post-validate"), optimizer=CLIPPED)
+
+
+def test_evaluation_between_steps_has_no_parcels():
+    hold(
+        make_program("1f1b", 2, 3),
+        train={"eval_every": 1, "eval_batches": 1},
+        data={"kind": "synthetic", "validation": 0.2},
+    )
+
+
+@pytest.mark.parametrize("wait", ["release", "arrive"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_missing_wait_shows(monkeypatch, wait, activations):
+    program = make_program("zb-h1", 2, 3)
+    plain = train(program, activations=activations)
+    true = getattr(Parcel, wait)
+
+    def hasty(parcel, op):
+        ticket, parcel._ticket = parcel._ticket, Over()
+        found = true(parcel, op)
+        parcel._ticket = ticket
+        return found
+
+    monkeypatch.setattr(Parcel, wait, hasty)
+    assert not same(plain, train(moved(program), copier=late, activations=activations))
+
+
+class Over:
+    def result(self):
+        pass
+
+    def done(self):
+        return True
+
+
+ROUND = "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0"
+
+
+def ops(text):
+    return [Op.parse(one) for one in text.split(", ")]
+
+
+def test_slabs_are_counted_from_the_ops():
+    text = "F s0 m0, OFFLOAD s0 m0, F s0 m1, OFFLOAD s0 m1, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0, BW s0 m1"
+    assert slabs(ops(text)) == {0: 2}
+    assert slabs(ops("F s0 m0, BW s0 m0")) == {}
+
+
+def alone(text, **options):
+    """A worker of one stage, with these ops."""
+    program = make_program("1f1b", 1, 1)
+    closing = [op for op in program.ranks[0] if op.kind in (Kind.VALIDATE, Kind.STEP)]
+    program = replace(program, ranks=((*ops(text), *closing),))
+    return make_worker(make_plan(program, **options))
+
+
+WRONG = {
+    "F s0 m0, OFFLOAD s0 m0, BW s0 m0": "BW s0 m0: what F left is going, it must be coming",
+    "F s0 m0, OFFLOAD s0 m0, RELOAD s0 m0, BW s0 m0": "RELOAD s0 m0: what F left is going, it must be away",
+    "F s0 m0, OFFLOAD s0 m0, OFFLOAD s0 m0": "OFFLOAD s0 m0: what F left is going, it must be kept",
+    "F s0 m0, RELEASE s0 m0, BW s0 m0": "RELEASE s0 m0: there is nothing that it could move",
+    "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0, BW s0 m0": "BW s0 m0: its F has not run",
+    "F s0 m0, OFFLOAD s0 m0, RELEASE s0 m0": "what F s0 m0 left went to the host and was never fetched back",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_ops_out_of_turn_are_named(text):
+    with pytest.raises(ZbcError, match=WRONG[text]) as caught:
+        run_step(alone(text), 0)
+    assert caught.value.code == "E703"
+
+
+def test_a_pool_that_was_counted_too_small_is_an_error():
+    worker = alone(ROUND)
+    worker.pool._left[0] = 0
+    with pytest.raises(ZbcError, match="no slab of host memory is left for stage 0"):
+        run_step(worker, 0)
+
+
+class Weighing(Poisoning):
+    """Looks at who holds what is released, behind RELEASE."""
+
+    def __init__(self):
+        super().__init__(late=False)
+        self.gone = []
+
+    def release(self, storage):
+        self.gone.append((weakref.ref(storage), storage.nbytes(), users(storage)))
+        super().release(storage)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
+    """Each storage of a parcel has one holder at RELEASE, the parcel, and is gone behind it; most of what F keeps is in
+    it, the input of the stage too."""
+    program = make_program("zb-h1", 2, 3)
+    copiers = []
+
+    def setup(worker):
+        worker.pool.copier = Weighing()
+        copiers.append(worker.pool.copier)
+
+    true = Parcel.release
+    left = []
+
+    def look(parcel, op):
+        true(parcel, op)
+        left.extend(ref() is not None for ref, _, _ in parcel.pool.copier.gone)
+
+    monkeypatch.setattr(Parcel, "release", look)
+    run_threads(make_plan(moved(program), activations=activations), 1, setup=setup)
+    for one in copiers:
+        assert {holders for _, _, holders in one.gone} == {1}
+        assert one.copied == 2 * one.released == 2 * sum(size for _, size, _ in one.gone)
+    assert left and not any(left)
+
+
+def test_compiled_layers_are_refused():
+    with pytest.raises(ZbcError) as caught:
+        alone(ROUND, model={**GPT, "compile": True})
+    assert caught.value.code == "E515"
+
+
+USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]
+
+
+@pytest.mark.parametrize("factory", USERS)
+def test_layers_of_users(factory):
+    """Wide enough that tensors move; some return several, some freeze weights, some split on their own."""
+    layers = len(getattr(user_models, factory)())
+    if layers < 2:
+        pytest.skip("one layer is no pipeline")
+    model = {"family": f"{HERE}:{factory}", "layers": layers, "loss": "mse"}
+    hold(make_program("zb-h1", 2, 3), copier=None, model=model, data=VECTORS)
+
+
+class Overwrites(torch.nn.Module):
+    def forward(self, x):
+        y = torch.sin(x * 2)
+        z = y * y
+        y.add_(1.0)
+        return z
+
+
+def test_what_changes_after_it_was_saved_is_named():
+    worker = alone(ROUND)
+    stage = worker.stages[0]
+    changed = replace(stage.layers[1], module=Overwrites())
+    stage.layers = (stage.layers[0], changed, *stage.layers[2:])
+    with pytest.raises(ZbcError, match=r"layer layers\.0: a tensor that its backward needs") as caught:
+        run_step(worker, 0)
+    assert caught.value.code == "E514"
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
+    program = make_program("zb-h1", 2, 3)
+    options = {"checkpoint": {"every": 2, "asynchronous": False}}
+    whole = run_threads(make_plan(program, **options), 4)
+    run_threads(make_plan(moved(program), **options), 2, folder=tmp_path)
+    rest = run_threads(make_plan(moved(program), **options), 4, resume=next(tmp_path.glob("step*")))
+    assert [r.loss for r in whole[0].results[2:]] == [r.loss for r in rest[0].results]
+    for one, other in zip(whole, rest, strict=True):
+        for s in one.stages:
+            pairs = zip(one.stages[s].parameters.values(), other.stages[s].parameters.values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+JOB = """
+zbc = 1
+[model]
+family = "gpt"
+layers = 4
+hidden = 128
+heads = 4
+vocab = 256
+seq_len = 64
+[parallel]
+pp = 2
+[schedule]
+kind = "{}"
+microbatches = 4
+microbatch_size = 2
+[train]
+steps = 3
+"""
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_processes_over_gloo(tmp_path, schedule):
+    """With the sizes that really move, and the thread that copies."""
+    (tmp_path / "job.toml").write_text(JOB.format(schedule))
+    zbc(tmp_path, "plan", "job.toml", "-o", "plain")
+    stored = StoredPlan.read(tmp_path / "plain")
+    fields = ("parameters", "layers", "boundaries", "microbatch_size", "predicted", "planning", "training")
+    how = {name: getattr(stored.manifest, name) for name in fields}
+    write(tmp_path / "moved", *assemble(moved(stored.program), **how))
+    found = []
+    for name in ("plain", "moved"):
+        zbc(tmp_path, "run", name, "--local", "2", "--out", f"{name}-run", "--trace", "2-3")
+        lines = map(json.loads, (tmp_path / f"{name}-run/metrics.jsonl").read_text().splitlines())
+        found.append([(line["loss"], line.get("grad_norm")) for line in lines if "loss" in line])
+    assert found[0] == found[1] and len(found[0]) == 3
+    zbc(tmp_path, "report", "moved-run")
+
+
+def zbc(folder, *arguments):
+    command = [sys.executable, "-m", "zbc", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
