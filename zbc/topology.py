@@ -12,8 +12,10 @@ With an `order` these are seats, and `order[seat]` is the rank of the run that t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -99,7 +101,8 @@ class Topology:
             return f"rank {rank}"
         place, where = self.of(rank), ""
         if self.replicas:
-            stage = next(s for s in range(len(self.replicas)) if place.pp < sum(self.replicas[: s + 1]))
-            where = f"stage {stage}, replica {place.pp - sum(self.replicas[:stage])}"
+            ends = [*accumulate(self.replicas)]
+            stage = bisect_right(ends, place.pp)
+            where = f"stage {stage}, replica {place.pp - ends[stage] + self.replicas[stage]}"
         axes = [f"dp {place.dp}"] * (self.dp > 1) + [where or f"pp {place.pp}"] + [f"tp {place.tp}"] * (self.tp > 1)
         return f"rank {rank} [{', '.join(axes)}]"

@@ -32,7 +32,7 @@ def test_every_rank_has_one_place(parts, along, copies, across):
 
 
 def test_without_nodes_one_copy_follows_the_other():
-    assert [tuple(Topology(3, 2).of(rank)) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [Topology(3, 2).of(rank)[:2] for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("placement", [LINEAR, LOOPED, V, Placement.bidirectional((0, 1, 2, 3))])

@@ -167,7 +167,8 @@ def backward(worker: Worker, op: Op) -> None:
     else:
         slot.split = slot.fills = worker.group is not None
         _with_slot(slot, tape, grad)
-        slot.run()
+        if slot.split:
+            slot.run()
     stage.alone.look(worker.step)
     if not first:
         found = x.grad
