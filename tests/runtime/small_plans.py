@@ -12,6 +12,7 @@ import torch
 
 from tests.lowered import lower
 from zbc.compiler.check import check_all
+from zbc.compiler.memory.host import slabs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
 from zbc.job import spec
@@ -86,7 +87,7 @@ def make_plan(
         boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
         microbatch_size=size,
         cuts=rows,
-        predicted={},
+        predicted={"host": on_host(program)},
         planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
@@ -96,6 +97,12 @@ def make_plan(
         },
     )
     return StoredPlan(manifest, program)
+
+
+def on_host(program: Program) -> dict[str, Any]:
+    """What a manifest says of slabs, where nothing is known of their size."""
+    counts = {f"rank {rank}": slabs(program, rank) for rank in range(len(program.ranks))}
+    return {name: {"slabs": {f"s{stage}": n for stage, n in found.items()}} for name, found in counts.items() if found}
 
 
 def ramped(plan: StoredPlan, *starts: tuple[StoredPlan, int]) -> StoredPlan:

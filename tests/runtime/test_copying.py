@@ -97,7 +97,7 @@ def test_memory_that_cannot_be_pinned_is_named(copier, monkeypatch):
 
 def test_the_thread_copies_there_and_back_in_order():
     copier = ThreadCopier()
-    host, target = copier.slab(256), Piece(copier.take(100), 64)
+    host, target = copying.Slab(copier.slab(256)), Piece(copier.take(100), 64)
     gone = copier.out(host, [Piece(piece(7).storage, 64)])
     copier.back(host, [target], gone).result()
     assert set(target.storage.tolist()) == {7}

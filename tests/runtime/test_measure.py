@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,30 @@ def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
         assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
         assert predicted.bytes <= measured.peak * 1.04
+
+
+WIDE = {"hidden": 128, "heads": 4, "seq_len": 128, "vocab": 256}
+TO_HOST = {
+    "fp32": WIDE,
+    "bf16": {**WIDE, "dtype": "bfloat16"},
+    "llama": {**WIDE, "family": "llama", "kv_heads": 4, "ffn_hidden": 256},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), few(list(product(TO_HOST, ["1f1b", "zb-v", "gis"])), [("fp32", "1f1b"), ("bf16", "gis")])
+)
+def test_what_moves_to_the_host_is_predicted(tmp_path, case, kind):
+    """What is left on the device, and what lies on the host meanwhile; the latter is part of no peak."""
+    schedule = {"memory_limit": "0.6x", "microbatch_size": 2}
+    how = {"memory": {"activations": "offload"}, "schedule": schedule, "costs": {"offload": 1.0}}
+    found = both(tmp_path, kind=kind, pp=4, m=6, layers=8, model=TO_HOST[case], **how)
+    manifest = StoredPlan.read(tmp_path / "plan").manifest
+    for rank, (predicted, measured) in enumerate(found):
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.01)
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.03)
+        assert manifest.host(rank).get("bytes", 0) == pytest.approx(measured.host, rel=0.01)
+    assert sum(measured.host for _, measured in found) > 0
 
 
 @pytest.mark.parametrize(

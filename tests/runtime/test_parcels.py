@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,17 +14,19 @@ import torch
 
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, on_host
 from tests.threads import run_threads
 from tests.tiers import few
+from zbc.compiler.memory.host import slabs
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan, assemble, write
-from zbc.runtime import parcels
+from zbc.runtime import handlers, parcels
 from zbc.runtime.execute import run_step
-from zbc.runtime.parcels import Parcel, slabs
+from zbc.runtime.parcels import Parcel
 from zbc.runtime.private import users
+from zbc.trace.recording import read
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"kind": f"{HERE}:Vectors"}
@@ -141,8 +144,9 @@ def ops(text):
 
 def test_slabs_are_counted_from_the_ops():
     text = "F s0 m0, OFFLOAD s0 m0, F s0 m1, OFFLOAD s0 m1, RELEASE s0 m0, RELOAD s0 m0, BW s0 m0, BW s0 m1"
-    assert slabs(ops(text)) == {0: 2}
-    assert slabs(ops("F s0 m0, BW s0 m0")) == {}
+    program = replace(make_program("1f1b", 1, 2), ranks=(tuple(ops(text)),))
+    assert slabs(program, 0) == {0: 2}
+    assert slabs(replace(program, ranks=(tuple(ops("F s0 m0, BW s0 m0")),)), 0) == {}
 
 
 def alone(text, **options):
@@ -172,7 +176,7 @@ def test_ops_out_of_turn_are_named(text):
 
 def test_a_pool_that_was_counted_too_small_is_an_error():
     worker = alone(ROUND)
-    worker.pool._left[0] = 0
+    worker.pool._counts[0] = 0
     with pytest.raises(ZbcError, match="no slab of host memory is left for stage 0"):
         run_step(worker, 0)
 
@@ -215,6 +219,24 @@ def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
     assert left and not any(left)
 
 
+def test_a_parcel_goes_with_its_graph(monkeypatch):
+    """At once: one that only the garbage collector finds would keep the gradient of the stage's input until then."""
+    made = []
+
+    class Seen(Parcel):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(handlers, "Parcel", Seen)
+    gc.disable()
+    try:
+        run_threads(make_plan(moved(make_program("zb-h1", 2, 3))), 1)
+        assert len(made) == 6 and not any(ref() for ref in made)
+    finally:
+        gc.enable()
+
+
 def test_compiled_layers_are_refused():
     with pytest.raises(ZbcError) as caught:
         alone(ROUND, model={**GPT, "compile": True})
@@ -225,13 +247,14 @@ USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "ma
 
 
 @pytest.mark.parametrize("factory", USERS)
-def test_layers_of_users(factory):
-    """Wide enough that tensors move; some return several, some freeze weights, some split on their own."""
+def test_layers_of_users(monkeypatch, factory):
+    """Some return several tensors, some freeze weights, some split on their own."""
+    monkeypatch.setattr(parcels, "SMALL", 16)
     layers = len(getattr(user_models, factory)())
     if layers < 2:
         pytest.skip("one layer is no pipeline")
     model = {"family": f"{HERE}:{factory}", "layers": layers, "loss": "mse"}
-    hold(make_program("zb-h1", 2, 3), copier=None, model=model, data=VECTORS)
+    hold(make_program("zb-h1", 2, 3), model=model, data=VECTORS)
 
 
 class Overwrites(torch.nn.Module):
@@ -281,7 +304,7 @@ kind = "{}"
 microbatches = 4
 microbatch_size = 2
 [train]
-steps = 3
+steps = 4
 """
 
 
@@ -294,13 +317,17 @@ def test_processes_over_gloo(tmp_path, schedule):
     stored = StoredPlan.read(tmp_path / "plain")
     fields = ("parameters", "layers", "boundaries", "microbatch_size", "predicted", "planning", "training")
     how = {name: getattr(stored.manifest, name) for name in fields}
-    write(tmp_path / "moved", *assemble(moved(stored.program), **how))
+    there = moved(stored.program)
+    how["predicted"] = {**stored.manifest.predicted, "host": on_host(there)}
+    write(tmp_path / "moved", *assemble(there, **how))
     found = []
     for name in ("plain", "moved"):
         zbc(tmp_path, "run", name, "--local", "2", "--out", f"{name}-run", "--trace", "2-3")
         lines = map(json.loads, (tmp_path / f"{name}-run/metrics.jsonl").read_text().splitlines())
         found.append([(line["loss"], line.get("grad_norm")) for line in lines if "loss" in line])
-    assert found[0] == found[1] and len(found[0]) == 3
+    assert found[0] == found[1] and len(found[0]) == 4
+    weighed = [rank.memory for rank in read(tmp_path / "moved-run").ranks]
+    assert all(max(row[one.categories.index("host")] for row in one.bytes) > 2**20 for one in weighed)
     zbc(tmp_path, "report", "moved-run")
 
 

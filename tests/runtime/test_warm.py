@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from tests.tiers import few
+from zbc.runtime import parcels
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.transport import Signal
@@ -28,6 +30,8 @@ CASES = {
     "buffers": {"schedule": "1f1b", "model": user("mixed", layers=4), **VECTORS},
     "frozen": {"schedule": "zb-h1", "model": user("frozen", which=(0, 3)), **VECTORS},
     "evaluated": {"schedule": "1f1b", "model": user("mixed", layers=4), **HELD, "train": {"eval_every": 1}},
+    "to the host": {"schedule": "zb-h1", "moves": True},
+    "to the host, recompute": {"schedule": "zb-v", "moves": True, "activations": "recompute"},
     "one rank": {"schedule": "1f1b", "p": 1, "sync": "post-validate", "copies": 2},
 }
 
@@ -39,8 +43,9 @@ def plan_for(case):
     optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
     if how.get("tied"):
         model = {**model, "tie_embeddings": True}
+    moves = how.pop("moves", False)
     program = make_program(how.pop("schedule"), how.pop("p", 2), 4, sync=sync, **how)
-    return make_plan(program, model=model, optimizer=optimizer, **made)
+    return make_plan(moved(program) if moves else program, model=model, optimizer=optimizer, **made)
 
 
 def warmed(worker):
@@ -109,6 +114,27 @@ def test_every_way_of_every_group_is_used_at_its_real_size(case):
         assert noted and {call for call in noted if call[0].startswith("start") or call[3]} <= before[rank]
         ways, used = ({(name, *way) for name, _, *way in some} for some in (noted, before[rank]))
         assert ways <= used
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_no_slab_is_made_in_a_step(monkeypatch, activations):
+    monkeypatch.setattr(parcels, "SMALL", 256)
+    program = moved(make_program("zb-h1", 2, 4))
+    made = {}
+
+    def step(worker):
+        def run(worker, number, **how):
+            if number == 0:
+                warm(worker)
+                copier, made[worker.rank] = worker.pool.copier, []
+                slab = copier.slab
+                monkeypatch.setattr(copier, "slab", lambda size: made[worker.rank].append(size) or slab(size))
+            return run_step(worker, number, **how)
+
+        return run
+
+    workers = run_threads(make_plan(program, activations=activations), 2, step=step)
+    assert made == {0: [], 1: []} and all(worker.pool._free for worker in workers)
 
 
 def test_what_goes_wrong_says_that_kernels_ran_for_the_first_time():

@@ -101,6 +101,15 @@ class Manifest(_Strict):
         """How many ranks of a run hold a stage."""
         return self.copies * len(set(self.placement[stage]))
 
+    def host(self, rank: int) -> dict[str, Any]:
+        """What a rank of the pipeline takes of the host's memory for activations: `bytes` and `slabs`; {}: nothing."""
+        found: dict[str, Any] = self.predicted.get("host", {}).get(f"rank {rank}", {})
+        return found
+
+    def slabs(self, rank: int) -> dict[int, int]:
+        """How many activations of a stage a rank has on the host at once."""
+        return {int(stage.removeprefix("s")): count for stage, count in self.host(rank).get("slabs", {}).items()}
+
     def to_placement(self) -> Placement:
         return Placement(tuple(zip(*self.placement, strict=True)))
 

@@ -47,7 +47,9 @@ class Piece(NamedTuple):
 class Copier(Protocol):
     """What copies for one rank."""
 
-    def slab(self, size: int) -> Slab: ...
+    def slab(self, size: int) -> Tensor:
+        """Bytes of the host."""
+
     def take(self, size: int) -> UntypedStorage:
         """Memory on the device for what comes back."""
 
@@ -64,8 +66,8 @@ class Copier(Protocol):
 class HostMemory:
     """What copiers on a CPU have in common: device and host are the same memory."""
 
-    def slab(self, size: int) -> Slab:
-        return Slab(torch.empty(size, dtype=torch.uint8))
+    def slab(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def take(self, size: int) -> UntypedStorage:
         return torch.empty(size, dtype=torch.uint8).untyped_storage()
@@ -127,10 +129,10 @@ class StreamCopier:
         self.device = device
         self._out, self._back = _stream(device), _stream(device)
 
-    def slab(self, size: int) -> Slab:
-        """Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
+    def slab(self, size: int) -> Tensor:
+        """Pinned. Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
         try:
-            return Slab(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             text = f"run: {size / 2**20:.1f} MiB of pinned host memory for activations cannot be had ({error})"
             hint = "raise the limit of locked memory (ulimit -l), or let fewer stages move: memory.activations"

@@ -17,7 +17,7 @@ from zbc.runtime.optimizer import set_rate
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.slicing import Part, share_of
 from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.stage import mismatch
+from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import BatchSource, Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec, to_device
@@ -55,7 +55,7 @@ def forward(worker: Worker, op: Op) -> None:
     began = clock.start()
     inp: Tensor | Parcel = x
     if moves:
-        y, tape, inp = _into_parcel(worker, op, x, number, finish, slot)
+        y, tape, inp = into_parcel(worker, stage, x, step, number, finish, slot)
     else:
         y, tape = stage.forward(x, step, number, finish, slot)
     if last:
@@ -70,18 +70,23 @@ def forward(worker: Worker, op: Op) -> None:
     clock.stop(began)
 
 
-def _into_parcel(
-    worker: Worker, op: Op, x: Tensor, number: int, finish: Callable[[Tensor], Tensor], slot: Slot | None
+def into_parcel(
+    worker: Worker,
+    stage: Stage,
+    x: Tensor,
+    step: int,
+    number: int,
+    finish: Callable[[Tensor], Tensor],
+    slot: Slot | None,
 ) -> tuple[Tensor, Tape, Parcel]:
     """The forward of what is to move to the host: what it keeps is in the parcel."""
-    stage = worker.routes[op].stage
-    parcel, flows, step = Parcel(worker.pool, x), stage.flows, worker.step
+    parcel, flows = Parcel(worker.pool, x), stage.flows
     if stage.recompute and stage.layers:
         y, tape = stage.forward(x.requires_grad_() if flows else x, step, number, finish, slot)
         assert isinstance(tape, Inputs)
         parcel.adopt(tape.inputs, stage.names, flows=flows)
     else:
-        with parcel:
+        with parcel.hooks():
             y, tape = stage.forward(parcel.enter(x, worker.anchor) if flows else x, step, number, finish, slot, parcel)
     parcel.leave(y, *(() if flows else (x,)))
     return y, tape, parcel

@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Op
 from zbc.runtime.copying import Copier, Piece, Slab, Ticket
 from zbc.runtime.private import users
 
@@ -34,41 +34,32 @@ _WHOLE = {torch.int16, torch.int32, torch.int64}
 
 
 class Pool:
-    """The slabs of a rank: so many for each stage, made when they are first used and used again from then on."""
+    """The slabs of a rank: so many for each stage as the plan says, all made for its first parcel, and used again.
+
+    Where a layer keeps more of one microbatch than of another, a slab grows.
+    """
 
     def __init__(self, copier: Copier, counts: dict[int, int]) -> None:
         self.copier = copier
-        self._left = dict(counts)
-        self._free: dict[int, list[Slab]] = {stage: [] for stage in counts}
+        self._counts = dict(counts)
+        self._free: dict[int, list[Slab]] = {}
+        self.slabs: list[Slab] = []
 
     def take(self, op: Op, size: int) -> Slab:
-        """Raises E703 where the plan moves more at once than was counted."""
-        free = self._free.setdefault(op.stage, [])
-        if free:
-            slab = free.pop()
-            return slab if len(slab.memory) >= size else self.copier.slab(size)
-        if not self._left.get(op.stage):
+        """Raises E703 where the ops move more at once than the plan says."""
+        free = self._free.get(op.stage)
+        if free is None:
+            free = self._free[op.stage] = [Slab(self.copier.slab(size)) for _ in range(self._counts.get(op.stage, 0))]
+            self.slabs += free
+        if not free:
             raise ZbcError("E703", f"run: {op}: no slab of host memory is left for stage {op.stage}", hint="plan again")
-        self._left[op.stage] -= 1
-        return self.copier.slab(size)
+        slab = free.pop()
+        if len(slab.memory) < size:
+            slab.memory = self.copier.slab(size)
+        return slab
 
     def give(self, stage: int, slab: Slab) -> None:
         self._free[stage].append(slab)
-
-
-def slabs(ops: Iterable[Op]) -> dict[int, int]:
-    """How many parcels of each stage are on the host at once, from OFFLOAD to the backward."""
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    moved = set()
-    for op in ops:
-        if op.kind is Kind.OFFLOAD:
-            moved.add(op.key)
-            now[op.stage] = now.get(op.stage, 0) + 1
-            most[op.stage] = max(most.get(op.stage, 0), now[op.stage])
-        elif op.kind.row.family == "input" and op.key in moved:
-            now[op.stage] -= 1
-    return most
 
 
 class _Kept:
@@ -109,8 +100,8 @@ def _changed(layer: str) -> ZbcError:
     return ZbcError("E514", text, hint=f"change a copy in {layer}: x + 1 in place of x += 1, or x.clone() before")
 
 
-class Parcel(saved_tensors_hooks):
-    """Of one forward of `x`; `with parcel:` surrounds it.
+class Parcel:
+    """Of one forward of `x`, which `with parcel.hooks():` surrounds.
 
     It stands for the stage's input, whose gradient is in `grad`.
     """
@@ -127,7 +118,10 @@ class Parcel(saved_tensors_hooks):
         self._inputs: list[Tensor] | None = None  # of the layers, where they run again
         self._packed: list[_View | _Stays] = []
         self._flows = False
-        super().__init__(self._pack, self._unpack)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Not kept, for they hold the parcel: what it holds is to go with its last user, not when Python looks."""
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     # ---- F --------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
 from zbc.runtime.optimizer import StageOptimizer
-from zbc.runtime.parcels import Parcel, Pool, slabs
+from zbc.runtime.parcels import Parcel, Pool
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
@@ -229,7 +229,7 @@ class Worker:
         """Host memory for what moves, of the phase that moves most."""
         counts: dict[int, int] = {}
         for run in self.phase_runs:
-            for stage, count in slabs(run.plan.ops).items():
+            for stage, count in run.plan.manifest.slabs(run.plan.rank).items():
                 counts[stage] = max(count, counts.get(stage, 0))
         return Pool(copier_for(self.device), counts)
 

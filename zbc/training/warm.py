@@ -19,7 +19,7 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import judges
 from zbc.runtime import exhausted
 from zbc.runtime.ahead import NORM, VERDICT
-from zbc.runtime.handlers import stage_loss
+from zbc.runtime.handlers import into_parcel, stage_loss
 from zbc.runtime.network import directions, of_replica, rounds
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.remembered import present, put_back, renew
@@ -105,13 +105,23 @@ def _counts(stage: Stage) -> bool:
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
-    """A microbatch through a stage and back; its loss, if it ends in one."""
+    """A microbatch through a stage and back; its loss, if it ends in one.
+
+    What moves to the host meanwhile does so here, too, for which the stage's host memory is made.
+    """
     x, finish = _input(worker, stage), _finish(worker, stage)
-    if stage.flows:
-        x.requires_grad_()
     slot = Slot() if split or stage.casts_weights else None
     last = not worker.placement.sinks(stage.index)
-    y, tape = stage.forward(x, 0, 0, finish, slot)
+    moves = [
+        op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
+    ]
+    if moves:
+        y, tape, parcel = into_parcel(worker, stage, x, 0, 0, finish, slot)
+        del x  # as in a step, where only the parcel has it
+        for turn in (parcel.offload, parcel.release, parcel.reload, parcel.arrive):
+            turn(moves[0])
+    else:
+        y, tape = stage.forward(x.requires_grad_() if stage.flows else x, 0, 0, finish, slot)
     grad = worker.phase_run.share(y) if last else torch.zeros_like(y)
     with using(slot), torch.autograd.set_multithreading_enabled(False):
         if slot is not None:

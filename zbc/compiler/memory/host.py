@@ -1,7 +1,8 @@
 """What copies of activations take of the host: slabs, each the size of what one stage moves of one microbatch.
 
 A slab is taken by an OFFLOAD and free again after the backward that needed what came back, so that it follows from the
-order alone how many there are at a time. They are allocated before the first step, per stage.
+order alone how many there are at a time. A run makes those of a stage for its first parcel; on a GPU that is before the
+first step.
 """
 
 from __future__ import annotations

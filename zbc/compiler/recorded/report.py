@@ -258,6 +258,8 @@ def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
         most = {name: max(compress(column, running), default=0) for name, column in columns.items()}
         row = meant[manifest.topology.of(rank).pp] if known and meant else None
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
+        if predicted is not None and "host" in most:
+            predicted["host"] = manifest.host(manifest.topology.of(rank).pp).get("bytes", 0)
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))
         whole = None if row is None else int(row["peak_bytes"])

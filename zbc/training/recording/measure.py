@@ -16,6 +16,7 @@ waits for a neighbour waits as in other steps.
                  before and after. What it sent before leaves when the neighbour takes it, at any moment: a tensor that
                  does so while the op runs counts for the share of its time that it was still there. A result that its
                  own backward needs as well stays whenever it is taken, and is an activation
+    host         slabs that activations are copied to: host memory, so part of no peak, on a CPU neither
 
 Each category is at its own peak of all ops but transfers, between which no time passes; `peak` is that of everything.
 """
@@ -54,6 +55,7 @@ class RankBytes:
     optimizer: int = 0
     activations: int = 0
     buffers: int = 0
+    host: int = 0
     peak: int = 0
 
     def raise_to(self, other: RankBytes) -> None:
@@ -99,7 +101,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if id(storage) in self._numbers or not size:
+            if id(storage) in self._numbers or not size or storage.device.type == "meta":
                 continue
             with self._lock:
                 self.count = number = self.count + 1
@@ -125,13 +127,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.kept += self.bytes(back)
             self.peak = max(self.peak, self.kept)
 
+    def forget(self, numbers: set[int]) -> None:
+        """These are no memory of the device."""
+        with self._lock:
+            self.kept -= sum(self.sizes.pop(number, 0) for number in numbers)
+
     def bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes.get(number, 0) for number in numbers)
 
     def _free(self, identity: int, number: int, _: object) -> None:
         with self._lock:
             del self._numbers[identity], self._watches[number]
-            size = self.sizes.pop(number)
+            size = self.sizes.pop(number, 0)
             if number in self.moving:
                 self.moving.remove(number)
                 self.left.append((size, time.perf_counter_ns()))
@@ -211,6 +218,8 @@ class Scale:
             with ledger:
                 handler(worker, op)
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
+            if op.kind is Kind.OFFLOAD:
+                ledger.forget(ledger.numbers(slab.memory for slab in worker.pool.slabs))
             gone, came = self._left(), self._came(last)
             extra, rise = self._extra(before, came), ledger.peak - before
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
@@ -279,6 +288,8 @@ class Scale:
         found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
         reading.transit += there
         found.buffers = reading.transit + reading.extra
+        if self.worker.phase_run.moves:
+            found.host = sum(slab.memory.nbytes for slab in self.worker.pool.slabs)
         self.readings.append(reading)
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 

@@ -109,8 +109,9 @@ class Tracer:
         pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
         with Scale(worker, pace) as scale:
             result = run_step(worker, step, stop=stop)
-        rows = [[getattr(reading.held, name) for name in (*CATEGORIES, "peak")] for reading in scale.readings]
-        memory = MemorySamples(step + 1, (*CATEGORIES, "peak"), rows)
+        names = (*CATEGORIES, *(["host"] if worker.phase_run.moves else []), "peak")
+        rows = [[getattr(reading.held, name) for name in names] for reading in scale.readings]
+        memory = MemorySamples(step + 1, names, rows)
         self._scribe.add(lambda: self.writer.memory(memory))
         return result
 
