@@ -21,6 +21,9 @@ class Stream:
 
 
 class Event:
+    def __init__(self, *, enable_timing=False):
+        self.timed = enable_timing
+
     def record(self):
         here = Streams.current
         here.knows.add(self)

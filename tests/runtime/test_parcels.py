@@ -26,7 +26,7 @@ from zbc.runtime import handlers, parcels
 from zbc.runtime.execute import run_step
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.private import users
-from zbc.trace.recording import read
+from zbc.trace.recording import Cause, read
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"kind": f"{HERE}:Vectors"}
@@ -328,10 +328,20 @@ def test_processes_over_gloo(tmp_path, schedule):
     assert found[0] == found[1] and len(found[0]) == 4
     weighed = [rank.memory for rank in read(tmp_path / "moved-run").ranks]
     assert all(max(row[one.categories.index("host")] for row in one.bytes) > 2**20 for one in weighed)
-    zbc(tmp_path, "report", "moved-run")
+    report = json.loads(zbc(tmp_path, "report", "moved-run", "--json"))
+    assert [one["rank"] for one in report["copies"]] == [0, 1]
+    assert all(one["measured_ms"] > 0 and 0 <= one["measured_hidden"] <= 1 for one in report["copies"])
+    for rank in read(tmp_path / "moved-run").ranks:
+        one = rank.recorded(2)
+        started = [i for i, op in enumerate(one.ops) if op.kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        assert [copy.op for copy in one.copies] == started
+        assert all(one.start[copy.op] <= copy.start < copy.end <= one.ends for copy in one.copies)
+        waiting = {one.ops[i].kind for i in one.waited(Cause.COPY)}
+        assert Kind.RELEASE in waiting and waiting <= {Kind.RELEASE, Kind.B, Kind.BW} and len(waiting) > 1
 
 
 def zbc(folder, *arguments):
     command = [sys.executable, "-m", "zbc", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

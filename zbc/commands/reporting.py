@@ -31,7 +31,7 @@ _RATES = {
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
-_CAUSES = ("compute", "warm_up", "message", "drain", "sums", "optimizer", "host")
+_CAUSES = ("compute", "warm_up", "message", "copies", "drain", "sums", "optimizer", "host")
 _HEADS = {"sums": "sync"}
 _QUANTITY = ("", "predicted", "measured", "", "")  # heads of `_times` and `_rates`
 
@@ -210,13 +210,15 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("time", f"ms of each rank in {which}, by cause")
     decimals = len(fixed(max(max(rank.predicted.total, rank.measured.total) for rank in made.ranks)).partition(".")[2])
 
+    causes = [name for name in _CAUSES if name != "copies" or made.copies]
+
     def cells(shares: Shares) -> list[str]:
-        return [f"{getattr(shares, name):.{decimals}f}" for name in ("total", *_CAUSES)]
+        return [f"{getattr(shares, name):.{decimals}f}" for name in ("total", *causes)]
 
     rows = list[Sequence[str]]()
     for rank in made.ranks:
         rows += [(str(rank.rank), "predicted", *cells(rank.predicted)), ("", "measured", *cells(rank.measured))]
-    heads = ("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in _CAUSES))
+    heads = ("rank", "", "step", *(_HEADS.get(name, name.replace("_", "-")) for name in causes))
     yield indented(table(heads, rows, left=2), 1)
     waits = [
         f"rank {rank.rank}: "
@@ -226,6 +228,13 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     ]
     if waits:
         yield labelled("waits", "for messages:", *waits)
+    if made.copies:
+        lines = (
+            f"rank {one.rank}: {short(one.measured_ms, 3)} ms, {percent(one.measured_hidden)} hidden "
+            f"({short(one.predicted_ms, 3)} ms, {percent(one.predicted_hidden)} predicted)"
+            for one in made.copies
+        )
+        yield labelled("copies", "of activations to the host and back:", *lines)
 
 
 def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]]:
@@ -297,7 +306,7 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
 
     def cells(whole: float, held: Mapping[str, float]) -> list[str]:
-        return [f"{value / scale:.2f}" for value in (whole, *(held[name] for name in names))]
+        return [f"{value / scale:.2f}" for value in (whole, *(held.get(name, 0) for name in names))]
 
     rows = list[Sequence[str]]()
     for one in made.memory:

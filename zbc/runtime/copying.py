@@ -9,10 +9,11 @@ What is copied are whole storages, `Piece`s of a slab. Who needs the end of a co
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -44,8 +45,14 @@ class Piece(NamedTuple):
     at: int
 
 
+_Copy = Callable[[Slab, Sequence[Piece]], None]
+
+
 class Copier(Protocol):
-    """What copies for one rank."""
+    """What copies for one rank. With a list in `spans` it adds to it, for each copy in the order in which they are
+    started, when it begins and ends: ns, or on a GPU events, which are known once compute has waited for the copy."""
+
+    spans: list[list[Any]] | None
 
     def slab(self, size: int) -> Tensor:
         """Bytes of the host."""
@@ -65,6 +72,8 @@ class Copier(Protocol):
 
 class HostMemory:
     """What copiers on a CPU have in common: device and host are the same memory."""
+
+    spans: list[list[Any]] | None = None
 
     def slab(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -86,10 +95,16 @@ class ThreadCopier(HostMemory):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-copies")
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
-        return self._thread.submit(copy_out, slab, pieces)
+        return self._start(copy_out, slab, pieces)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Future[None]:
-        return self._thread.submit(copy_back, slab, pieces)
+        return self._start(copy_back, slab, pieces)
+
+    def _start(self, copy: _Copy, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
+        if self.spans is None:
+            return self._thread.submit(copy, slab, pieces)
+        self.spans.append([])
+        return self._thread.submit(_timed, copy, slab, pieces, self.spans[-1])
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -108,6 +123,12 @@ def copy_back(slab: Slab, pieces: Sequence[Piece]) -> None:
         ctypes.memmove(storage.data_ptr(), start + at, storage.nbytes())
 
 
+def _timed(copy: _Copy, slab: Slab, pieces: Sequence[Piece], span: list[int]) -> None:
+    span.append(time.perf_counter_ns())
+    copy(slab, pieces)
+    span.append(time.perf_counter_ns())
+
+
 class _Recorded(NamedTuple):
     """A copy on a stream, over when its event is."""
 
@@ -124,6 +145,8 @@ class _Recorded(NamedTuple):
 class StreamCopier:
     """Copies on a GPU. No host waits for a device, and no memory changes its stream: what is copied out is released
     behind the compute stream's wait for the copy, what comes back is taken on that stream."""
+
+    spans: list[list[Any]] | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -152,9 +175,10 @@ class StreamCopier:
         with torch.cuda.stream(self._out):
             for event in waits:
                 self._out.wait_event(event)
+            begin = self._began()
             for storage, at in pieces:
                 slab.memory[at : at + storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
-            return _Recorded(_now())
+            return self._over(begin)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> _Recorded:
         """Behind who had the memory before, and behind the parcel's own copy out."""
@@ -164,9 +188,19 @@ class StreamCopier:
         with torch.cuda.stream(self._back):
             for event in waits:
                 self._back.wait_event(event)
+            begin = self._began()
             for storage, at in pieces:
                 _bytes(storage).copy_(slab.memory[at : at + storage.nbytes()], non_blocking=True)
-            return _Recorded(_now())
+            return self._over(begin)
+
+    def _began(self) -> torch.cuda.Event | None:
+        return None if self.spans is None else _now(timed=True)
+
+    def _over(self, begin: torch.cuda.Event | None) -> _Recorded:
+        end = _now(timed=begin is not None)
+        if self.spans is not None:
+            self.spans.append([begin, end])
+        return _Recorded(end)
 
     def close(self) -> None:
         pass
@@ -176,8 +210,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _now() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+def _now(*, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -61,6 +61,10 @@ class Pool:
     def give(self, stage: int, slab: Slab) -> None:
         self._free[stage].append(slab)
 
+    def wait(self, ticket: Ticket) -> None:
+        """Let the compute of the rank wait for a copy."""
+        ticket.result()
+
 
 class _Kept:
     """A storage of the parcel; `seen` is a tensor in it, to ask for its version."""
@@ -189,7 +193,7 @@ class Parcel:
     def release(self, op: Op) -> None:
         """RELEASE: the copy is there; the memory on the device goes."""
         self._turn(op, "going", "away")
-        self._awaited().result()
+        self.pool.wait(self._awaited())
         for kept in self._moved:
             if kept.storage is not None:
                 self.pool.copier.release(kept.storage)
@@ -210,7 +214,7 @@ class Parcel:
         From here on only the graph holds what came, so each tensor goes when it was used.
         """
         self._turn(op, "coming", "back")
-        self._awaited().result()
+        self.pool.wait(self._awaited())
         if self._slab is not None:
             self.pool.give(op.stage, self._slab)
         self._slab = None

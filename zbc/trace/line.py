@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
+from zbc.ops import Lane
 
 FORMAT, VERSION = "zbc-trace", 1
 RECORD = "record it again with `zbc run PLAN --trace STEPS`"
@@ -25,6 +26,7 @@ class Cause(IntEnum):
     ALL = 2  # every rank: a sum over all of them
     DELIVERY = 3  # that what it sent has been taken
     GATHER = 4  # weights that other ranks stepped
+    COPY = 5  # activations on their way to the host or back
 
 
 class Wait(NamedTuple):
@@ -53,6 +55,7 @@ class Timing:
     lead_ns: Sequence[int]
     waits: Sequence[int]
     close_ns: int
+    copies: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
     """The times of one recorded step, whose ops are those of the plan. Raises E431."""
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
-    if values.keys() != {*names}:
+    if values.keys() - {"copies"} != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
     compute = sum(op.kind.computes for op in ops)
     took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
@@ -130,8 +133,16 @@ def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
         raise damaged(place, "waits has to be three numbers each: op, cause, ns")
     if any(cause not in _CAUSES for cause in waits[1::3]):
         raise damaged(place, f"waits has a cause beyond {max(_CAUSES)}")
+    copies = _column(values.get("copies", []), "copies", place)
+    if copies and len(copies) != 2 * sum(map(copying, ops)):
+        raise damaged(place, "copies has to be two numbers for each: when it begins, how long it takes")
     step, begin, close = (_whole(values[name], name, place) for name in ("step", "begin_ns", "close_ns"))
-    return Timing(step, begin, took, lead, waits, close)
+    return Timing(step, begin, took, lead, waits, close, copies)
+
+
+def copying(op: Op) -> bool:
+    """Whether an op starts a copy of activations."""
+    return op.kind.row.lane in (Lane.OUT, Lane.BACK)
 
 
 _CAUSES = {cause.value: cause for cause in Cause}

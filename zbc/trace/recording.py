@@ -12,6 +12,7 @@ The lines of a rank's file, times in ns on its own clock:
      "cores": 8}
     {"clock": {"at_ns": 0, "offset_ns": 0, "uncertainty_ns": 0}}
     {"step": 10, "begin_ns": 5, "took_ns": [3, 9, 1, 2], "lead_ns": [4], "waits": [1, 0, 3], "close_ns": 2}
+    {"step": 11, .., "copies": [7, 2]}
     {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
     {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
 
@@ -21,6 +22,8 @@ took     per op of the plan, in its order, how long it took: it starts where the
          `begin`, so that they and `close` (what the step did after its last op) fill the step without a gap
 lead     per compute op, how long after its start it began to compute: before that it waited for its message, for data
 waits    three numbers for each wait: the op (as many as there are ops for the close), the `Cause`, how long
+copies   only where activations go to the host: two numbers for each OFFLOAD and RELOAD, from when after `begin` its
+         copy ran, and how long
 memory   bytes per op and category, in a step of its own that is not timed, since looking takes long
 
 On a GPU times are those of the stream that computes, not those of the program that feeds it.
@@ -34,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.host.linefile import LineFile
@@ -51,6 +54,7 @@ from zbc.trace.line import (
     Timing,
     Wait,
     clock_of,
+    copying,
     damaged,
     head_of,
     lines,
@@ -62,6 +66,7 @@ from zbc.trace.line import (
 __all__ = [
     "Cause",
     "ClockOffset",
+    "Copied",
     "Head",
     "MemorySamples",
     "RankTrace",
@@ -140,6 +145,8 @@ class Writer:
             "waits": list(timing.waits),
             "close_ns": timing.close_ns,
         }
+        if timing.copies:
+            values["copies"] = list(timing.copies)
         self._line(values)
 
     def memory(self, memory: MemorySamples) -> None:
@@ -174,6 +181,14 @@ def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
+class Copied(NamedTuple):
+    """The copy that op number `op` of a step started: from when to when, in ns."""
+
+    op: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Recorded:
     """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan.
@@ -189,6 +204,7 @@ class Recorded:
     waits: tuple[Wait, ...]
     begins: int
     ends: int
+    copies: tuple[Copied, ...] = ()
 
     def waited(self, cause: Cause) -> dict[int, int]:
         """ns per op that waited for this; the close of the step has the number of ops."""
@@ -240,7 +256,12 @@ class RankTrace:
             work.append(min(at + lead, close))
             end.append(close)
             at = close
-        return Recorded(self.ops, start, work, end, waits, begins, self.aligned(own + timing.close_ns))
+        started = (index for index, op in enumerate(self.ops) if copying(op))
+        spans = zip(started, timing.copies[::2], timing.copies[1::2], strict=False)
+        copies = tuple(
+            Copied(index, aligned(timing.begin_ns + at), aligned(timing.begin_ns + at + ns)) for index, at, ns in spans
+        )
+        return Recorded(self.ops, start, work, end, waits, begins, self.aligned(own + timing.close_ns), copies)
 
 
 @dataclass(frozen=True)

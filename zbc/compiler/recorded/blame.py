@@ -3,6 +3,7 @@
     compute      F, B, W and BW themselves
     warm up      until the first op computes: what it takes for the first tensor to come through the pipeline
     message      between the first and the last op, waiting for a tensor; `from whom` says of which rank
+    copies       waiting for activations on their way to the host or back
     drain        after the last op, until the slowest rank has come to the end of its ops
     sums         waiting for sums of gradients, for weights others stepped, and in the sum that ends the step
     optimizer    gradient norm and optimizer steps; without a barrier also agreeing on the step before
@@ -19,6 +20,7 @@ from itertools import islice, pairwise
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.recorded.view import Arrival, RecordedStep
+from zbc.compiler.sim.copies import copied
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
 from zbc.ir import Op, Program
@@ -32,6 +34,7 @@ class Shares:
     compute: float = 0
     warm_up: float = 0
     message: float = 0
+    copies: float = 0
     drain: float = 0
     sums: float = 0
     optimizer: float = 0
@@ -76,8 +79,10 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
     first = True
     for index, op in enumerate(one.ops):
         took, waited = one.end[index] - one.start[index], waits.get(index, {})
+        copies = min(waited.get(Cause.COPY, 0), one.work[index] - one.start[index])
+        found.copies += copies
         if op.kind.computes:
-            message = min(waited.get(Cause.MESSAGE, 0), one.work[index] - one.start[index])
+            message = min(waited.get(Cause.MESSAGE, 0), one.work[index] - one.start[index] - copies)
             if first:
                 found.warm_up += message
             elif message:
@@ -85,7 +90,7 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
                 peer = senders[rank, op]
                 found.senders[peer] = found.senders.get(peer, 0) + message
             found.compute += one.end[index] - one.work[index]
-            found.host += one.work[index] - one.start[index] - message
+            found.host += one.work[index] - one.start[index] - message - copies
             first = False
         elif op.kind.is_barrier:
             _close(found, one, index, waited, arrived)
@@ -94,7 +99,7 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
             found.sums += sums
             found.optimizer += took - sums
         else:
-            found.host += took
+            found.host += took - copies
     _behind(found, one, waits.get(len(one.ops), {}))
     return found
 
@@ -137,11 +142,12 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
         *_, before, last = islice(consecutive(program, costs), SETTLES)
         return [_settled(before.closes(rank), last, rank) for rank in ranks]
     steps = [optimizer_ms(program, costs, rank) for rank in ranks]
-    found = []
+    copies, found = copied(timeline), list[Shares]()
     for rank in ranks:
         idle = timeline.idle(rank)
         sums = idle.sums + costs.of("agree")
-        one = Shares(timeline.busy(rank), idle.warm_up, idle.message, idle.drain, sums, steps[rank])
+        waited = copies[rank].waited
+        one = Shares(timeline.busy(rank), idle.warm_up, idle.message - waited, waited, idle.drain, sums, steps[rank])
         one.drain += max(steps) - steps[rank]
         one.senders = dict(_waits(timeline, rank))
         found.append(one)

@@ -16,6 +16,7 @@ from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
+from zbc.compiler.sim.copies import Copying, copied
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.compiler.steps import settled
 from zbc.ir import Op
@@ -23,7 +24,7 @@ from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 from zbc.plan.directory import Manifest
 from zbc.plan.headline import settled_ms, throughput_of
 from zbc.text import percent, short
-from zbc.trace.recording import Head, Trace
+from zbc.trace.recording import Cause, Head, Trace
 
 FORMAT, VERSION = "zbc-run-report", 1
 _MS = 1e6
@@ -53,6 +54,16 @@ class RankShares:
     rank: int
     predicted: Shares
     measured: Shares
+
+
+class CopiesCompared(NamedTuple):
+    """Copies of activations of a rank in a step: ms, and the share that nobody waited for."""
+
+    rank: int
+    predicted_ms: float
+    predicted_hidden: float
+    measured_ms: float
+    measured_hidden: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,7 @@ class RunReport:
     links: tuple[deviations.LinkTime, ...]
     memory: tuple[MemoryCompared, ...]  # () where no step was weighed
     replan: Replan | None
+    copies: tuple[CopiesCompared, ...] = ()  # of the median step, where activations go to the host
 
     def __str__(self) -> str:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
@@ -125,6 +137,8 @@ class RunReport:
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
         values |= {**dict.fromkeys(Throughput._fields), **values.pop("rates")}
+        if not self.copies:
+            del values["copies"]
         if self.replan is not None:
             values["replan"]["gain"] = _plain(self.replan.gain)
         return values
@@ -190,6 +204,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         links=tuple(links),
         memory=_memory(trace),
         replan=new,
+        copies=tuple(_copies(middle, timeline)),
     )
 
 
@@ -243,6 +258,16 @@ def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> Iterator[Ra
     meant = blame.predicted(step.program, timeline, costs)
     for rank, one in enumerate(blame.shares(step)):
         yield RankShares(rank, meant[step.program.topology.of(rank).pp], one.scaled(1 / _MS))
+
+
+def _copies(step: RecordedStep, timeline: Timeline) -> Iterator[CopiesCompared]:
+    meant = copied(timeline)
+    for rank, one in enumerate(step.ranks):
+        mine = meant[step.program.topology.of(rank).pp]
+        if one.copies:
+            took = sum(copy.end - copy.start for copy in one.copies)
+            found = Copying(took / _MS, sum(one.waited(Cause.COPY).values()) / _MS)
+            yield CopiesCompared(rank, mine.copying, mine.hidden, found.copying, found.hidden)
 
 
 def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:

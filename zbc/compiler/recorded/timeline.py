@@ -69,7 +69,7 @@ class Recording:
                 index = i - graph.first[part]
                 start[i], end[i] = self._ms(one.work[index]), self._ms(one.end[index])
         events = {graph.ops[ops[0]]: event for event, ops in graph.met.items()}
-        for op, begin, over in self._sums(step):
+        for op, begin, over in (*self._sums(step), *self._copies(step)):
             start[events[op]], end[events[op]] = begin, over
         return Timeline(graph, start, end, self.ahead)
 
@@ -89,6 +89,12 @@ class Recording:
             start = max(at for _, at in places)
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
             yield op, self._ms(start), self._ms(end)
+
+    def _copies(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
+        """Copies of activations, from when to when in ms."""
+        for rank in self.ranks():
+            one = step.ranks[rank]
+            yield from ((one.ops[copy.op], self._ms(copy.start), self._ms(copy.end)) for copy in one.copies)
 
     @cached_property
     def waited(self) -> list[float]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.graph import Graph
 from zbc.compiler.memory import host
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
+from zbc.compiler.sim.copies import Copying, copied
 from zbc.compiler.sim.simulate import Timeline, steady_state
-from zbc.ir import COPY, Key, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
 FORMAT = "zbc-report"
@@ -319,7 +319,7 @@ def build(
         cut=_cut(program, costs, timeline, chosen),
         slices=tuple(_slice(costs, j, begin, end) for j, (begin, end) in enumerate(pairwise(chosen.cuts))),
         host=host.predicted(program, costs),
-        copied=_copied(program, costs, timeline),
+        copied=_copies(program, costs, timeline),
     )
 
 
@@ -337,35 +337,16 @@ def _without_copies(data: dict[str, Any]) -> None:
             del data[key]
 
 
-def _copied(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
+def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
     """What copies of activations take and how much of it waits; None where there are none."""
-    graph = timeline.graph
-    events = {event: graph.ops[ops[0]] for event, ops in graph.met.items() if graph.ops[ops[0]].kind in COPY}
-    if not events:
+    moved = sum(op.kind is Kind.OFFLOAD for ops in program.ranks for op in ops)
+    if not moved:
         return None
-    copying = sum(timeline.end[event] - timeline.start[event] for event in events)
-    waiting, waited = _waiting(graph), 0.0
-    for event, op in events.items():
-        i = waiting[op.kind, op.key]
-        others = [timeline.end[x] for x in graph.arrivals(i)] if op.kind is Kind.RELOAD else []
-        waited += max(0.0, timeline.end[event] - max([timeline.end[graph.before[i]], *others]))
+    whole = Copying(*map(sum, zip(*copied(timeline), strict=True)))
     forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
-    moved = sum(op.kind is Kind.OFFLOAD for op in events.values())
     work = max(timeline.busy(r) for r in range(timeline.ranks)) / program.microbatches
     out = max(costs.total("out", program.placement.stages_of(r)) for r in range(timeline.ranks))
-    hidden = 1 - waited / copying if copying else 1.0
-    return CopyReport(moved / forwards, copying, waited, hidden, out / work)
-
-
-def _waiting(graph: Graph) -> dict[tuple[Kind, Key], int]:
-    """The op that waits for each copy: RELEASE for the way out, the backward for the way back."""
-    found = dict[tuple[Kind, Key], int]()
-    for i, op in enumerate(graph.ops):
-        if op.kind is Kind.RELEASE:
-            found[Kind.OFFLOAD, op.key] = i
-        elif op.kind.row.family == "input":
-            found[Kind.RELOAD, op.key] = i
-    return found
+    return CopyReport(moved / forwards, *whole, whole.hidden, out / work)
 
 
 def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:

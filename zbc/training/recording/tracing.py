@@ -21,7 +21,9 @@ from torch import Tensor
 
 from zbc.host.cores import cores
 from zbc.runtime.clock import Clock
+from zbc.runtime.copying import Ticket
 from zbc.runtime.execute import StepResult, run_step
+from zbc.runtime.parcels import Pool
 from zbc.runtime.state import Entry, Worker
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
@@ -185,6 +187,7 @@ class Stamped:
     leads: tuple[list[int], list[int]]  # ops, when they began to compute
     waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
     close: int
+    copies: list[int] = field(default_factory=list)  # from when to when
 
     def timing(self) -> Timing:
         """Put it together. A REDO stamps computation of its own, which its op does not count as."""
@@ -198,7 +201,8 @@ class Stamped:
             waits += (op, cause, max(0, b - a))
         if min(took, default=0) < 0 or min(leads, default=0) < 0:  # moments of a GPU are rounded
             took, leads = [max(0, ns) for ns in took], [max(0, ns) for ns in leads]
-        return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]))
+        copies = [ns for a, b in zip(self.copies[::2], self.copies[1::2], strict=True) for ns in (a - marks[0], b - a)]
+        return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]), copies)
 
 
 @dataclass
@@ -223,14 +227,33 @@ class Recorder:
         stamps.open()
         worker.transport = _Transport(transport, worker, stamps.stamp, self._waits)
         worker.clock = _Clock(clock, worker, stamps.stamp, self._leads)
+        spans = self._copies() if worker.phase_run.moves else []
         try:
             result = run_step(worker, step, stop=stop, loop=self._loop)
             close = stamps.stamp()
         finally:
             worker.transport, worker.clock = transport, clock
+            if worker.phase_run.moves:
+                worker.pool.copier.spans = None
+                del worker.pool.wait
         read = stamps.read
         leads, waits = (self._leads[0][:], read(self._leads[1])), (self._waits[0][:], read(self._waits[1]))
-        return result, Stamped(step, worker.script, read(self._marks), leads, waits, read([close])[0])
+        copies = read([moment for span in spans for moment in span])
+        return result, Stamped(step, worker.script, read(self._marks), leads, waits, read([close])[0], copies)
+
+    def _copies(self) -> list[list[Any]]:
+        """Where copies of activations write when they run; what waits for them is noted as well."""
+        pool, progress, stamp = self.worker.pool, self.worker.progress, self._stamps.stamp
+
+        def wait(ticket: Ticket) -> None:
+            began = stamp()
+            Pool.wait(pool, ticket)
+            self._waits[1].extend((began, stamp()))
+            self._waits[0].extend((progress.index, Cause.COPY.value))
+
+        pool.wait = wait  # type: ignore[method-assign]
+        pool.copier.spans = spans = list[list[Any]]()
+        return spans
 
     def _loop(self, worker: Worker) -> None:
         progress, now, stamp, mark = worker.progress, time.monotonic, self._stamps.stamp, self._marks.append

@@ -1,0 +1,47 @@
+"""Copies of activations to the host and back in a timeline: how long they take, and who waits for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbc.compiler.graph import Graph
+from zbc.compiler.sim.simulate import Timeline
+from zbc.ir import COPY, Key, Kind
+
+
+class Copying(NamedTuple):
+    """Of one rank in a step, in ms."""
+
+    copying: float = 0.0
+    waited: float = 0.0  # by the rank, for its copies
+
+    @property
+    def hidden(self) -> float:
+        """The share of the copies that nobody waits for."""
+        return max(0.0, 1 - self.waited / self.copying) if self.copying else 1.0
+
+
+def copied(timeline: Timeline) -> list[Copying]:
+    """Of every rank."""
+    graph = timeline.graph
+    found = [[0.0, 0.0] for _ in range(timeline.ranks)]
+    events = {event: ops[0] for event, ops in graph.met.items() if graph.ops[ops[0]].kind in COPY}
+    waiting = _waiting(graph) if events else {}
+    for event, start in events.items():
+        op, mine = graph.ops[start], found[graph.rank(start)]
+        i = waiting[op.kind, graph.rank(start), op.key]
+        others = [timeline.end[x] for x in graph.arrivals(i)] if op.kind is Kind.RELOAD else []
+        mine[0] += timeline.end[event] - timeline.start[event]
+        mine[1] += max(0.0, timeline.end[event] - max([timeline.end[graph.before[i]], *others]))
+    return [Copying(*pair) for pair in found]
+
+
+def _waiting(graph: Graph) -> dict[tuple[Kind, int, Key], int]:
+    """The op that waits for each copy of a rank: RELEASE for the way out, the backward for the way back."""
+    found = dict[tuple[Kind, int, Key], int]()
+    for i, op in enumerate(graph.ops):
+        if op.kind is Kind.RELEASE:
+            found[Kind.OFFLOAD, graph.rank(i), op.key] = i
+        elif op.kind.row.family == "input":
+            found[Kind.RELOAD, graph.rank(i), op.key] = i
+    return found
