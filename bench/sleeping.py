@@ -116,6 +116,12 @@ def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     return [Sleeper(f, b, w) for _ in range(count)]
 
 
+def calibrated(count: int, f: float, b: float, w: float) -> list[nn.Module]:
+    """The same, awake in time."""
+    calibrate()
+    return layers(count, f, b, w)
+
+
 def noisy(count: int, f: float, b: float, w: float) -> list[nn.Module]:
     """`count` layers, each with random numbers of its own."""
     return [Sleeper(f, b, w, seed=i) for i in range(count)]

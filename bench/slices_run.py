@@ -5,7 +5,8 @@
 A small GPT on sequences of 4,096 tokens runs whole and in 4 and 8 slices: the most activations of a rank as predicted
 and as weighed in a step behind the others (`zbc report`), and how far losses are from those of whole microbatches. Then
 layers that sleep (sleeping.py), with ops of 20 ms at 8 slices and of 160 ms whole, so the same work: the median step
-beside the simulated one.
+beside the simulated one, whose costs have for each op and message what a profile of such layers says that the runtime
+and the link add; and beside the same order simulated with the times that its own ops had in that run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ seed = 3
 SLEEPING = """\
 zbc = 1
 [model]
-family = "sleeping:layers"
+family = "sleeping:calibrated"
 layers = 4
 loss = "mse"
 seq_len = 64
@@ -60,9 +61,10 @@ kind = "{kind}"
 microbatches = 4
 slices = {k}
 [costs]
-f = {whole}
-b = {whole}
-w = {whole}
+f = {f}
+b = {b}
+w = {w}
+comm = {comm}
 [data]
 kind = "sleeping:Points"
 args = {{width = 64}}
@@ -100,16 +102,37 @@ def memory(record: Record, folder: Path, kind: str, steps: int) -> None:
         record(f"k={k}  {text}  off by {worst:+.1%} at most; losses {found[0]:.4f} to {found[-1]:.4f}, apart {far:.1e}")
 
 
+def added(folder: Path) -> dict[str, float]:
+    """ms that an op takes beside its work, and a message; of a stage in the middle, which has two messages for each."""
+    short = 2.0
+    (folder / "job.toml").write_text(SLEEPING.format(kind="zb-h1", k=1, ms=short, f=1, b=1, w=1, comm=0))
+    zbc(folder, "profile", "job.toml", "-o", "profile.json", "--rounds", "20")
+    profile = json.loads((folder / "profile.json").read_text())
+    host, layer = profile["host"], profile["layers"]["Sleeper"]
+    messages = {"f": 2, "b": 2, "w": 0}
+    found = {
+        name: layer[name]["ms"] - short + (host[f"{name}_us"] + count * host["transfer_us"]) / 1e3
+        for name, count in messages.items()
+    }
+    return {**found, "comm": profile["link"]["latency_us"] / 1e3}
+
+
 def steps(record: Record, folder: Path, kind: str, count: int) -> None:
+    more = added(folder)
     record(f"# {kind}: ms of a step, the same work in ops of {8 * OP:g} ms and of {OP:g} ms")
+    record("# added, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in more.items()))
     for k in (1, 8):
         whole = 8 * OP
-        job = SLEEPING.format(kind=kind, k=k, ms=whole / k, whole=whole)
+        costs = {name: whole + k * ms for name, ms in more.items() if name != "comm"} | {"comm": more["comm"]}
+        job = SLEEPING.format(kind=kind, k=k, ms=whole / k, **costs)
         (folder / "job.toml").write_text(job)
         told = json.loads(zbc(folder, "plan", "job.toml", "-o", f"plan-{k}", "--json"))
-        found = steps_of(run(folder, f"sleep-{kind}-{k}", job, count + WARM_UP))[WARM_UP : WARM_UP + count]
-        predicted, middle = told["barrier_ms"], statistics.median(found)
-        record(f"k={k}  predicted {predicted:8.1f}  measured {middle:8.1f}  off by {predicted / middle - 1:+.1%}")
+        out = run(folder, f"sleep-{kind}-{k}", job, count + WARM_UP)
+        predicted, middle = told["barrier_ms"], statistics.median(steps_of(out)[WARM_UP : WARM_UP + count])
+        seen = build(trace.read(out))
+        own = seen.replan.present_ms / seen.step.measured - 1 if seen.replan else float("nan")
+        text = f"predicted {predicted:8.1f}  measured {middle:8.1f}  off by {predicted / middle - 1:+.1%}"
+        record(f"k={k}  {text}; with the run's own op times by {own:+.1%}")
 
 
 def main() -> None:

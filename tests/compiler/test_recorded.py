@@ -266,6 +266,23 @@ def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_
     assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
 
 
+SLICED = {"schedule": {"slices": 4}, "model": {"seq_len": 64}}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
+def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
+    """Their times are those of a step, and one planned again from the run takes as long; nothing is counted per slice
+    that is meant per microbatch."""
+    plan = compiled(kind, **SLICED)
+    world = as_predicted(plan, op=lambda op, rank, step: 1.5 * plan.costs.duration(op))
+    trace = record(plan, tmp_path, world)
+    steps = typical(trace)
+    again = simulate(plan.program, measured(plan.costs, times_of(steps)))
+    assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=1e-3)
+    found = report.build(trace)
+    assert found.replan.present_ms == pytest.approx(found.step.measured, rel=0.02)
+
+
 def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow(tmp_path):
     plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
     world = as_predicted(plan, op=slowed(plan, 1, 2.0))

@@ -128,6 +128,15 @@ class Costs:
         }
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
 
+    def shared(self, name: str, whole: PerStage) -> Column:
+        """`whole` ms of microbatches, of each slice the share that it has in a column."""
+        return tuple(
+            tuple(ms * part / sum(entry) if sum(entry) else ms / len(entry) for part in entry)
+            if isinstance(entry, tuple)
+            else ms
+            for ms, entry in zip(whole, self._column(name), strict=True)
+        )
+
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
         """As if each slice were a microbatch of its own, of what `pick` says of the slices; "kv" is shared out."""
         k = self.slices

@@ -197,7 +197,7 @@ class _Work:
                 for kind, count in counts.items():
                     known = self._known(kind)
                     again += count * (self._f[kind] if known is None or known.again is None else known.again.ms)
-            totals.append(max(0.0, median_ms(samples) - host[stage] - again))
+            totals.append(max(0.0, median_ms(samples) - self.manifest.slices * host[stage] - again))
         return totals
 
     def _known(self, kind: str) -> LayerProfile | None:

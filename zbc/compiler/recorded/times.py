@@ -29,7 +29,7 @@ class Times:
     """All samples of some steps, in ns."""
 
     work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
-    cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # of a microbatch
     closing: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # column, stage
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
@@ -57,17 +57,20 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
     waited = [0] * (len(one.ops) + 1)
     for wait in one.waits:
         waited[wait.op] += wait.ns
-    around = 0
+    around, slices = 0, step.program.slices
+    whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
         if op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
-            found.cost[op.kind, op.stage].append(max(0, took) + around)
+            whole[op.kind, op.stage, op.mb, op.pipe].append(max(0, took) + around)
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
         elif op.kind.stage_wide and op.kind.row.lane is Lane.COMPUTE and op.kind.row.cost:
             found.closing[op.kind.row.cost, op.stage].append(max(0, took))
+    for (kind, stage, *_), parts in whole.items():
+        found.cost[kind, stage].append(sum(parts) * slices // len(parts))
 
 
 def _barrier(found: Times, step: RecordedStep) -> None:
@@ -107,7 +110,10 @@ def measured(costs: Costs, times: Times) -> Costs:
     columns["bw"] = tuple(mine_b + mine_w if ms is None else ms for mine_b, mine_w, ms in both)
     if times.norm:
         columns["agree"] = (median_ms(times.norm) + median_ms(times.sums),)
-    return replace(costs.with_ms(**columns), links=links, source="measured")
+    shared = {
+        name: costs.shared(name, whole) if name in ("f", "b", "w", "bw") else whole for name, whole in columns.items()
+    }
+    return replace(costs.with_ms(**shared), links=links, source="measured")
 
 
 def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
