@@ -281,6 +281,11 @@ def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
     assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=1e-3)
     found = report.build(trace)
     assert found.replan.present_ms == pytest.approx(found.step.measured, rel=0.02)
+    for one in found.slices:
+        assert one.measured_f_ms == pytest.approx(1.5 * one.predicted_f_ms, rel=1e-4)
+        assert one.measured_b_ms == pytest.approx(1.5 * one.predicted_b_ms, rel=1e-4)
+    assert sum(one.predicted_f_ms for one in found.slices) == pytest.approx(4.0 * plan.costs.stages)
+    assert len(found.slices) == 4
 
 
 def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Placement
@@ -143,6 +144,23 @@ def test_balanced_cuts_are_even_in_time(row):
     tiles = balanced(length, k, linear, attend, 128)
     assert all(place % 128 == 0 for place in tiles)
     assert k * max(share(tiles, linear, attend)) <= 1 + 128 / min(b - a for a, b in pairwise(tiles))
+
+
+@pytest.mark.parametrize("name", [name for name, card in SCHEDULES.items() if card.sliced])
+@pytest.mark.parametrize(("p", "m", "k"), [(4, 8, 1), (4, 8, 2), (4, 8, 4), (8, 24, 4), (8, 24, 8), (8, 16, 2)])
+def test_cards_say_what_slices_do(name, p, m, k):
+    """The forms that are printed, at unit costs."""
+    card = find(name)
+    v = card.default_chunks
+    program = card.make(Request(p=p, m=m, v=v, slices=k))
+    costs = Costs.uniform(program.placement).cut([1 / k] * k)
+
+    def number(form):
+        return eval(re.sub(r"(\d)(?=[a-z(])", r"\1*", form), {}, {"p": p, "m": m, "v": v, "k": k})
+
+    bubble = number(card.makespan) - 3 * m
+    assert simulate(program, costs).makespan == pytest.approx(3 * m + bubble / k)
+    assert max(one.units for one in peaks(program, costs)) == pytest.approx(number(card.sliced))
 
 
 def test_cuts_from_measured_times_are_those_of_the_closed_form():

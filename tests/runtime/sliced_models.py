@@ -29,6 +29,14 @@ class Sequences:
         return self.x[index], self.y[index]
 
 
+class Uneven(Sequences):
+    """From the tenth on, sequences have four tokens more."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        both = self.x[index], self.y[index]
+        return both if index < 9 else (torch.cat([both[0], both[0][:4]]), torch.cat([both[1], both[1][:4]]))
+
+
 class OneNumber(Sequences):
     """A number for a whole sequence."""
 

@@ -253,6 +253,14 @@ def test_evaluation_runs_in_slices():
         assert len(losses) == 2 and losses == pytest.approx(whole, rel=1e-5)
 
 
+def test_sequences_of_another_length_are_refused_with_both():
+    """Slices would take the first tokens and say nothing of the others."""
+    plan = plan_of("1f1b", 1, 2, 3, model=user("mixers"), size=1, data={"kind": HERE + "Uneven"})
+    with pytest.raises(ZbcError, match="inputs have 20 tokens, the slices of the plan are cut from 16") as caught:
+        run_threads(plan, 8)
+    assert caught.value.code == "E505"
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
 def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
     options = {"optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2, "asynchronous": False}}

@@ -68,9 +68,14 @@ def _gib(key: str, head: str, get: Callable[[Report], int], meaning: str) -> Col
     return Column(key, head, lambda _, r: get(r) / GIB if r.bytes_known else None, "GiB", meaning)
 
 
+def _even(row: ComparedPlan, report: Report) -> float:
+    return report.peak_activation_units if row.exchanged is None else row.exchanged
+
+
 _SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, "ms", "ms per sequence")
 _STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activations at the fullest rank's peak"
 _FASTER = "how many times as fast, per sequence"
+_EVEN = "units if ranks shared out attention and slices were even (SlimPipe), which zbc does not run"
 # In the order in which they are printed.
 COLUMNS = (
     Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
@@ -89,6 +94,7 @@ COLUMNS = (
     Column("tokens_per_s_per_rank", "tokens/s", lambda _, r: r.rates.tokens_per_s_per_rank, "ms", "per rank"),
     Column("idle_rate", "idle", lambda _, r: r.idle_rate, "rate", "of the makespan, mean of the ranks"),
     Column("balance", "balance", lambda _, r: r.balance, "rate", "mean work of a rank over that of the busiest"),
+    Column("exchanged_units", "if even", _even, "units", _EVEN),
     Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
@@ -212,7 +218,8 @@ def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
 def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
     """All columns; the time per sequence where a step is not the same work in all rows."""
     varied = len({row.sequences for row in rows if row.error is None}) > 1
-    return [*([_SEQUENCE] if varied else []), *COLUMNS]
+    uneven = any(row.exchanged is not None for row in rows)
+    return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if uneven or one.key != "exchanged_units")]
 
 
 def _names(rows: Sequence[ComparedPlan]) -> list[str]:
@@ -341,6 +348,7 @@ def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) ->
         if row.report is not None:
             extra: dict[str, Any] = {"sends_per_rank": round(row.transfers, 9), "gap_to_bound": round(row.gap, 9)}
             extra["pareto_front"] = row.front
+            extra |= {} if row.exchanged is None else {"exchanged_units": round(row.exchanged, 9)}
             entry = {**row.report.as_json(), "settings": dict(row.settings), **extra}
         elif row.error is not None:
             entry["error"] = [error.as_json() for error in row.error.errors]

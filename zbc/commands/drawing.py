@@ -238,6 +238,8 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
     yield labelled("makespan", card.makespan)
     yield labelled("span", card.span)
     yield labelled("memory", f"{card.memory}; in activation units, on the fullest rank")
+    if card.sliced:
+        yield labelled("slices", f"in k slices, up to p: the bubble over k, memory {card.sliced}")
     yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
     one = Drawn(card.name, shown.program, once(shown.timeline), shown.costs)

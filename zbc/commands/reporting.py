@@ -70,6 +70,7 @@ def report(
     show(*_summary(run, made, trace.phases(run), verbose=verbose))
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
+    show(*_slices(made))
     show(*_memory(made))
     show("", labelled("new plan", *_again(made, command)))
 
@@ -291,6 +292,17 @@ def _links(made: RunReport) -> RenderableType:
         for one in made.links
     ]
     return table(("from", "to", "a step", "predicted", "measured"), rows, left=2)
+
+
+def _slices(made: RunReport) -> Iterator[RenderableType]:
+    if not made.slices:
+        return
+    yield labelled("slices", "of a microbatch, ms through all stages; backward: B and W")
+    rows = []
+    for one in made.slices:
+        cells = (f"{value:.2f}" for value in one[1:])
+        rows.append((str(one.number), *cells))
+    yield indented(table(("slice", "F predicted", "measured", "backward predicted", "measured"), rows, left=1), 1)
 
 
 def _memory(made: RunReport) -> Iterator[RenderableType]:

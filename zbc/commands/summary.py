@@ -357,6 +357,11 @@ _BYTES = {
 def _slices_note(report: Report) -> Iterator[str]:
     yield "of a microbatch; F, B, W: ms through all stages"
     yield f"the slowest takes {report.slice_balance:.4f} times the mean"
+    from zbc.compiler.schedules import SCHEDULES
+
+    card = SCHEDULES.get(report.schedule)
+    if card is not None and card.sliced:
+        yield f"a rank keeps at most {card.sliced} microbatches at unit costs"
     if report.bytes_known:
         most = max(report.per_rank, key=lambda rank: rank.kv_bytes)
         yield f"they share keys and values, with their gradients {size(most.kv_bytes)} on rank {most.rank}"

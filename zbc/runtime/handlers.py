@@ -101,7 +101,7 @@ def read(
     worker: Worker, batches: BatchSource | None, kind: Literal["inputs", "targets"], number: int, part: Part | None
 ) -> tuple[Tensor, float]:
     """The inputs or targets of a microbatch on the rank's device, or those of a slice; and the slice's share in the
-    loss. Each microbatch is looked up once, for all its slices."""
+    loss. Each microbatch is looked up once, for all its slices. Raises E505 for sequences of another length."""
     if batches is None:
         raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
     look_up = batches.inputs if kind == "inputs" else batches.targets
@@ -111,6 +111,10 @@ def read(
     whole = worker.reading.pop((kind, number), None)
     if whole is None:
         whole = look_up(worker.step, number)
+        if whole.dim() > 1 and whole.shape[1] != part.length:
+            text = f"run: {kind} have {whole.shape[1]} tokens, the slices of the plan are cut from {part.length}"
+            hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"
+            raise ZbcError("E505", text, hint=hint)
     if not part.last:
         worker.reading[kind, number] = whole
     share = share_of(whole, part) if kind == "targets" else 1.0

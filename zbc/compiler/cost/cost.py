@@ -137,6 +137,16 @@ class Costs:
             for ms, entry in zip(whole, self._column(name), strict=True)
         )
 
+    def evened(self) -> Costs:
+        """The same with slices that keep equally much, in units alone."""
+        k = self.slices
+
+        def even(entry: Size | tuple[Size, ...]) -> Size:
+            return Size(sum(one.units for one in _by_slice(entry, k)) / k)
+
+        size = {name: column if name == "kv" else tuple(map(even, column)) for name, column in self.size.items()}
+        return replace(self, size=size, bytes=None, sliced=())
+
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
         """As if each slice were a microbatch of its own, of what `pick` says of the slices; "kv" is shared out."""
         k = self.slices

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from zbc.compiler import recall
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.recorded import blame, deviations
+from zbc.compiler.recorded import blame, deviations, slices
 from zbc.compiler.recorded.blame import Shares
 from zbc.compiler.recorded.derive import derive_from
 from zbc.compiler.recorded.replan import Replan, replan
+from zbc.compiler.recorded.slices import SliceCompared
 from zbc.compiler.recorded.times import times_of
 from zbc.compiler.recorded.view import RecordedStep, typical
 from zbc.compiler.sim.copies import Copying, copied
@@ -116,6 +117,7 @@ class RunReport:
     memory: tuple[MemoryCompared, ...]  # () where no step was weighed
     replan: Replan | None
     copies: tuple[CopiesCompared, ...] = ()  # of the median step, where activations go to the host
+    slices: tuple[SliceCompared, ...] = ()  # where microbatches are cut
 
     def __str__(self) -> str:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
@@ -137,8 +139,9 @@ class RunReport:
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
         values |= {**dict.fromkeys(Throughput._fields), **values.pop("rates")}
-        if not self.copies:
-            del values["copies"]
+        for key in ("copies", "slices"):
+            if not values[key]:
+                del values[key]
         if self.replan is not None:
             values["replan"]["gain"] = _plain(self.replan.gain)
         return values
@@ -205,6 +208,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         memory=_memory(trace),
         replan=new,
         copies=tuple(_copies(middle, timeline)),
+        slices=tuple(slices.compared(steps, costs)),
     )
 
 

@@ -74,6 +74,7 @@ class ScheduleCard:
     makespan: str  # closed forms at T_F = T_B = T_W = 1 and no transfer time
     span: str
     memory: str  # peak on the fullest rank, activation units
+    sliced: str = ""  # the same in k slices up to p, where the bubble is divided by k; "": no closed form
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
     options: tuple[str, ...] = ()  # of group, early and overlap, those that mean something to it

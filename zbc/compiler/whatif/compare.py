@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.compiler.whatif.others import BASELINE
@@ -42,6 +43,7 @@ class ComparedPlan:
     bent: bool = False  # whether memory keeps it from the partition that is most even in time
     baseline_ms: float | None = None  # what 1F1B takes per sequence in the same settings, with its optimizer
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
+    exchanged: float | None = None  # peak units if slices were even, where they are not
     error: ZbcError | None = None
 
     @property
@@ -245,6 +247,7 @@ class Asked:
             bound_ms=bound,
             sequences=compiled.sequences,
             bent=bent_by_memory(compiled),
+            exchanged=_exchanged(compiled),
         )
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
@@ -272,3 +275,11 @@ def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
         for each in error.errors
     ]
     return named[0] if len(named) == 1 else Problems(named)
+
+
+def _exchanged(compiled: Compiled) -> float | None:
+    """Peak units of the fullest rank if its slices had equally many tokens and ranks shared out their attention, which
+    would take as long; None where slices have equally many, or there are none."""
+    if len({one.tokens for one in compiled.report.slices}) < 2:
+        return None
+    return max(one.units for one in peaks(compiled.program, compiled.costs.evened()))

@@ -97,10 +97,20 @@ class Pairs:
         return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
     def inputs(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self.pair(i)[0] for i in indices])
+        return self._stacked(indices, 0)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self.pair(i)[1] for i in indices])
+        return self._stacked(indices, 1)
+
+    def _stacked(self, indices: Sequence[int], which: int) -> Tensor:
+        """Raises E505 for samples of several shapes."""
+        found = [self.pair(i)[which] for i in indices]
+        other = next((i for i, one in zip(indices, found, strict=True) if one.shape != found[0].shape), None)
+        if other is not None:
+            what, shapes = ("input", "target")[which], (list(found[0].shape), list(self.pair(other)[which].shape))
+            text = f"data: the {what} of sample {other} of {self._name} has shape {shapes[1]}, that of sample"
+            raise ZbcError("E505", f"{text} {indices[0]} {shapes[0]}", hint="pad or cut samples to one shape")
+        return torch.stack(found)
 
     def pair(self, index: int) -> tuple[Tensor, Tensor]:
         pair = self._dataset[index]
