@@ -22,6 +22,8 @@ def ops(draw):
         return Op(kind, 0)
     if kind.stage_wide:
         return Op(kind, draw(small))
+    if kind.unit_wide:
+        return Op(kind, 0, draw(small), 0, draw(st.integers(0, 5)))
     return Op(kind, draw(small), draw(small), draw(st.integers(0, 3)), draw(st.integers(0, 5)))
 
 
@@ -41,6 +43,9 @@ def test_every_op_reads_back_from_its_text(op):
         (Op(Kind.OVERLAP, 0), "OVERLAP"),
         (Op(Kind.REDUCE, 0), "REDUCE s0"),
         (Op(Kind.VALIDATE, 0), "VALIDATE"),
+        (Op(Kind.S, 0, 3, 0, 1), "S m3.1"),
+        (Op(Kind.SPREAD, 0, 3), "SPREAD m3"),
+        (Op(Kind.REDUCE_V, 0), "REDUCE v"),
     ],
 )
 def test_the_text_form_is_the_one_of_the_design(op, text):

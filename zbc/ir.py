@@ -10,6 +10,8 @@ messages all show the same text:
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     REDUCE s0        stage-wide: no microbatch
     TIE, VALIDATE    rank-wide: no stage
+    S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
+    REDUCE v         rank-wide: the rows of that vocabulary
     OVERLAP          a mark: the two ops after it are one group
 """
 
@@ -35,7 +37,7 @@ _PRINTS = {
 COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
 _KINDS = {kind.value: kind for kind in Kind}
 _OP = re.compile(
-    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
+    r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
     r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
@@ -309,6 +311,7 @@ class Program:
     order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
     resident: int = 0  # stages whose gathered weights a rank has room for; 0: weights stay, GATHER renews them
     with_w: bool = False  # where weights are freed: W needs them, too
+    vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -355,7 +358,7 @@ class Program:
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one replica that run a step-level op, ascending; a collective meets them in all replicas."""
         placement = self.placement
-        if op.kind.everywhere:
+        if op.kind.everywhere or op.kind.unit_wide:
             return tuple(range(placement.ranks))
         if op.kind is Kind.TIE:
             return tuple(sorted({rank for stage in self.tying for rank in placement.holders(stage)}))
@@ -367,8 +370,10 @@ class Program:
         return self.ties or self.placement.ends
 
     def holders(self, op: Op) -> int:
-        """How many ranks, over all replicas of the pipeline, meet in a collective."""
-        return self.dp * len(self.members(op))
+        """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
+        if op.kind is Kind.REDUCE_V:
+            return self.dp
+        return (1 if op.kind.unit_wide else self.dp) * len(self.members(op))
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

@@ -43,6 +43,17 @@ class Kind(StrEnum):
     RELEASE = "RELEASE"  # wait for that copy, then let go of what F keeps on the device
     RELOAD = "RELOAD"  # take the memory again and start copying back; the B or BW that needs it waits
     GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
+    # An output layer and an embedding whose words all ranks share out. What starts goes on; who needs the result waits.
+    SPREAD = "SPREAD"  # start sending the last stage's output to all ranks
+    S = "S"  # logits of this rank's words: their maximum, sum of exp and target's; with 1 sum its part of the gradient
+    MEET = "MEET"  # start combining over all ranks what S made; with 1 sum that gives B of the last stage its gradient
+    T = "T"  # gradient of this rank's rows of the output layer; with 2 sums also its part of the last stage's gradient
+    SUM = "SUM"  # 2 sums: start adding up those parts on the last stage's rank, whose B waits
+    I = "I"  # look up this rank's words  # noqa: E741
+    GIVE = "GIVE"  # start adding up what was looked up on the first stage's rank, whose F waits
+    TAKE = "TAKE"  # start sending the gradient of the first stage's input to all ranks
+    E = "E"  # add it to the gradient of this rank's rows of the embedding
+    REDUCE_V = "REDUCE v"  # start summing the gradients of this rank's rows over all replicas; VALIDATE waits
     FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
@@ -61,6 +72,7 @@ class Kind(StrEnum):
     stage_wide: bool  # once per stage, on each rank that holds it
     rank_wide: bool  # once per rank
     everywhere: bool  # once on every rank
+    unit_wide: bool  # once on every rank for each unit: ranks of one replica meet
     takes: At | None  # on which edges of its stage it reads: SOURCES, SINKS; None where it reads on none
     gives: At | None  # the same of what it writes
     makes_part: bool  # its result is a share of the gradients of its stage's weights
@@ -96,6 +108,8 @@ class At(Enum):
     LATER = "of the slice after, if there is one"
     UNITS = "all units of the stage on this rank"
     STAGES = "all stages of this rank"
+    FIRST = "of the first stage, by an op of it, or by one of every rank on the rank that holds it"
+    LAST = "of the last stage, likewise"
     ENDS = "the first and the last stage, as far as they are on this rank"
     RANK_BEFORE = "of the rank before, if there is one"
     RANK_AFTER = "of the rank after, if there is one"
@@ -109,9 +123,12 @@ class Ref(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a rank can have: of a unit (stage, microbatch, slice), an edge between stages, a stage, or of itself."""
+    """What a rank can have: of a unit (stage, microbatch, slice), an edge between stages, a stage, or of itself.
 
-    scope: str  # "edge", "unit", "stage", "rank"
+    A "share" is of a rank and a slice of a microbatch: what each rank has of a layer that all share.
+    """
+
+    scope: str  # "edge", "unit", "share", "stage", "rank"
     memory: str = ""  # category of the ledger; "" for what takes no memory of its own
     stays: bool = False  # may be there when the step is over
     text: str = ""  # for messages
@@ -125,6 +142,20 @@ VALUES = {
     "host": Value("unit", "host", text="what F leaves for B, on the host"),
     "kv": Value("unit", "kv", text="keys and values that later slices attend to"),
     "dkv": Value("unit", "kv", text="gradients of keys and values, from later slices"),
+    "top": Value("share", text="the output of the last stage, for the words of all ranks"),
+    "hidden": Value("share", text="the output of the last stage, on a rank that holds words"),
+    "logits": Value("share", text="the logits of a rank's words"),
+    "sums": Value("share", text="what S made of a rank's words"),
+    "stats": Value("share", text="what all words come to together"),
+    "dtop": Value("share", text="a rank's part of the gradient of the last stage's output"),
+    "turn": Value("share", text="the gradient of the last stage's output, from the words of all ranks"),
+    "words": Value("share", text="what a rank looked up"),
+    "input": Value("share", text="the input of the first stage, from the words of all ranks"),
+    "bottom": Value("share", text="the gradient of the first stage's input"),
+    "dinput": Value("share", text="the gradient of the first stage's input, on a rank that holds words"),
+    "outpart": Value("share", stays=True, text="one microbatch's share of the gradient of a rank's output rows"),
+    "inpart": Value("share", stays=True, text="one microbatch's share of the gradient of a rank's embedding rows"),
+    "pooled": Value("rank", stays=True, text="gradients of a rank's rows, summed over all replicas"),
     "part": Value("unit", stays=True, text="one microbatch's share of the gradients of a stage's weights"),
     "weights": Value("stage", stays=True, text="the weights of a stage, whole"),
     "shard": Value("stage", stays=True, text="what an optimizer step makes: weights, or this rank's share of them"),
@@ -329,6 +360,74 @@ ROWS: dict[Kind, Row] = {
     ),
     Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights")),
 }
+# ---- a vocabulary that all ranks share
+_EVERY = Scope.EVERY
+ROWS |= {
+    Kind.SPREAD: Row(
+        _EVERY, _COLLECTIVE, reads=_refs("top@LAST"), writes=_refs("hidden"), frees=_refs("top@LAST"), cost="spread"
+    ),
+    Kind.S: Row(
+        _EVERY,
+        _COMPUTE,
+        reads=_refs("hidden"),
+        writes=_refs("logits sums"),
+        cost="s",
+        look=_look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
+    ),
+    Kind.MEET: Row(
+        _EVERY,
+        _COLLECTIVE,
+        reads=_refs("sums"),
+        writes=_refs("stats turn@LAST"),
+        frees=_refs("sums"),
+        cost="meet",
+    ),
+    Kind.T: Row(
+        _EVERY,
+        _COMPUTE,
+        reads=_refs("hidden logits stats"),
+        writes=_refs("outpart"),
+        frees=_refs("hidden logits stats"),
+        cost="t",
+        look=_look("U", "gradient of a rank's words", "#d0bde3", (183,)),
+    ),
+    Kind.SUM: Row(_EVERY, _COLLECTIVE, reads=_refs("dtop"), writes=_refs("turn@LAST"), frees=_refs("dtop"), cost="sum"),
+    Kind.I: Row(
+        _EVERY,
+        _COMPUTE,
+        writes=_refs("words"),
+        cost="i",
+        look=_look("I", "look-up of a rank's words", "#6f6a7d", (60,), "#ffffff"),
+    ),
+    Kind.GIVE: Row(
+        _EVERY, _COLLECTIVE, reads=_refs("words"), writes=_refs("input@FIRST"), frees=_refs("words"), cost="give"
+    ),
+    Kind.TAKE: Row(
+        _EVERY,
+        _COLLECTIVE,
+        reads=_refs("bottom@FIRST"),
+        writes=_refs("dinput"),
+        frees=_refs("bottom@FIRST"),
+        cost="take",
+    ),
+    Kind.E: Row(
+        _EVERY,
+        _COMPUTE,
+        reads=_refs("dinput"),
+        writes=_refs("inpart"),
+        frees=_refs("dinput"),
+        cost="e",
+        look=_look("N", "gradient of looked-up words", "#f7f7fb", (231,)),
+    ),
+    Kind.REDUCE_V: Row(
+        _RANK,
+        _COLLECTIVE,
+        reads=_refs("outpart@UNITS inpart@UNITS"),
+        writes=_refs("pooled"),
+        cost="pool",
+        look=_look("Y", "sum of words' gradients", "#b9a7cf", (146,)),
+    ),
+}
 Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
 
 # Where weights come and go within a step, STEP updates this rank's share alone, which is there from the start.
@@ -339,6 +438,32 @@ SHARDED_ROWS: Rows = ROWS | {
 }
 # The same where W needs the weights, too: of layers that keep a graph of their own.
 SHARDED_ROWS_WITH_W: Rows = SHARDED_ROWS | {Kind.W: ROWS[Kind.W]._replace(reads=_refs("left weights"))}
+
+
+def _also(kind: Kind, *, reads: str = "", writes: str = "", frees: str = "") -> Row:
+    """A row with more references."""
+    row = ROWS[kind]
+    return row._replace(
+        reads=row.reads + _refs(reads), writes=row.writes + _refs(writes), frees=row.frees + _refs(frees)
+    )
+
+
+_TURN = {"reads": "turn@LAST", "frees": "turn@LAST", "writes": "bottom@FIRST"}
+# Where all ranks share the vocabulary: its ends of the pipeline wait for all of them. By the number of sums.
+VOCABULARY_ROWS: dict[int, Rows] = {
+    1: ROWS
+    | {
+        Kind.F: _also(Kind.F, reads="input@FIRST", frees="input@FIRST", writes="top@LAST"),
+        Kind.B: _also(Kind.B, **_TURN),
+        Kind.BW: _also(Kind.BW, **_TURN),
+        Kind.VALIDATE: _also(Kind.VALIDATE, reads="outpart@UNITS inpart@UNITS pooled"),
+    }
+}
+VOCABULARY_ROWS[2] = VOCABULARY_ROWS[1] | {
+    Kind.MEET: ROWS[Kind.MEET]._replace(writes=_refs("stats")),
+    Kind.T: _also(Kind.T, writes="dtop"),
+}
+VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
 COUNTED = frozenset({Kind.GATHER, Kind.FREE})  # may stand several times in a step; `Op.mb` counts them
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
@@ -359,10 +484,11 @@ def _answer(kind: Kind, row: Row) -> None:
     kind.is_mark = row.lane is Lane.MARK
     kind.is_collective = row.lane is Lane.COLLECTIVE
     kind.is_barrier = row.blocks
-    kind.sums = kind.is_collective and not row.blocks and any(ref.what == "part" for ref in row.reads)
+    kind.sums = kind.is_collective and not row.blocks and any(ref.what in ("part", "outpart") for ref in row.reads)
     kind.stage_wide = row.scope is Scope.STAGE
     kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
     kind.everywhere = kind.rank_wide and not any(ref.at is At.ENDS for ref in row.reads)
+    kind.unit_wide = row.scope is Scope.EVERY
     kind.takes, kind.gives = _side(row.reads), _side(row.writes)
     kind.makes_part = any(ref.what == "part" for ref in row.writes)
 

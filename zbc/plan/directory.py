@@ -33,6 +33,7 @@ from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
 from zbc.plan.manifest import RampPlan as RampPlan
 from zbc.plan.manifest import RankPlan as RankPlan
+from zbc.plan.manifest import Words as Words
 from zbc.plan.manifest import rank_file as rank_file
 from zbc.plan.manifest import sha
 from zbc.plan.reading import REPLAN
@@ -93,6 +94,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         run.order,
         m.resident,
         m.with_w,
+        0 if m.vocabulary is None else m.vocabulary.sums,
     )
 
 
@@ -116,8 +118,10 @@ def assemble(
     training: Mapping[str, Any],
     ramp: Sequence[RampPlan] = (),
     cuts: Sequence[int] = (),
+    words: Sequence[int] = (),
 ) -> tuple[Manifest, dict[str, str]]:
-    """The manifest of a program and the text of every rank file."""
+    """The manifest of a program and the text of every rank file; `words` is where the rows of each rank begin in a
+    vocabulary that all share, and its end."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
     seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
     identity = hashlib.sha256(seed.encode())
@@ -157,6 +161,7 @@ def assemble(
         order=list(program.order),
         ramp=list(ramp),
         cuts=list(cuts),
+        vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
     return manifest, files
 

@@ -16,7 +16,7 @@ from zbc.topology import Topology
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
-OPTIONAL = frozenset({"cuts"})  # fields that stand in a manifest only where they say something
+OPTIONAL = frozenset({"cuts", "vocabulary"})  # fields that stand in a manifest only where they say something
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -41,6 +41,13 @@ class RampPlan(_Strict):
     microbatches: Count
     steps: Count
     sha256: str  # of its manifest
+
+
+class Words(_Strict):
+    """How all ranks share an output layer and an embedding: rank r has the words [rows[r], rows[r + 1]) of both."""
+
+    sums: Annotated[int, Field(ge=1, le=2)]  # per unit, in its middle
+    rows: list[Index]
 
 
 class Manifest(_Strict):
@@ -73,6 +80,7 @@ class Manifest(_Strict):
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
+    vocabulary: Words | None = None  # absent where the first and the last stage have it
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
     order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered
     ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
@@ -86,7 +94,7 @@ class Manifest(_Strict):
 
     def _plain(self) -> dict[str, Any]:
         """All but the sha256, as it is written."""
-        return self.model_dump(mode="json", exclude={"sha256"} if self.cuts else {"sha256", *OPTIONAL})
+        return self.model_dump(mode="json", exclude={"sha256", *(name for name in OPTIONAL if not getattr(self, name))})
 
     @property
     def topology(self) -> Topology:

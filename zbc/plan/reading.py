@@ -30,6 +30,7 @@ from zbc.plan.manifest import (
 )
 from zbc.topology import Topology
 
+_KINDS = frozenset(kind.value for kind in Kind)
 REPLAN = "make it again with `zbc plan JOB.toml`"
 
 
@@ -59,7 +60,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
     _check_shape(path, manifest)
-    unknown = [name for name in manifest.capabilities if name not in Kind.__members__ and name != SLICES]
+    unknown = [name for name in manifest.capabilities if name not in _KINDS and name != SLICES]
     if unknown:
         text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
         raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")

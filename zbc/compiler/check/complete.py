@@ -15,10 +15,11 @@ from zbc.compiler.check.copies import copy_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
 from zbc.compiler.check.resident import resident_problems
+from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import COUNTED, VALUES, Kind, Lane, Scope
+from zbc.ops import COUNTED, VALUES, VOCABULARY, Kind, Lane, Scope
 
 
 def check_complete(program: Program) -> None:
@@ -34,8 +35,8 @@ def check_complete(program: Program) -> None:
 def complete_problems(g: Graph) -> Iterator[ZbcError]:
     """The problems of `check_complete`, one by one."""
     yield from _outside(g)
-    if copies := list(copy_problems(g)):
-        yield from copies
+    if problems := [*copy_problems(g), *vocabulary_problems(g)]:
+        yield from problems
         return
     if not _units_are_whole(g):
         units = _Units(g)
@@ -59,8 +60,11 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         op = g.ops[i]
         if code != "E202":
             continue
-        if op.kind in _NOTHING and op.stage in range(placement.stages):
-            text = f"program: {op} has nothing to work on: {_NOTHING[op.kind]}"
+        why = _NOTHING.get(op.kind)
+        if op.kind in VOCABULARY and not program.vocabulary:
+            why = "the first and the last stage hold the vocabulary"
+        if why and op.stage in range(placement.stages) and op.mb < program.microbatches:
+            text = f"program: {op} has nothing to work on: {why}"
         else:
             size = f"{placement.stages} stages, {program.microbatches} microbatches"
             size += f", {len(placement.pipes)} pipes" if op.pipe else ""
@@ -73,6 +77,8 @@ _NOTHING = {
     Kind.TIE: "no weight is shared by two stages",
     Kind.GATHER: "no stage is stepped in parts",
     Kind.FREE: "weights stay",
+    Kind.SUM: "the ranks that share the vocabulary sum once, in MEET",
+    Kind.REDUCE_V: "there is one replica, or stages hold the vocabulary",
 }
 
 
@@ -141,7 +147,7 @@ class _Units:
         self.again: list[tuple[int, int]] = []
         outside = {i for i, code in g.lost if code == "E202"}
         for i, op in enumerate(g.ops):
-            if op.kind.computes and i not in outside:
+            if op.kind.computes and not op.kind.unit_wide and i not in outside:
                 first = self.at.setdefault(op, i)
                 if first != i:
                     self.again.append((i, first))
@@ -309,7 +315,8 @@ def _wide_ops(program: Program) -> Iterator[Op]:
     """The step-level ops a program may have: those of ranks, then stage by stage."""
     renews = program.sharded and not program.resident
     gathers = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
-    yield from (Op(kind, 0) for kind in Kind if kind.rank_wide and (kind is not Kind.TIE or program.tied))
+    absent = {kind for kind, there in ((Kind.TIE, program.tied), (Kind.REDUCE_V, program.vocabulary)) if not there}
+    yield from (Op(kind, 0) for kind in Kind if kind.rank_wide and kind not in absent)
     for stage in range(program.placement.stages):
         yield from (Op(kind, stage) for kind in gathers)
 
@@ -317,6 +324,7 @@ def _wide_ops(program: Program) -> Iterator[Op]:
 _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
     Kind.TIE: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
+    Kind.REDUCE_V: "every rank sums the gradients of its words over the replicas, after its last T and E",
     Kind.GATHER: "one GATHER for each stage a rank holds, after its STEP or TENTATIVE",
     Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",

@@ -15,7 +15,20 @@ from copy import copy
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import ROWS, SHARDED_ROWS, SHARDED_ROWS_WITH_W, VALUES, At, Lane, Ref, Row, Rows, Scope
+from zbc.ops import (
+    ROWS,
+    SHARDED_ROWS,
+    SHARDED_ROWS_WITH_W,
+    VALUES,
+    VOCABULARY,
+    VOCABULARY_ROWS,
+    At,
+    Lane,
+    Ref,
+    Row,
+    Rows,
+    Scope,
+)
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
@@ -173,6 +186,8 @@ class Layout:
             return self.shares[stage] and (self.closed or Kind.REDUCE in self.kinds)
         if what == "tied":
             return self.tied
+        if what == "pooled":
+            return self.program.dp > 1
         return what not in ("kv", "dkv") or self.slices > 1
 
     def column(self, key: CellKey, width: int) -> int:
@@ -222,6 +237,8 @@ class Layout:
             return "E202"
         if kind is Kind.FREE and not self.program.resident:
             return "E202"
+        if kind in VOCABULARY and not self._has(kind):
+            return "E202"
         unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY
         if row.scope is Scope.UNIT and self.pipes[pipe][stage] != rank:
             return "E205"
@@ -250,6 +267,11 @@ class Layout:
             slice=part,
         )
 
+    def _has(self, kind: Kind) -> bool:
+        """Whether the program shares a vocabulary in a way that takes this kind."""
+        sums = self.program.vocabulary
+        return sums > 0 and (kind is not Kind.SUM or sums == 2) and (kind is not Kind.REDUCE_V or self.program.dp > 1)
+
     def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
         """The cells of one reference of a row, of microbatch 0; none for what does not exist, unless it is `made`."""
         (what, at), scope = ref, VALUES[ref.what].scope
@@ -262,6 +284,8 @@ class Layout:
                 return []
             shift = -1 if at is At.EARLIER else 0
             return [self.column(CellKey(what, who.pipe, who.stage), self.width) + who.part + shift]
+        if scope == "share":
+            return [self.column(CellKey(what, who.rank, 0), self.width) + who.part] if self._is_at(at, who) else []
         if scope == "stage":
             return [self.column(CellKey(what, who.rank, who.stage), 1)]
         if at in (At.RANK_BEFORE, At.RANK_AFTER):
@@ -275,6 +299,13 @@ class Layout:
         """Whether an op has to do with the weights that stages share."""
         by_stage = who.row.scope is Scope.STAGE
         return who.stage in self.program.tying if by_stage else who.rank in tying(self.program)
+
+    def _is_at(self, at: At, who: _Who) -> bool:
+        """Whether an op has to do with the end of the pipeline that a reference names."""
+        if at not in (At.FIRST, At.LAST):
+            return True
+        ends = [s for s in range(self.stages) if not (self.sources if at is At.FIRST else self.sinks)[s]]
+        return any(self.pipes[0][s] == who.rank and (who.row.scope is not Scope.UNIT or who.stage == s) for s in ends)
 
     def _edges(self, who: _Who, at: At) -> list[int]:
         """The edges into or out of an op's stage; of a transfer those that lead to another rank."""
@@ -304,6 +335,8 @@ class Layout:
 
     def _group(self, ref: Ref, rank: int, stage: int) -> list[tuple[int, int]]:
         """The columns of all that a row of a whole stage or rank reads."""
+        if VALUES[ref.what].scope == "share":
+            return [(self.column(CellKey(ref.what, rank, 0), self.width), self.width)]
         if ref.at is At.UNITS:
             mine = [stage]
         else:
@@ -337,7 +370,9 @@ def members(program: Program, kind: Kind, stage: int) -> set[int]:
 
 
 def rows_of(program: Program) -> Rows:
-    """The rows of a program's ops: they depend on whether its weights come and go."""
+    """The rows of a program's ops: they depend on whether its weights come and go, and who holds its vocabulary."""
+    if program.vocabulary:
+        return VOCABULARY_ROWS[program.vocabulary]
     if not program.resident:
         return ROWS
     return SHARDED_ROWS_WITH_W if program.with_w else SHARDED_ROWS

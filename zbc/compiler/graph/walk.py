@@ -182,7 +182,8 @@ class _Walk:
         """The event of a collective or a copy: it follows those of its lane and rank, and the nodes it waits for."""
         own = (lanes.rank, *op)
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
-        e = self._meet((*(tuple(op) if op.kind.is_collective else own), count), i)
+        met = op.kind.is_collective and op.kind is not Kind.REDUCE_V  # whose replicas are not in this program
+        e = self._meet((*(tuple(op) if met else own), count), i)
         self.edges[e] += [w for w in waits if w >= 0]
         queue = Lane.OUT if lane is Lane.BACK else lane  # a rank copies one thing at a time, out or back
         if queue in lanes.queue:
@@ -279,7 +280,7 @@ class _Walk:
         g = self.g
         for event, ops in g.met.items():
             kind, stage = g.ops[ops[0]][:2]
-            if kind.is_collective:
+            if kind.is_collective and kind is not Kind.REDUCE_V:
                 there = {g.rank(i) for i in ops}
                 away = sorted(members(g.program, kind, stage) - there)
                 if away:

@@ -1,0 +1,82 @@
+"""A vocabulary that all ranks share: each has its ops once for each unit, in their order, and all meet in one order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zbc.compiler.check import check_all
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import simulate
+from zbc.errors import Problems, ZbcError
+from zbc.ir import Op, Placement, Program
+
+ONE = (
+    "I m0, GIVE m0, F s0 m0, SPREAD m0, S m0, MEET m0, T m0, BW s0 m0, TAKE m0, E m0",
+    "I m0, GIVE m0, F s1 m0, SPREAD m0, S m0, MEET m0, BW s1 m0, T m0, TAKE m0, E m0",
+)
+TWO = tuple(
+    text.replace("T m0, BW s0", "T m0, SUM m0, BW s0").replace("BW s1 m0, T m0", "T m0, SUM m0, BW s1 m0")
+    for text in ONE
+)
+
+
+def program(ranks, sums=1, m=1, **how):
+    lists = tuple(tuple(Op.parse(text.strip()) for text in one.split(",")) for one in ranks)
+    return Program(Placement.linear(2), m, lists, ("test",), vocabulary=sums, **how)
+
+
+def times(ranks, sums=1, m=1):
+    one = program(ranks, sums, m)
+    check_all(one)
+    return simulate(one, Costs.uniform(one.placement).with_ms(s=(0.25, 0.25), t=(0.5, 0.5), meet=(0.125, 0.125)))
+
+
+def test_the_last_backward_waits_for_all_ranks():
+    found = {(span.rank, str(span.op)): (span.start, span.end) for span in times(ONE)}
+    assert found[0, "S m0"] == found[1, "S m0"] == (2.0, 2.25)
+    assert found[1, "BW s1 m0"] == (2.375, 4.375) and found[0, "T m0"] == (2.375, 2.875)
+    found = {(span.rank, str(span.op)): (span.start, span.end) for span in times(TWO, 2)}
+    assert found[1, "T m0"] == (2.375, 2.875) and found[1, "BW s1 m0"][0] == 2.875
+
+
+WRONG = {
+    "swapped": (0, "S m0, MEET m0", "MEET m0, S m0", "MEET m0 comes before S m0, which it needs"),
+    "no meeting": (0, "MEET m0, ", "", "rank 0 never runs MEET m0"),
+    "a hasty backward": (1, "MEET m0, BW s1 m0", "BW s1 m0, MEET m0", "BW s1 m0 comes before MEET m0"),
+    "a hasty forward": (0, "GIVE m0, F s0 m0", "F s0 m0, GIVE m0", "F s0 m0 comes before GIVE m0"),
+    "twice": (1, "E m0", "E m0, E m0", "E m0 runs a second time on rank 1"),
+    "no share": (1, "T m0, ", "", "rank 1 never runs T m0"),
+    "spread too early": (1, "F s1 m0, SPREAD m0", "SPREAD m0, F s1 m0", "SPREAD m0 comes before F s1 m0"),
+    "taken too early": (0, "BW s0 m0, TAKE m0", "TAKE m0, BW s0 m0", "TAKE m0 comes before BW s0 m0"),
+    "a sum too many": (0, "TAKE m0", "SUM m0, TAKE m0", "SUM m0 has nothing to work on"),
+    "out of range": (0, "E m0", "E m0, E m1", "outside the program"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_faults_are_named(case):
+    rank, old, new, text = WRONG[case]
+    ranks = [*ONE]
+    ranks[rank] = f"{ranks[rank]}".replace(f", {old}", f", {new}") if old != ONE[rank][: len(old)] else ranks[rank]
+    assert ranks != [*ONE]
+    with pytest.raises((ZbcError, Problems)) as caught:
+        check_all(program(ranks))
+    assert text in str(caught.value)
+
+
+def test_without_a_shared_vocabulary_its_ops_have_nothing_to_work_on():
+    with pytest.raises(ZbcError, match="S m0 has nothing to work on: the first and the last stage hold the vocabulary"):
+        check_all(replace(program(ONE), vocabulary=0))
+
+
+def test_ranks_that_meet_in_two_orders_never_finish():
+    m0, m1 = ([text.replace("m0", mb) for text in ONE] for mb in ("m0", "m1"))
+    both = [f"{a}, {b}" for a, b in zip(m0, m1, strict=True)]
+    check_all(program(both, m=2))
+    crossed = [both[0], both[1].replace("I m0, GIVE m0, F s1 m0", "I m0, I m1, GIVE m1, GIVE m0, F s1 m0")]
+    crossed[1] = crossed[1].replace("E m0, I m1, GIVE m1, ", "E m0, ")
+    with pytest.raises(ZbcError) as caught:
+        check_all(program(crossed, m=2))
+    assert caught.value.code == "E201"

@@ -1,0 +1,51 @@
+"""Whether every rank runs its share of a vocabulary once for each slice of each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbc.compiler.graph import Graph
+from zbc.errors import ZbcError
+from zbc.ir import Op
+from zbc.ops import Kind
+
+
+def kinds_of(sums: int) -> list[Kind]:
+    """What each rank runs for each unit, in the order of their needs."""
+    return [kind for kind in Kind if kind.unit_wide and (kind is not Kind.SUM or sums == 2)]
+
+
+def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
+    """E202: ops of units that all ranks run are missing or repeated."""
+    program = g.program
+    if not program.vocabulary or _whole(g):
+        return
+    for rank in range(program.placement.ranks):
+        first = dict[Op, int]()
+        for i in g.mine(rank):
+            op = g.ops[i]
+            if not op.kind.unit_wide:
+                continue
+            if op in first:
+                text = f"program: {op} runs a second time on rank {rank}"
+                details = [f"first at {g.text(first[op])}"]
+                yield ZbcError("E202", text, where=g.where(i), hint="drop one", details=details)
+            first.setdefault(op, i)
+        for kind in kinds_of(program.vocabulary):
+            for mb in range(program.microbatches):
+                for part in range(program.slices):
+                    op = Op(kind, 0, mb, 0, part)
+                    if op not in first:
+                        text = f"program: rank {rank} never runs {op}"
+                        yield ZbcError("E202", text, hint="every rank has a share of each microbatch's words: add it")
+
+
+def _whole(g: Graph) -> bool:
+    """Whether there is nothing to say, by numbers alone."""
+    program = g.program
+    wanted = len(kinds_of(program.vocabulary)) * program.microbatches * program.slices
+    for rank in range(program.placement.ranks):
+        mine = [g.ops[i] for i in g.mine(rank) if g.ops[i].kind.unit_wide]
+        if len(mine) != wanted or len(set(mine)) != wanted:
+            return False
+    return not any(g.ops[i].kind.unit_wide for i, _ in g.lost)
