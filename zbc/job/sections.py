@@ -174,10 +174,10 @@ class GivenCosts(Section):
     def replaced(cls, given: Mapping[str, Any]) -> set[str]:
         """Keys that a profile takes the place of: all numbers, where op times are among those that are `given`.
 
-        But for `overlap`, which no profile measures. A transfer that is given alone, say, goes with a profile.
+        But for `overlap`, which no profile measures, and `offload`, which few do. A transfer that is given alone, say, goes with a profile.
         """
         timed = any(given.get(key) is not None for key in ("f", "b", "w"))
-        return cls.model_fields.keys() - {"overlap", "profile"} if timed else set()
+        return cls.model_fields.keys() - {"offload", "overlap", "profile"} if timed else set()
 
 
 class Memory(Section):
