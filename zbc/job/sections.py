@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -185,8 +185,8 @@ class Memory(Section):
 
     activations: str | dict[str, str] = Field(
         "keep",
-        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": recompute '
-        'where memory forces it; all stages or some: { 0 = "recompute" }',
+        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": the fastest '
+        'of these; all stages or some: { 0 = "recompute" }',
     )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -209,10 +209,15 @@ class Memory(Section):
 
     def decided(self, recompute: Collection[int], stages: int) -> Memory:
         """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""
+        return self.with_choice(["recompute" if s in recompute else "keep" for s in range(stages)])
+
+    def with_choice(self, choice: Sequence[str]) -> Memory:
+        """With what each stage is to do in place of "auto"."""
         if "auto" not in self.chosen():
             return self
-        each = {s: "recompute" if s in recompute else self.of(s) for s in range(stages)}
-        chosen = {str(s): what for s, what in each.items() if what not in ("keep", "auto")}
+        stages, own = len(choice), [self.of(s) for s in range(len(choice))]
+        each = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
+        chosen = {str(s): what for s, what in enumerate(each) if what != "keep"}
         alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
         return self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
 

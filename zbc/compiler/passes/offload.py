@@ -27,10 +27,23 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
-ROUNDS = 6  # of timing and choosing again
+ROUNDS, BRIEF = 6, 2  # of timing and choosing again
 LEADS = (1.0, 1.6)  # how much longer than it takes a copy back is booked for
 LARGE = 100_000  # ops beyond which fewer lists are tried
 LOWER = 8  # smaller limits that are tried too, so that more room is not slower
+
+
+class TooTight(ZbcError):
+    """E303; `least` is the smallest limit that works for this order, as a multiple of what 1F1B holds."""
+
+    def __init__(self, text: str, least: float) -> None:
+        super().__init__("E303", text, hint=f"the smallest that works for this order is {enough(least)}")
+        self.least = least
+
+
+def enough(least: float) -> str:
+    """A `memory_limit` that is no less."""
+    return f'memory_limit = "{at_least(least, 6)}x"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class Offload:
     stages: frozenset[int]
     objective: str = "makespan"
     counted: Costs | None = None
+    quick: bool = False  # a first look: one way of booking, a few rounds, no smaller limits
 
     name: ClassVar[str] = "offload"
 
@@ -57,7 +71,7 @@ class Offload:
         plain = context.step_ms(self.objective)
         best: tuple[float, float, Program] | None = None
         for limits in self._limits(views, program.size):
-            found = _best(program, context, views, limits, self.objective, plain)
+            found = self._best(program, context, views, limits, plain)
             if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
                 best = found
             if best[0] <= plain + EPS:
@@ -68,7 +82,7 @@ class Offload:
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
         """Its own limits and smaller ones, which keep to them as well: eighths of what ranks hold without copies."""
         found = [self.limits]
-        for eighths in range(LOWER - 1, 0, -1) if size < LARGE // 10 else ():
+        for eighths in range(LOWER - 1, 0, -1) if size < LARGE // 10 and not self.quick else ():
             lower = tuple(
                 min(limit, max(view.floor, max(view.base) * eighths / LOWER))
                 for view, limit in zip(views, self.limits, strict=True)
@@ -85,35 +99,33 @@ class Offload:
                 f"does not fit: rank {rank} needs {short(floors[rank])} activation units with all away that can, the "
                 f"limit is {short(self.limits[rank])}"
             )
-            enough = at_least(max(floors) / len(views), 6)
-            raise ZbcError("E303", text, hint=f'the smallest that works for this order is memory_limit = "{enough}x"')
+            raise TooTight(text, max(floors) / len(views))
 
-
-def _best(
-    program: Program, context: Context, views: Sequence[View], limits: Sequence[float], objective: str, plain: float
-) -> tuple[float, float, Program]:
-    """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
-    best: tuple[float, float, Program] | None = None
-    rounds = ROUNDS if program.size < LARGE else 2
-    ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
-    for lead, book in ways if program.size < LARGE else ways[:1]:
-        timeline, seen = context.timeline, float("inf")
-        for _ in range(rounds):
-            for view in views:
-                view.set(timeline)
-            ranks = [
-                assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
-                for view, limit in zip(views, limits, strict=True)
-            ]
-            found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
-            step = found.step_ms(objective)
-            moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
-            if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
-                best = step, moved, found.program
-            if step <= plain + EPS or step >= seen - EPS:
+    def _best(
+        self, program: Program, context: Context, views: Sequence[View], limits: Sequence[float], plain: float
+    ) -> tuple[float, float, Program]:
+        """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
+        best: tuple[float, float, Program] | None = None
+        brief = self.quick or program.size >= LARGE
+        ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
+        for lead, book in ways[:1] if brief else ways:
+            timeline, seen = context.timeline, float("inf")
+            for _ in range(BRIEF if brief else ROUNDS):
+                for view in views:
+                    view.set(timeline)
+                ranks = [
+                    assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
+                    for view, limit in zip(views, limits, strict=True)
+                ]
+                found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
+                step = found.step_ms(self.objective)
+                moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
+                if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
+                    best = step, moved, found.program
+                if step <= plain + EPS or step >= seen - EPS:
+                    break
+                seen, timeline = step, found.timeline
+            if best is not None and best[0] <= plain + EPS:
                 break
-            seen, timeline = step, found.timeline
-        if best is not None and best[0] <= plain + EPS:
-            break
-    assert best is not None
-    return best
+        assert best is not None
+        return best

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.device import Survival, survival
+from zbc.compiler.cost.copies import share_of
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory import host
@@ -351,10 +352,8 @@ def _copied(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | 
         waited += max(0.0, timeline.end[event] - max([timeline.end[graph.before[i]], *others]))
     forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
     moved = sum(op.kind is Kind.OFFLOAD for op in events.values())
-    work = max(timeline.busy(r) for r in range(timeline.ranks)) / program.microbatches
-    out = max(costs.total("out", program.placement.stages_of(r)) for r in range(timeline.ranks))
     hidden = 1 - waited / copying if copying else 1.0
-    return CopyReport(moved / forwards, copying, waited, hidden, out / work)
+    return CopyReport(moved / forwards, copying, waited, hidden, share_of(costs, program.placement))
 
 
 def _waiting(graph: Graph) -> dict[tuple[Kind, Key], int]:
