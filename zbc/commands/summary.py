@@ -52,7 +52,7 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
     yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
     yield indented(_ranks(report, verbose=verbose))
     if compiled.found.weighed:
-        yield labelled("kept", *_weighed(compiled))
+        yield labelled("weighed", *_weighed(compiled))
     if report.copied is not None:
         yield labelled("copies", *_copies(report))
     if verbose and report.bytes_known:

@@ -22,23 +22,24 @@ from zbc.ir import Placement
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
 AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
 ON_THE_WAY = 0.75  # units that copies need beside it
-FINALISTS = 3  # orders that get more than a first look
+FINALISTS, NEAR = 3, 1.1  # orders that get more than a first look, and how long their step may be beside the first
 RETRIES = 4  # with less for activations, until what is on its way fits as well
-SAME = 1e-12
+SAME, TINY = 1e-12, 1e-9
+INF = float("inf")
 
 
-def planned(setup: Setup, budget: float | None = None, **search: Any) -> Ordered:
+def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
     """As `Setup.make`, or where activations may move and memory is limited, the best that keeps to it by moving.
 
-    Raises E303 where none can. Where tensors on their way need more of the device than was left for them, activations
-    get that much less.
+    Orders that take `beat` ms without copies are not looked at if there are others. Where tensors on their way need more
+    of the device than was left for them, activations get that much less. Raises E303 where no order keeps to the limit.
     """
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):
         return setup.make(budget, **search)
     orders = list(_orders(setup, units, setup.schedule.budget if budget is None else budget, search))
     for _ in range(RETRIES):
-        best = _fastest(setup, orders, units)
+        best = _fastest(setup, orders, units, beat)
         if device is None or not setup.limit.unit:
             break
         over = [max(0.0, rank.bytes - device) for rank in best.memory]
@@ -94,7 +95,7 @@ def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
     return replace(setup, limit=replace(setup.limit, costs=thin, units=room))
 
 
-def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...]) -> Ordered:
+def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], beat: float) -> Ordered:
     """Of orders that keep to so many units by moving, the fastest that fits; else the one that is least too large.
 
     Raises E303 where no order can.
@@ -105,21 +106,23 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...]) 
     def look(order: Ordered, *, quick: bool) -> None:
         one = replace(order, lowering=_moving(setup, units, quick=quick))
         try:
-            over = max(0.0, excess(job, one.memory, one.costs))
+            over = excess(job, one.memory, one.costs)
         except TooTight as error:
             refused.append(error)
             return
-        found.append((over, one.step_ms(job), one))
+        found.append((over if over > TINY else 0.0, one.step_ms(job), one))
 
     plain = sorted(((order.step_ms(job), k) for k, order in enumerate(orders)))
     for least, k in plain:
-        if not any(over == 0 and step <= least * (1 + SAME) for over, step, _ in found):
+        known = min((step for over, step, _ in found if not over), default=INF)
+        if not found or least < min(known, beat) * (1 - SAME):
             look(orders[k], quick=True)
     if not found:
         raise min(refused, key=lambda error: error.least)
-    for _, step, one in sorted(found, key=lambda entry: entry[:2])[:FINALISTS]:
+    ranked = sorted(found, key=lambda entry: entry[:2])
+    for _, step, one in ranked[:FINALISTS]:
         alone = replace(one, lowering=Lowering.of(job))
-        if step > alone.step_ms(job) * (1 + SAME):
+        if alone.step_ms(job) * (1 + SAME) < step < NEAR * ranked[0][1]:
             look(alone, quick=False)
     return min(found, key=lambda entry: entry[:2])[2]
 

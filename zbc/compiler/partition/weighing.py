@@ -103,7 +103,7 @@ class _Weighing(Best):
 
         def make() -> Ordered:
             if moves(job, one.placement):
-                return planned(one.setup(one.start), budget)
+                return planned(one.setup(one.start), budget, beat=self.step)
             return auto.best_of_one(job, one.table, one.schedule, one.v, budget)
 
         return self.take(_name(memory, stages), lambda: replace(make(), activations=memory))

@@ -71,7 +71,8 @@ class Offload:
         plain = context.step_ms(self.objective)
         best: tuple[float, float, Program] | None = None
         for limits in self._limits(views, program.size):
-            found = self._best(program, context, views, limits, plain)
+            brief = self.quick or limits != self.limits or program.size >= LARGE
+            found = self._best(program, context, views, limits, brief=brief)
             if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
                 best = found
             if best[0] <= plain + EPS:
@@ -102,11 +103,12 @@ class Offload:
             raise TooTight(text, max(floors) / len(views))
 
     def _best(
-        self, program: Program, context: Context, views: Sequence[View], limits: Sequence[float], plain: float
+        self, program: Program, context: Context, views: Sequence[View], limits: Sequence[float], *, brief: bool
     ) -> tuple[float, float, Program]:
-        """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
+        """ms of a step, units moved, and the program, of the best list found that keeps to the limits; `brief`: by one
+        way of booking and in few rounds."""
         best: tuple[float, float, Program] | None = None
-        brief = self.quick or program.size >= LARGE
+        plain = context.step_ms(self.objective)
         ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
         for lead, book in ways[:1] if brief else ways:
             timeline, seen = context.timeline, float("inf")
