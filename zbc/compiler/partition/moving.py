@@ -31,8 +31,8 @@ INF = float("inf")
 def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
     """As `Setup.make`, or where activations may move and memory is limited, the best that keeps to it by moving.
 
-    Orders that take `beat` ms without copies are not looked at if there are others. Where tensors on their way need more
-    of the device than was left for them, activations get that much less. Raises E303 where no order keeps to the limit.
+    Orders that take `beat` ms without copies are not looked at if there are others. Where tensors on their way need
+    more of the device than was left for them, activations get that much less. Raises E303 where none can.
     """
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):

@@ -237,6 +237,11 @@ class Report:
         return max(rank.summed_bytes for rank in self.per_rank)
 
     @property
+    def moved(self) -> float:
+        """The share of all activations that go to the host and back."""
+        return 0.0 if self.copied is None else self.copied.moved
+
+    @property
     def sent_bytes(self) -> int:
         """Of boundary tensors, of the rank that sends most."""
         return max(rank.sent_bytes for rank in self.per_rank)
