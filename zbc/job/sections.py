@@ -127,6 +127,9 @@ class Hardware(Section):
     host_gbps: Rate | None = Field(
         None, description="GB/s of copies between a rank and its host, each way; default: what the profile measured"
     )
+    host_shared: Count = Field(
+        1, description="neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
+    )
     host_gib: Positive | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )

@@ -74,6 +74,8 @@ class Costs:
     sliced: tuple[tuple[StageBytes, ...], ...] = ()  # `bytes` of a slice, of every stage, as far as they depend on it
     rendezvous: bool = False
     occupies: tuple[Links, ...] = ()
+    shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
+    alone: float = 1.0  # of `out` and `back`, what a copy takes while nothing goes the other way on its link
 
     @classmethod
     def uniform(

@@ -108,16 +108,18 @@ class Offload:
         """ms of a step, units moved, and the program, of the best list found that keeps to the limits; `brief`: by one
         way of booking and in few rounds."""
         best: tuple[float, float, Program] | None = None
-        plain = context.step_ms(self.objective)
+        plain, shared = context.step_ms(self.objective), context.costs.shared
+        ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
         ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
         for lead, book in ways[:1] if brief else ways:
             timeline, seen = context.timeline, float("inf")
             for _ in range(BRIEF if brief else ROUNDS):
                 for view in views:
                     view.set(timeline)
+                booked = [one for r in ranges for one in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]
                 ranks = [
-                    assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
-                    for view, limit in zip(views, limits, strict=True)
+                    assemble(program.ranks[view.rank], view, mine, limit)
+                    for view, mine, limit in zip(views, booked, limits, strict=True)
                 ]
                 found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
                 step = found.step_ms(self.objective)
