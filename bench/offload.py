@@ -183,7 +183,7 @@ SCHEDULES_TRIED = (("looped-zb", 3), ("v-auto", 2), ("v-auto", 3))
 LIMITS = (0.25, 0.375, 0.5)
 COLUMNS = {  # name: activations, and k of copies
     "no copies": ("keep", None),
-    "recompute": ("recompute", None),
+    "recompute": ("auto", None),
     "k=1": ("offload", 1.0),
     "k=1 + recompute": ("auto", 1.0),
     "k=0.5": ("offload", 0.5),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.setup import Ordered, Setup, everything, moves
-from zbc.compiler.passes.offload import Offload, TooTight
+from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
@@ -23,9 +23,11 @@ WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
 AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
 ON_THE_WAY = 0.75  # units that copies need beside it
 FINALISTS, NEAR = 3, 1.1  # orders that get more than a first look, and how long their step may be beside the first
+MOST = 100_000  # F, B and W of all orders together, beyond which there are fewer, but two
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 SAME, TINY = 1e-12, 1e-9
 INF = float("inf")
+T = TypeVar("T")
 
 
 def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
@@ -54,19 +56,34 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
     asked = setup.job.schedule
     if not setup.schedule.searched:
         groups = setup.schedule.groups
-        for group in [asked.group] if groups is None or asked.group else groups(setup.placement.ranks):
+        some = [asked.group] if groups is None or asked.group else _few(setup, list(groups(setup.placement.ranks)))
+        for group in some:
             yield setup.ordered(0.0, group=group, **search)
         return
-    looked_for = [setup.under(limit) for limit in _limits(setup, units)]
     thin = _thin(setup, units)
-    looked_for += [] if thin is None else [thin]
+    looked_for = [*([] if thin is None else [thin]), *(setup.under(limit) for limit in _limits(setup, units))]
+    looked_for = _few(setup, looked_for)
+    large = _size(setup) > LARGE  # then kernels that are loaded once pay
     for one in looked_for:
-        yield replace(one.ordered(budget / len(looked_for), **search), costs=setup.costs)
-    if setup.placement == Placement.looped(setup.placement.ranks, setup.v) and setup.v > 1:
-        gis = SCHEDULES["gis"]
+        yield replace(one.ordered(budget / len(looked_for), **{"compiled": large, **search}), costs=setup.costs)
+    gis = SCHEDULES["gis"]
+    if gis.groups and setup.v > 1 and setup.placement == Placement.looped(setup.placement.ranks, setup.v):
         by_hand = replace(setup, schedule=replace(gis, name=setup.schedule.name))
-        for group in gis.groups(setup.placement.ranks) if gis.groups else ():
+        for group in _few(setup, list(gis.groups(setup.placement.ranks))):
             yield by_hand.ordered(0.0, group=group)
+
+
+def _size(setup: Setup) -> int:
+    """F, B and W of an order."""
+    return 3 * setup.placement.stages * setup.job.schedule.microbatches
+
+
+def _few(setup: Setup, some: list[T]) -> list[T]:
+    """As many as there is time for, from the first to the last."""
+    most = max(2, MOST // _size(setup))
+    if len(some) <= most:
+        return some
+    return [some[round(k * (len(some) - 1) / (most - 1))] for k in range(most)]
 
 
 def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
@@ -120,7 +137,8 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     if not found:
         raise min(refused, key=lambda error: error.least)
     ranked = sorted(found, key=lambda entry: entry[:2])
-    for _, step, one in ranked[:FINALISTS]:
+    size = ranked[0][2].complete.program.size
+    for _, step, one in ranked[: FINALISTS if size < LARGE else 1 if size < HUGE else 0]:
         alone = replace(one, lowering=Lowering.of(job))
         if alone.step_ms(job) * (1 + SAME) < step < NEAR * ranked[0][1]:
             look(alone, quick=False)

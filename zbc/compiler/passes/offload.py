@@ -13,7 +13,6 @@ whole chunks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,8 +27,9 @@ from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
 ROUNDS, BRIEF = 6, 2  # of timing and choosing again
-LEADS = (1.0, 1.6)  # how much longer than it takes a copy back is booked for
-LARGE = 100_000  # ops beyond which fewer lists are tried
+# How much longer than it takes a copy back is booked for, and by which way; the last one is for small programs.
+WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
+LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which one is
 LOWER = 8  # smaller limits that are tried too, so that more room is not slower
 
 
@@ -71,7 +71,7 @@ class Offload:
         plain = context.step_ms(self.objective)
         best: tuple[float, float, Program] | None = None
         for limits in self._limits(views, program.size):
-            brief = self.quick or limits != self.limits or program.size >= LARGE
+            brief = self.quick or limits != self.limits
             found = self._best(program, context, views, limits, brief=brief)
             if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
                 best = found
@@ -83,7 +83,7 @@ class Offload:
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
         """Its own limits and smaller ones, which keep to them as well: eighths of what ranks hold without copies."""
         found = [self.limits]
-        for eighths in range(LOWER - 1, 0, -1) if size < LARGE // 10 and not self.quick else ():
+        for eighths in range(LOWER - 1, 0, -1) if size < LARGE and not self.quick else ():
             lower = tuple(
                 min(limit, max(view.floor, max(view.base) * eighths / LOWER))
                 for view, limit in zip(views, self.limits, strict=True)
@@ -110,10 +110,12 @@ class Offload:
         best: tuple[float, float, Program] | None = None
         plain, shared = context.step_ms(self.objective), context.costs.shared
         ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
-        ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
-        for lead, book in ways[:1] if brief else ways:
+        ways, rounds = (1, BRIEF) if brief else (len(WAYS), ROUNDS)
+        if program.size >= LARGE:
+            ways, rounds = (1, 1) if brief or program.size >= HUGE else (len(WAYS) - 1, BRIEF)
+        for lead, book in WAYS[:ways]:
             timeline, seen = context.timeline, float("inf")
-            for _ in range(BRIEF if brief else ROUNDS):
+            for _ in range(rounds):
                 for view in views:
                     view.set(timeline)
                 booked = [one for r in ranges for one in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]

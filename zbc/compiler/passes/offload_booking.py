@@ -8,7 +8,7 @@ once, `all_at_once` chooses as if nothing else was copied, gives all their times
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,14 +39,16 @@ class _Room:
         self.back = (stream,) if link is None else (stream, link[1])
 
     @staticmethod
-    def take(lanes: Sequence[Busy], slot: tuple[float, float]) -> None:
+    def take(lanes: Sequence[Busy], begin: float, end: float) -> None:
+        """Enter what is taken; what touches becomes one."""
         for busy in lanes:
-            insort(busy, slot)
-
-    @staticmethod
-    def give(lanes: Sequence[Busy], slot: tuple[float, float]) -> None:
-        for busy in lanes:
-            busy.remove(slot)
+            j, first, last = bisect_left(busy, (begin, end)), begin, end
+            if j < len(busy) and busy[j][0] <= end + EPS:
+                last = max(last, busy.pop(j)[1])
+            if j and busy[j - 1][1] >= begin - EPS:
+                first = busy.pop(j - 1)[0]
+                j -= 1
+            busy.insert(j, (first, last))
 
 
 def _rooms(count: int) -> list[_Room]:
@@ -80,45 +82,45 @@ class _Chooser:
         self.view, self.limit, self.room, self.lead = view, limit, room, lead
         self.chosen: Booked = {}
         self.ready = sorted((bisect_left(view.start, view.end[life.a] + EPS), x) for x, life in enumerate(view.lives))
-        self.waiting, self.at, self.away = list[tuple[int, int]](), 0, 0.0
+        self.waiting, self.late = list[tuple[int, int]](), list[tuple[float, int]]()
+        self.at, self.away = 0, 0.0
         self.returns = [0.0] * (len(view.items) + 1)
 
     def item(self, j: int) -> None:
         """Choose what has to be away during item j, of what comes back last."""
-        view, again = self.view, list[tuple[int, int]]()
+        view = self.view
         self.away -= self.returns[j]
         while self.at < len(self.ready) and self.ready[self.at][0] <= j:
             x = self.ready[self.at][1]
             heapq.heappush(self.waiting, (-view.lives[x].z, x))
             self.at += 1
+        while self.late and self.late[0][0] <= view.start[j] + EPS:
+            x = heapq.heappop(self.late)[1]
+            heapq.heappush(self.waiting, (-view.lives[x].z, x))
         while view.base[j] - self.away > self.limit + EPS and self.waiting:
-            entry = heapq.heappop(self.waiting)
-            if -entry[0] <= j:
+            last, x = heapq.heappop(self.waiting)
+            if -last <= j:
                 break
-            if not self._book(entry[1], j):
-                again.append(entry)  # not there in time; later it may be
-        for entry in again:
-            heapq.heappush(self.waiting, entry)
+            self._book(x, j)
 
-    def _book(self, x: int, j: int) -> bool:
-        """Take times for one activation; False where its copy out would be too late for item j."""
+    def _book(self, x: int, j: int) -> None:
+        """Take times for one activation; where its copy out would be too late for item j, it may be there later: others
+        only take more of the room."""
         view, room, life = self.view, self.room, self.view.lives[x]
         out = _earliest(view.end[life.a], life.out, room.out)
         if view.start[j] < out + life.out - EPS:
-            return False
-        gone = (out, out + life.out)
-        room.take(room.out, gone)
+            heapq.heappush(self.late, (out + life.out, x))
+            return
         back = _latest(view.start[life.z], self.lead * life.back, room.back)
         until = bisect_right(view.issued, back + EPS) - 1
-        if until <= j:
-            room.give(room.out, gone)
-            return True
-        room.take(room.back, (back, back + self.lead * life.back))
+        if until <= j:  # also where both would take the stream at once
+            return
+        room.take(room.out, out, out + life.out)
+        room.take(room.back, back, back + self.lead * life.back)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
         self.chosen[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
         self.away += life.units
         self.returns[until] += life.units
-        return True
 
 
 # ---- all at once -----------------------------------------------------------------------------------------------------
@@ -151,11 +153,11 @@ def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: floa
         life, room = views[n].lives[x], rooms[n]
         length = lead * life.back
         begin[n, x] = _latest(views[n].start[life.z], length, room.back)
-        room.take(room.back, (begin[n, x], begin[n, x] + length))
+        room.take(room.back, begin[n, x], begin[n, x] + length)
     for n, x in sorted(every, key=lambda one: (views[one[0]].end[views[one[0]].lives[one[1]].a], one)):
         view, life, room = views[n], views[n].lives[x], rooms[n]
         out = _earliest(view.end[life.a], life.out, room.out)
-        room.take(room.out, (out, out + life.out))
+        room.take(room.out, out, out + life.out)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
         until = bisect_right(view.issued, begin[n, x] + EPS) - 1
         found[n][x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
