@@ -6,11 +6,13 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from zbc.commands.console import progress, show, show_json, table
+from zbc.commands import frontier
+from zbc.commands.console import progress, refuse_unwritable, show, show_json, table
 from zbc.commands.opening import say_if_compiling
 from zbc.commands.options import (
     AsJson,
@@ -76,6 +78,7 @@ _SEQUENCE = Column("ms_per_sequence", "ms/seq", lambda row, _: row.sequence_ms, 
 _STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activations at the fullest rank's peak"
 _FASTER = "how many times as fast, per sequence"
 _EVEN = "units if ranks shared out attention and slices were even (SlimPipe), which zbc does not run"
+_MOVED = Column("moved", "moved", lambda _, r: r.moved, "rate", "share of activations that go to the host and back")
 # In the order in which they are printed.
 COLUMNS = (
     Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
@@ -95,6 +98,7 @@ COLUMNS = (
     Column("idle_rate", "idle", lambda _, r: r.idle_rate, "rate", "of the makespan, mean of the ranks"),
     Column("balance", "balance", lambda _, r: r.balance, "rate", "mean work of a rank over that of the busiest"),
     Column("exchanged_units", "if even", _even, "units", _EVEN),
+    _MOVED,
     Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
@@ -121,6 +125,9 @@ def compare(
     json: AsJson = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw steps against a swept schedule.memory_limit as SVG.")
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -137,6 +144,8 @@ def compare(
 
     if json + csv + md > 1:
         raise typer.BadParameter("choose one of --json, --csv and --md")
+    if svg is not None:
+        refuse_unwritable(svg)
     named = [name.strip() for name in schedules.split(",")]
     names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
     wanted = combinations(names, sweep or ())
@@ -145,6 +154,8 @@ def compare(
     say_if_compiling(None, quiet=quiet or json or csv or md)
     with progress("planning", len(wanted), quiet=quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
+    if svg is not None:
+        frontier.write(svg, rows, _without_limit)
     named_all = all(name != "all" for name in named)
     if csv or md:
         show(as_csv(rows) if csv else as_markdown(rows, verbose=verbose, everything=named_all))
@@ -159,6 +170,7 @@ def compare(
                 show(*as_table(rows, changes))
             else:
                 show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
+            show(*frontier.drawn(rows, _without_limit))
             if weighed and not quiet:
                 show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
             if rows[0].report is not None and not quiet:
@@ -216,10 +228,15 @@ def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
 
 
 def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
-    """All columns; the time per sequence where a step is not the same work in all rows."""
+    """Columns that say something: the time per sequence where a step is not the same work in all rows, what goes to
+    the host where anything does, and so on."""
     varied = len({row.sequences for row in rows if row.error is None}) > 1
-    uneven = any(row.exchanged is not None for row in rows)
-    return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if uneven or one.key != "exchanged_units")]
+    hidden = set[str]()
+    if all(row.exchanged is None for row in rows):
+        hidden.add("exchanged_units")
+    if all(row.report is None or row.report.copied is None for row in rows):
+        hidden.add("moved")
+    return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if one.key not in hidden)]
 
 
 def _names(rows: Sequence[ComparedPlan]) -> list[str]:
@@ -284,6 +301,11 @@ def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
 
 def _where(world: Sequence[tuple[str, str]]) -> str:
     return f" ({', '.join(f'{key} = {value}' for key, value in world)})" if world else ""
+
+
+def _without_limit(row: ComparedPlan) -> str:
+    """What a curve against the limit is called."""
+    return _candidate((row.name, tuple(setting for setting in row.choice if setting[0] != frontier.LIMIT)))
 
 
 def _candidate(candidate: Candidate) -> str:

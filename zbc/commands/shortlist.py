@@ -112,6 +112,8 @@ def _columns(planned: Sequence[Planned]) -> Iterator[Brief]:
         yield Brief("step", aligned(each), "ms, with the optimizer")
     yield Brief(_FACTOR, _known([row.speedup for row in rows], "{:.2f}x"), "how many times as fast")
     yield _rate(reports)
+    if any(report.copied is not None for report in reports):
+        yield Brief("moved", [percent(report.moved) for report in reports], "activations that go to the host and back")
     yield Brief("idle", [percent(report.idle_rate) for report in reports], "of the makespan, mean over the ranks")
     marks = ["*" if row.bent else " " if any(other.bent for other in rows) else "" for row in rows]
     if not all(report.bytes_known for report in reports):

@@ -40,7 +40,7 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
     if others.faster is not None:
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
     if verbose:
-        yield labelled("times", *_times(report, barrier=compiled.job.optimizer.sync == "before-step"))
+        yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
         yield labelled("order", *_order(compiled))
     if compiled.timeline.sums:
@@ -51,6 +51,8 @@ def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose:
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
     yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
     yield indented(_ranks(report, verbose=verbose))
+    if compiled.found.weighed:
+        yield labelled("weighed", *_weighed(compiled))
     if report.copied is not None:
         yield labelled("copies", *_copies(report))
     if verbose and report.bytes_known:
@@ -74,7 +76,9 @@ def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
         against = f"; {base.ms / compiled.settled_ms:.2f}x as fast as 1F1B ({short(base.ms)} ms)"
     yield f"{short(compiled.settled_ms)} ms with its optimizer{against}"
     yield from throughput_lines(report.rates)
-    bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms, loose=report.bound_is == "loose")
+    memory = compiled.found.bounds.memory
+    loose = memory and report.bound_is == "loose"
+    bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms, loose=loose, memory=memory)
     yield f"idle {percent(report.idle_rate)}, balance {percent(report.balance)}; {bound}"
     crowd = crowded(compiled)
     if crowd is not None:
@@ -110,19 +114,21 @@ def _faster(other: Other, compiled: Compiled) -> str:
     return f"{other.schedule}: {short(other.ms)} ms ({change}){held}, by the fast search"
 
 
-def _times(report: Report, *, barrier: bool) -> list[str]:
+def _times(compiled: Compiled) -> list[str]:
     """Both costs of a step with the papers' bubble rates, and what it costs in steady state."""
-    rows = [
-        ("makespan", report.bubble_rate_makespan, _gap(report.makespan_ms, report.lower_bound_makespan_ms)),
-        ("span", report.bubble_rate_span, _gap(report.span_ms, report.lower_bound_span_ms)),
-    ]
+    report, memory = compiled.report, compiled.found.bounds.memory
+    gaps = (
+        _gap(report.makespan_ms, report.lower_bound_makespan_ms, memory=memory),
+        _gap(report.span_ms, report.lower_bound_span_ms, memory=memory),
+    )
+    rows = [("makespan", report.bubble_rate_makespan, gaps[0]), ("span", report.bubble_rate_span, gaps[1])]
     times = aligned([report.makespan_ms, report.span_ms])
     width = max(map(len, times))
     lines = [
         f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
-    return [*lines, *_steady(report, barrier=barrier)]
+    return [*lines, *_steady(report, barrier=compiled.job.optimizer.sync == "before-step")]
 
 
 def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
@@ -210,8 +216,8 @@ def _ramp(compiled: Compiled) -> Iterator[str]:
     yield f"from step {first}: {count} microbatches ({count * per} samples), as above"
 
 
-def _gap(ms: float, bound: float, *, loose: bool = False) -> str:
-    """How far a step is above its bound; `loose`: most of that is the bound's."""
+def _gap(ms: float, bound: float, *, loose: bool = False, memory: bool = True) -> str:
+    """How far a step is above its bound; `loose`: most of that is the bound's; `memory`: limits of it count there."""
     if bound <= 0:
         return "no lower bound"
     from zbc.compiler.report.report import MET
@@ -219,7 +225,8 @@ def _gap(ms: float, bound: float, *, loose: bool = False) -> str:
     above = ms / bound - 1
     if above < MET:
         return "proven optimal for this partition"
-    return f"{percent(above)} above {'a loose' if loose else 'the'} lower bound"
+    less = "" if memory else " (no bound on memory)"
+    return f"{percent(above)} above {'a loose' if loose else 'the'} lower bound{less}"
 
 
 def _costs(compiled: Compiled) -> Iterator[str]:
@@ -285,10 +292,28 @@ def _copies(report: Report) -> Iterator[str]:
     if most:
         yield f"pinned on the host: at most {size(most)} a rank"
     if copied.k > PAYS:
-        yield (
-            f"offload pays little here: a copy takes {copied.k:.2f} of F + B + W, so at most {0.5 / copied.k:.0%} can "
-            "move without waits"
-        )
+        yield from _pays_little(copied.k)
+
+
+def _pays_little(k: float) -> list[str]:
+    """Why copies to the host do not help, where each takes the share k of the work on what it copies."""
+    text = (
+        f"offload pays little here: a copy takes {k:.2f} of F + B + W, so at most {0.5 / k:.0%} can move without waits"
+    )
+    return wrap(text.split(" "), _TEXT, between=" ")
+
+
+def _weighed(compiled: Compiled) -> Iterator[str]:
+    """What of keep, recompute and offload was weighed, the fastest first; and why copies do not pay, if they do not."""
+    found = compiled.found.weighed
+    fits = sorted((ms, name) for name, ms in found if ms is not None)
+    told = [f"{name} {short(ms)} ms" for ms, name in fits]
+    misfits = [name for name, ms in found if ms is None]
+    told += [f"{', '.join(misfits)}: does not fit"] if misfits else []
+    yield from wrap(told, _TEXT, between="; ")
+    k = compiled.found.copy_share
+    if compiled.report.copied is None and k is not None and k > PAYS:
+        yield from _pays_little(k)
 
 
 def _limits(compiled: Compiled) -> Iterator[str]:

@@ -21,7 +21,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
-from zbc.compiler.partition.setup import Ordered, with_recompute
+from zbc.compiler.partition.setup import Ordered, as_ordered
 from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
@@ -107,7 +107,7 @@ class Compiled:
             boundaries=[boundary] * len(self.program.placement.edges),
             microbatch_size=self.job.schedule.microbatch_size,
             predicted=self.report.predicted(),
-            planning=with_recompute(self.job, self.found.recompute, self.program.placement).planning(),
+            planning=as_ordered(self.job, self.found).planning(),
             training=self.job.training(),
             ramp=parts,
             cuts=cuts_of(self.job),
@@ -316,7 +316,7 @@ def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
         chosen["kind"] = compiled.schedule
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
     partition = job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None})
-    memory = with_recompute(job, compiled.found.recompute, compiled.program.placement).memory
+    memory = as_ordered(job, compiled.found).memory
     parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
     for phase in job.schedule.ramp:
         changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
@@ -342,7 +342,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         check_forward(forward_only(program.placement, program.microbatches, program.slices))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    remembered = with_recompute(job, found.recompute, program.placement).memory
+    remembered = as_ordered(job, found).memory
     again = [s for s in range(len(layers)) if remembered.recomputes(s)]
     chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)

@@ -10,9 +10,9 @@ from pathlib import Path
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.partition.auto import best_of_all, best_of_one
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, start_of
+from zbc.compiler.partition.weighing import best_of_all, best_of_one
 from zbc.compiler.schedules import AUTO, Request, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet

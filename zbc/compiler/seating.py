@@ -14,7 +14,7 @@ from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.chain import EXACT, best_chain, turned
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.order import order
-from zbc.compiler.partition.setup import Ordered, finished, with_recompute
+from zbc.compiler.partition.setup import Ordered, as_ordered, finished
 from zbc.job.spec import Job
 
 _NOMINAL = 1 << 20  # bytes of a tensor whose size nobody knows
@@ -75,6 +75,6 @@ def _moved(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Job:
 def _step(job: Job, found: Ordered, table: Sequence[estimate.Layer], ranks: tuple[int, ...]) -> float:
     """ms of the step that was found, with its ranks in another order."""
     other, placement = _with(job, ranks), found.program.placement
-    costs = pricing.build(with_recompute(other, found.recompute, placement), placement, found.stages, table)
+    costs = pricing.build(as_ordered(other, found), placement, found.stages, table)
     program = finished(other, found.program, costs, found.stages)
     return replace(found, program=program, costs=costs).step_ms(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -127,6 +127,9 @@ class Hardware(Section):
     host_gbps: Rate | None = Field(
         None, description="GB/s of copies between a rank and its host, each way; default: what the profile measured"
     )
+    host_shared: Count = Field(
+        1, description="neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
+    )
     host_gib: Positive | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )
@@ -174,7 +177,8 @@ class GivenCosts(Section):
     def replaced(cls, given: Mapping[str, Any]) -> set[str]:
         """Keys that a profile takes the place of: all numbers, where op times are among those that are `given`.
 
-        But for `overlap`, which no profile measures, and `offload`, which few do. A transfer that is given alone, say, goes with a profile.
+        But for `overlap`, which no profile measures, and `offload`, which few do. A transfer that is given alone, say,
+        goes with a profile.
         """
         timed = any(given.get(key) is not None for key in ("f", "b", "w"))
         return cls.model_fields.keys() - {"offload", "overlap", "profile"} if timed else set()
@@ -185,8 +189,8 @@ class Memory(Section):
 
     activations: str | dict[str, str] = Field(
         "keep",
-        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": recompute '
-        'where memory forces it; all stages or some: { 0 = "recompute" }',
+        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": the fastest '
+        'of these; all stages or some: { 0 = "recompute" }',
     )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -209,10 +213,15 @@ class Memory(Section):
 
     def decided(self, recompute: Collection[int], stages: int) -> Memory:
         """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""
+        return self.with_choice(["recompute" if s in recompute else "keep" for s in range(stages)])
+
+    def with_choice(self, choice: Sequence[str]) -> Memory:
+        """With what each stage is to do in place of "auto"."""
         if "auto" not in self.chosen():
             return self
-        each = {s: "recompute" if s in recompute else self.of(s) for s in range(stages)}
-        chosen = {str(s): what for s, what in each.items() if what not in ("keep", "auto")}
+        stages, own = len(choice), [self.of(s) for s in range(len(choice))]
+        each = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
+        chosen = {str(s): what for s, what in enumerate(each) if what != "keep"}
         alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
         return self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
 

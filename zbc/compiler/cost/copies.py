@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.errors import ZbcError
+from zbc.ir import Placement
 from zbc.job.spec import Job
 
 BYTES_PER_MS = 1e6  # of a GB/s
@@ -44,6 +46,24 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
         text += ", and the bytes of this model are not known before it is built"
         hint = "give costs.offload (ms), or plan with --profile"
     raise ZbcError("E144", text, where=job.where("memory", "activations"), hint=hint)
+
+
+def share_of(costs: Costs, placement: Placement) -> float:
+    """A copy of a rank's share of a microbatch one way, over its F + B + W; of the ranks with most of each."""
+    ranks = [placement.stages_of(r) for r in range(placement.ranks)]
+    work = max(sum(costs.total(name, mine) for name in ("f", "b", "w")) for mine in ranks)
+    return max(costs.total("out", mine) for mine in ranks) / (work or 1.0)
+
+
+def possible(job: Job, *, bytes_known: bool) -> bool:
+    """Whether activations could be copied to the host: the speed is known, and nothing else of the job excludes it."""
+    if job.schedule.slices != 1 or job.shard == "weights":
+        return False
+    try:
+        speed_of(job, bytes_known=bytes_known)
+    except ZbcError:
+        return False
+    return True
 
 
 def movable(kept: Sequence[tuple[float, float]], bytes: Sequence[StageBytes] | None) -> list[tuple[float, float]]:

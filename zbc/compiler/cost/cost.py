@@ -74,6 +74,8 @@ class Costs:
     sliced: tuple[tuple[StageBytes, ...], ...] = ()  # `bytes` of a slice, of every stage, as far as they depend on it
     rendezvous: bool = False
     occupies: tuple[Links, ...] = ()
+    shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
+    alone: float = 1.0  # of `out` and `back`, what a copy takes while nothing goes the other way on its link
 
     @classmethod
     def uniform(
@@ -128,7 +130,7 @@ class Costs:
         }
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
 
-    def shared(self, name: str, whole: PerStage) -> Column:
+    def portions(self, name: str, whole: PerStage) -> Column:
         """`whole` ms of microbatches, of each slice the share that it has in a column."""
         return tuple(
             tuple(ms * part / sum(entry) if sum(entry) else ms / len(entry) for part in entry)

@@ -20,6 +20,7 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.partition.evaluate import INF, Evaluator, Judged
 from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.local_search import LocalSearch
+from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Choice, Ordered, Setup, moves
 from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
@@ -101,7 +102,7 @@ def best_of_one(
     """The best order of one schedule. Raises E1xx (it cannot be) or E303 (nothing keeps to the limit)."""
     evaluator, best = Evaluator(job, table, schedule, chunks), Best(job)
     if not evaluator.free or moves(job, evaluator.placement):
-        return evaluator.setup(evaluator.start).make(budget)
+        return planned(evaluator.setup(evaluator.start), budget)
     if not schedule.searched:
         _by_hand(best, evaluator, _local(budget))
         return best.answer()
@@ -199,10 +200,8 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
 
     Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
     """
-    if any("offload" in what for what in job.memory.chosen()):
-        return _moving(job, table, budget)
     best, seen, found = Best(job), set[tuple[object, ...]](), list[tuple[float, Evaluator]]()
-    for schedule, chunks in _entrants(job):
+    for schedule, chunks in entrants(job):
         try:
             evaluator = Evaluator(job, table, schedule, chunks)
         except ZbcError as error:
@@ -223,20 +222,6 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
     if best.ordered is None:
         for evaluator in searched:
             _least_memory(best, evaluator)
-    return best.answer()
-
-
-def _moving(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered:
-    """The best order whose activations may move to the host, on the partition that each schedule starts from."""
-    best = Best(job)
-    for schedule, chunks in _entrants(job):
-        try:
-            evaluator = Evaluator(job, table, schedule, chunks)
-            best.offer(
-                evaluator.setup(evaluator.start).make(budget if budget is not None or not schedule.searched else 0.0)
-            )
-        except ZbcError as error:
-            best.refuse(error)
     return best.answer()
 
 
@@ -291,7 +276,7 @@ def _asked(best: Best, evaluator: Evaluator, budget: float, *, usual: bool) -> N
             _offer(best, setup, seconds, 0.0 if usual else seconds)
 
 
-def _entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
+def entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
     """Every schedule with the chunks worth trying; those by hand last, when most of them can be ruled out."""
     asked = job.schedule.chunks
     for name in SEARCHED:

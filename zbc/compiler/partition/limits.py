@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.report.report import MemoryLimits
@@ -88,7 +88,7 @@ def room_of(job: Job, placement: Placement, costs: Costs) -> Limit:
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
     """What no order within the job's memory limit can beat; with copies to the host memory bounds nothing."""
     if any(job.memory.offloads(s) for s in range(placement.stages)):
-        return with_sums(bounds(placement, costs, job.schedule.microbatches), placement, costs)
+        return unlimited(job, placement, costs)
     try:
         units, sizes = _limits(job, placement, costs, split=True)
     except ZbcError:
@@ -103,6 +103,12 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
     found = [bounds(placement, counted, m, most) for counted, most in limits] or [bounds(placement, costs, m)]
     least = Bounds(max(one.makespan for one in found), max(one.span for one in found))
     return with_sums(least, placement, costs)
+
+
+def unlimited(job: Job, placement: Placement, costs: Costs) -> Bounds:
+    """What no order can beat, whatever memory it has."""
+    found = with_sums(bounds(placement, costs, job.schedule.microbatches), placement, costs)
+    return replace(found, memory=False)
 
 
 def _same(costs: Costs, counted: Costs) -> bool:

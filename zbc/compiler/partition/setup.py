@@ -16,7 +16,6 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
 from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of
-from zbc.compiler.passes.offload import Offload
 from zbc.compiler.schedules import Request, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
@@ -25,9 +24,9 @@ from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
+from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
-WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for whose activations move to the host
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -59,6 +58,9 @@ class Ordered:
     bounds: Bounds
     lowering: Lowering
     recompute: frozenset[int] = frozenset()  # the stages that do because memory.activations = "auto" lets them
+    activations: Memory | None = None  # what it was made with instead of "auto", where more than that was weighed
+    weighed: tuple[tuple[str, float | None], ...] = ()  # that, by name, with ms of a step; None: does not fit
+    copy_share: float | None = None  # ms of a copy over F + B + W, where copies were weighed
     tried: int = 1  # partitions that were simulated
     all_tried: bool = False  # no other one could be better for this schedule
 
@@ -127,9 +129,7 @@ class Setup:
         the tighter limit; where tensors on their way need more of the device than the limit left for them, with that
         much less for activations.
         """
-        if self.limit.units is not None and moves(self.job, self.placement):
-            return self._moved(budget, search)
-        found = self._make(budget, search)
+        found = self.ordered(budget, **search)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
             return replace(self, limit=tighter).make(budget, **search)
@@ -146,66 +146,17 @@ class Setup:
                 for now, more, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
-            found = self._with(units)._make(budget, search)
+            found = self.under(units).ordered(budget, **search)
         return found
 
-    def _moved(self, budget: float | None, search: dict[str, Any]) -> Ordered:
-        """The best of orders made for more memory, with what they hold beyond the limit on the host meanwhile.
-
-        Where tensors on their way need more of the device than was left for them, activations get that much less.
-        """
-        units = self.limit.units or ()
-        seconds = (self.schedule.budget if budget is None else budget) / len(WIDER)
-        if self.schedule.searched:
-            least, most = (
-                least_of(self.placement, self.limit.costs),
-                _everything(self.placement, self.limit.costs, self.job.schedule.microbatches),
-            )
-            wider = [
-                tuple(max(min(x * unit, top), low) for unit, top, low in zip(units, most, least, strict=True))
-                for x in WIDER
-            ]
-            orders = [self._with(one)._make(seconds, search) for one in dict.fromkeys(wider)]
-        else:
-            orders = [self._make(budget, search)]
-        for _ in range(RETRIES):
-            best = self._least_of_moved(orders, units)
-            device = self.job.room
-            if device is None or not self.limit.unit:
-                break
-            over = [max(0.0, rank.bytes - device) for rank in best.memory]
-            if not any(over):
-                break
-            units = tuple(now - more / unit for now, more, unit in zip(units, over, self.limit.unit, strict=True))
-        return best
-
-    def _least_of_moved(self, orders: Sequence[Ordered], units: tuple[float, ...]) -> Ordered:
-        """Of orders that keep to so many units by moving, the fastest that fits. Raises E303 where none can."""
-        found, refused = list[tuple[float, float, Ordered]](), list[ZbcError]()
-        for order in orders:
-            one = replace(order, lowering=self._moving(units))
-            try:
-                over = max(0.0, excess(self.job, one.memory, self.costs))
-            except ZbcError as error:
-                refused.append(error)
-                continue
-            found.append((over, one.step_ms(self.job), one))
-        if not found:
-            raise refused[0]
-        return min(found, key=lambda entry: entry[:2])[2]
-
-    def _moving(self, units: tuple[float, ...]) -> Lowering:
-        """How programs are lowered that keep to so many units by moving what they have beyond."""
-        may = frozenset(s for s in range(self.placement.stages) if self.job.memory.offloads(s))
-        return replace(Lowering.of(self.job), offload=Offload(units, may, self.job.objective, self.limit.costs))
-
-    def _make(self, budget: float | None, search: dict[str, Any]) -> Ordered:
+    def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
+        """One order for its limit, as it is; `group` instead of what the job asks for."""
         job, asked = self.job, self.job.schedule
         request = Request(
             p=job.parallel.pp,
             m=asked.microbatches,
             v=self.v,
-            group=asked.group,
+            group=group or asked.group,
             early=asked.early,
             overlap=job.costs.overlap > 0 if asked.overlap is None else asked.overlap,
             costs=self.limit.costs,
@@ -219,7 +170,8 @@ class Setup:
         found = bounds_of(job, self.placement, self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
 
-    def _with(self, units: tuple[float, ...]) -> Setup:
+    def under(self, units: tuple[float, ...]) -> Setup:
+        """The same under another limit."""
         return replace(self, limit=replace(self.limit, units=units))
 
     @property
@@ -230,8 +182,8 @@ class Setup:
     def lowered(self) -> Iterator[Setup]:
         """The same under every limit that makes a difference, up to its own or to all it can use; largest first."""
         needs = least_of(self.placement, self.limit.costs)
-        everything = _everything(self.placement, self.limit.costs, self.job.schedule.microbatches)
-        yield from map(self._with, whole(self.limit.units or everything, needs))
+        most = everything(self.placement, self.limit.costs, self.job.schedule.microbatches)
+        yield from map(self.under, whole(self.limit.units or most, needs))
 
     @property
     def busiest(self) -> float:
@@ -262,6 +214,12 @@ def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -
     pricing.check_stages(job, placement)
     memory = job.memory.decided(recompute, placement.stages)
     return job if memory is job.memory else replace(job, memory=memory)
+
+
+def as_ordered(job: Job, found: Ordered) -> Job:
+    """The job with what an order does to activations written down."""
+    made = job if found.activations is None else replace(job, memory=found.activations)
+    return with_recompute(made, found.recompute, found.program.placement)
 
 
 def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
@@ -304,11 +262,11 @@ def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:
     tighter = None if limit.tighter is None else _whole(limit.tighter, placement, microbatches)
     if limit.units is None:
         return replace(limit, tighter=tighter)
-    given = map(min, limit.units, _everything(placement, limit.costs, microbatches))
+    given = map(min, limit.units, everything(placement, limit.costs, microbatches))
     return replace(limit, units=whole(tuple(given), least_of(placement, limit.costs))[0], tighter=tighter)
 
 
-def _everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
+def everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
     """Activation units per rank beyond which more room changes nothing: all microbatches in one pipe."""
     found = [0.0] * placement.ranks
     most = list(map(max, costs.units("kept"), costs.units("left")))  # recompute leaves W more than B

@@ -13,7 +13,6 @@ whole chunks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,10 +26,24 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
-ROUNDS = 6  # of timing and choosing again
-LEADS = (1.0, 1.6)  # how much longer than it takes a copy back is booked for
-LARGE = 100_000  # ops beyond which fewer lists are tried
+ROUNDS, BRIEF = 6, 2  # of timing and choosing again
+# How much longer than it takes a copy back is booked for, and by which way; the last one is for small programs.
+WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
+LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which one is
 LOWER = 8  # smaller limits that are tried too, so that more room is not slower
+
+
+class TooTight(ZbcError):
+    """E303; `least` is the smallest limit that works for this order, as a multiple of what 1F1B holds."""
+
+    def __init__(self, text: str, least: float) -> None:
+        super().__init__("E303", text, hint=f"the smallest that works for this order is {enough(least)}")
+        self.least = least
+
+
+def enough(least: float) -> str:
+    """A `memory_limit` that is no less."""
+    return f'memory_limit = "{at_least(least, 6)}x"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class Offload:
     stages: frozenset[int]
     objective: str = "makespan"
     counted: Costs | None = None
+    quick: bool = False  # a first look: one way of booking, a few rounds, no smaller limits
 
     name: ClassVar[str] = "offload"
 
@@ -57,7 +71,8 @@ class Offload:
         plain = context.step_ms(self.objective)
         best: tuple[float, float, Program] | None = None
         for limits in self._limits(views, program.size):
-            found = _best(program, context, views, limits, self.objective, plain)
+            brief = self.quick or limits != self.limits
+            found = self._best(program, context, views, limits, brief=brief)
             if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
                 best = found
             if best[0] <= plain + EPS:
@@ -68,7 +83,7 @@ class Offload:
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
         """Its own limits and smaller ones, which keep to them as well: eighths of what ranks hold without copies."""
         found = [self.limits]
-        for eighths in range(LOWER - 1, 0, -1) if size < LARGE // 10 else ():
+        for eighths in range(LOWER - 1, 0, -1) if size < LARGE and not self.quick else ():
             lower = tuple(
                 min(limit, max(view.floor, max(view.base) * eighths / LOWER))
                 for view, limit in zip(views, self.limits, strict=True)
@@ -85,35 +100,38 @@ class Offload:
                 f"does not fit: rank {rank} needs {short(floors[rank])} activation units with all away that can, the "
                 f"limit is {short(self.limits[rank])}"
             )
-            enough = at_least(max(floors) / len(views), 6)
-            raise ZbcError("E303", text, hint=f'the smallest that works for this order is memory_limit = "{enough}x"')
+            raise TooTight(text, max(floors) / len(views))
 
-
-def _best(
-    program: Program, context: Context, views: Sequence[View], limits: Sequence[float], objective: str, plain: float
-) -> tuple[float, float, Program]:
-    """ms of a step, units moved, and the program, of the best list found that keeps to the limits."""
-    best: tuple[float, float, Program] | None = None
-    rounds = ROUNDS if program.size < LARGE else 2
-    ways = list(itertools.product(LEADS, (one_by_one, all_at_once)))
-    for lead, book in ways if program.size < LARGE else ways[:1]:
-        timeline, seen = context.timeline, float("inf")
-        for _ in range(rounds):
-            for view in views:
-                view.set(timeline)
-            ranks = [
-                assemble(program.ranks[view.rank], view, book(view, limit, lead), limit)
-                for view, limit in zip(views, limits, strict=True)
-            ]
-            found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
-            step = found.step_ms(objective)
-            moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
-            if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
-                best = step, moved, found.program
-            if step <= plain + EPS or step >= seen - EPS:
+    def _best(
+        self, program: Program, context: Context, views: Sequence[View], limits: Sequence[float], *, brief: bool
+    ) -> tuple[float, float, Program]:
+        """ms of a step, units moved, and the program, of the best list found that keeps to the limits; `brief`: by one
+        way of booking and in few rounds."""
+        best: tuple[float, float, Program] | None = None
+        plain, shared = context.step_ms(self.objective), context.costs.shared
+        ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
+        ways, rounds = (1, BRIEF) if brief else (len(WAYS), ROUNDS)
+        if program.size >= LARGE:
+            ways, rounds = (1, 1) if brief or program.size >= HUGE else (len(WAYS) - 1, BRIEF)
+        for lead, book in WAYS[:ways]:
+            timeline, seen = context.timeline, float("inf")
+            for _ in range(rounds):
+                for view in views:
+                    view.set(timeline)
+                booked = [one for r in ranges for one in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]
+                ranks = [
+                    assemble(program.ranks[view.rank], view, mine, limit)
+                    for view, mine, limit in zip(views, booked, limits, strict=True)
+                ]
+                found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
+                step = found.step_ms(self.objective)
+                moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
+                if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
+                    best = step, moved, found.program
+                if step <= plain + EPS or step >= seen - EPS:
+                    break
+                seen, timeline = step, found.timeline
+            if best is not None and best[0] <= plain + EPS:
                 break
-            seen, timeline = step, found.timeline
-        if best is not None and best[0] <= plain + EPS:
-            break
-    assert best is not None
-    return best
+        assert best is not None
+        return best

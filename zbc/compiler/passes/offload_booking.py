@@ -1,13 +1,14 @@
-"""What to move from one rank, and when: times at which the rank's stream, which does one thing at a time, has room.
+"""What to move from the ranks of one link to the host, and when: times at which stream and link have room.
 
-Two ways, of which now one and now the other finds the better list: `one_by_one` gives each choice its times at once,
-`all_at_once` chooses as if nothing else was copied, gives all their times, and chooses more until it is enough.
+A rank's stream does one thing at a time; where ranks share a link, it takes one copy out and one back at a time between
+them. Two ways, of which now one and now the other finds the better list: `one_by_one` gives each choice its times at
+once, `all_at_once` chooses as if nothing else was copied, gives all their times, and chooses more until it is enough.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from zbc.compiler.passes.offload_view import EPS, View
 
 AGAIN = 8  # times that more is chosen
+Busy = list[tuple[float, float]]  # what is taken, sorted and without overlaps
 
 
 class Booking(NamedTuple):
@@ -25,79 +27,140 @@ class Booking(NamedTuple):
     back: int
 
 
-def one_by_one(view: View, limit: float, lead: float) -> dict[int, Booking]:
-    """What to move, by its place among the lives: item by item, where more is held than the limit.
+Booked = dict[int, Booking]  # of one rank, by the place among its lives
 
-    A copy goes out as early and comes back as late as the rank's stream, which does one thing at a time, has room.
+
+class _Room:
+    """The stream of one rank, and the link that it may share."""
+
+    def __init__(self, link: tuple[Busy, Busy] | None) -> None:
+        stream: Busy = []
+        self.out = (stream,) if link is None else (stream, link[0])
+        self.back = (stream,) if link is None else (stream, link[1])
+
+    @staticmethod
+    def take(lanes: Sequence[Busy], begin: float, end: float) -> None:
+        """Enter what is taken; what touches becomes one."""
+        for busy in lanes:
+            j, first, last = bisect_left(busy, (begin, end)), begin, end
+            if j < len(busy) and busy[j][0] <= end + EPS:
+                last = max(last, busy.pop(j)[1])
+            if j and busy[j - 1][1] >= begin - EPS:
+                first = busy.pop(j - 1)[0]
+                j -= 1
+            busy.insert(j, (first, last))
+
+
+def _rooms(count: int) -> list[_Room]:
+    link: tuple[Busy, Busy] | None = ([], []) if count > 1 else None
+    return [_Room(link) for _ in range(count)]
+
+
+# ---- one by one ------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
+    """Item by item in time, where more is held than the limit.
+
+    A copy goes out as early and comes back as late as stream and link have room.
     """
-    lives, busy, chosen = view.lives, list[tuple[float, float]](), dict[int, Booking]()
-    ready = sorted((bisect_left(view.start, view.end[life.a] + EPS), x) for x, life in enumerate(lives))
-    waiting, at, away = list[tuple[int, int]](), 0, 0.0
-    returns = [0.0] * (len(view.items) + 1)
-    for j, base in enumerate(view.base):
-        away -= returns[j]
-        while at < len(ready) and ready[at][0] <= j:
-            x = ready[at][1]
-            heapq.heappush(waiting, (-lives[x].z, x))
-            at += 1
-        again = []
-        while base - away > limit + EPS and waiting:
-            entry = heapq.heappop(waiting)
-            x, life = entry[1], lives[entry[1]]
-            if life.z <= j:
+    ranks = [_Chooser(*each, lead) for each in zip(views, limits, _rooms(len(views)), strict=True)]
+    if len(ranks) == 1:
+        for j in range(len(views[0].items)):
+            ranks[0].item(j)
+    else:
+        items = ((start, n, j) for n, view in enumerate(views) for j, start in enumerate(view.start))
+        for _, n, j in sorted(items):
+            ranks[n].item(j)
+    return [rank.chosen for rank in ranks]
+
+
+class _Chooser:
+    """One rank, item by item."""
+
+    def __init__(self, view: View, limit: float, room: _Room, lead: float) -> None:
+        self.view, self.limit, self.room, self.lead = view, limit, room, lead
+        self.chosen: Booked = {}
+        self.ready = sorted((bisect_left(view.start, view.end[life.a] + EPS), x) for x, life in enumerate(view.lives))
+        self.waiting, self.late = list[tuple[int, int]](), list[tuple[float, int]]()
+        self.at, self.away = 0, 0.0
+        self.returns = [0.0] * (len(view.items) + 1)
+
+    def item(self, j: int) -> None:
+        """Choose what has to be away during item j, of what comes back last."""
+        view = self.view
+        self.away -= self.returns[j]
+        while self.at < len(self.ready) and self.ready[self.at][0] <= j:
+            x = self.ready[self.at][1]
+            heapq.heappush(self.waiting, (-view.lives[x].z, x))
+            self.at += 1
+        while self.late and self.late[0][0] <= view.start[j] + EPS:
+            x = heapq.heappop(self.late)[1]
+            heapq.heappush(self.waiting, (-view.lives[x].z, x))
+        while view.base[j] - self.away > self.limit + EPS and self.waiting:
+            last, x = heapq.heappop(self.waiting)
+            if -last <= j:
                 break
-            out = _earliest(view.end[life.a], life.out, busy)
-            if view.start[j] < out + life.out - EPS:
-                again.append(entry)  # not there in time; later it may be
-                continue
-            gone = (out, out + life.out)
-            insort(busy, gone)
-            back = _latest(view.start[life.z], lead * life.back, busy)
-            until = bisect_right(view.issued, back + EPS) - 1
-            if until <= j:
-                busy.remove(gone)
-                continue
-            insort(busy, (back, back + lead * life.back))
-            first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
-            chosen[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
-            away += life.units
-            returns[until] += life.units
-        for entry in again:
-            heapq.heappush(waiting, entry)
-    return chosen
+            self._book(x, j)
+
+    def _book(self, x: int, j: int) -> None:
+        """Take times for one activation; where its copy out would be too late for item j, it may be there later: others
+        only take more of the room."""
+        view, room, life = self.view, self.room, self.view.lives[x]
+        out = _earliest(view.end[life.a], life.out, room.out)
+        if view.start[j] < out + life.out - EPS:
+            heapq.heappush(self.late, (out + life.out, x))
+            return
+        back = _latest(view.start[life.z], self.lead * life.back, room.back)
+        until = bisect_right(view.issued, back + EPS) - 1
+        if until <= j:  # also where both would take the stream at once
+            return
+        room.take(room.out, out, out + life.out)
+        room.take(room.back, back, back + self.lead * life.back)
+        first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
+        self.chosen[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
+        self.away += life.units
+        self.returns[until] += life.units
 
 
-def all_at_once(view: View, limit: float, lead: float) -> dict[int, Booking]:
-    """What to move, by its place among the lives: enough of what comes back last, all of it given times together."""
-    chosen = set[int]()
-    booked = dict[int, Booking]()
+# ---- all at once -----------------------------------------------------------------------------------------------------
+
+
+def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
+    """Enough of what comes back last, all of it given times together."""
+    chosen, booked = [set[int]() for _ in views], [Booked() for _ in views]
     for _ in range(AGAIN):
-        change = [0.0] * (len(view.items) + 1)
-        for x, one in booked.items():
-            if one.gone < one.back:
-                change[one.gone] += view.lives[x].units
-                change[one.back] -= view.lives[x].units
-        over = [base - limit - away for base, away in zip(view.base, accumulate(change[:-1]), strict=True)]
-        if max(over, default=0.0) <= EPS or not _covered(view, over, chosen, lead):
+        more = False
+        for view, limit, mine, known in zip(views, limits, chosen, booked, strict=True):
+            change = [0.0] * (len(view.items) + 1)
+            for x, one in known.items():
+                if one.gone < one.back:
+                    change[one.gone] += view.lives[x].units
+                    change[one.back] -= view.lives[x].units
+            over = [base - limit - away for base, away in zip(view.base, accumulate(change[:-1]), strict=True)]
+            more |= max(over, default=0.0) > EPS and _covered(view, over, mine, lead)
+        if not more:
             break
-        booked = _packed(view, chosen, lead)
+        booked = _packed(views, chosen, lead)
     return booked
 
 
-def _packed(view: View, chosen: Collection[int], lead: float) -> dict[int, Booking]:
+def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: float) -> list[Booked]:
     """Times for the copies of all that is chosen: back as late as can be, then out as soon as can be."""
-    lives, busy, begin, found = view.lives, list[tuple[float, float]](), dict[int, float](), dict[int, Booking]()
-    for x in sorted(chosen, key=lambda x: (-view.start[lives[x].z], x)):
-        length = lead * lives[x].back
-        begin[x] = _latest(view.start[lives[x].z], length, busy)
-        insort(busy, (begin[x], begin[x] + length))
-    for x in sorted(chosen, key=lambda x: (view.end[lives[x].a], x)):
-        life = lives[x]
-        out = _earliest(view.end[life.a], life.out, busy)
-        insort(busy, (out, out + life.out))
+    rooms, begin, found = _rooms(len(views)), dict[tuple[int, int], float](), [Booked() for _ in views]
+    every = [(n, x) for n, mine in enumerate(chosen) for x in mine]
+    for n, x in sorted(every, key=lambda one: (-views[one[0]].start[views[one[0]].lives[one[1]].z], one)):
+        life, room = views[n].lives[x], rooms[n]
+        length = lead * life.back
+        begin[n, x] = _latest(views[n].start[life.z], length, room.back)
+        room.take(room.back, begin[n, x], begin[n, x] + length)
+    for n, x in sorted(every, key=lambda one: (views[one[0]].end[views[one[0]].lives[one[1]].a], one)):
+        view, life, room = views[n], views[n].lives[x], rooms[n]
+        out = _earliest(view.end[life.a], life.out, room.out)
+        room.take(room.out, out, out + life.out)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
-        until = bisect_right(view.issued, begin[x] + EPS) - 1
-        found[x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
+        until = bisect_right(view.issued, begin[n, x] + EPS) - 1
+        found[n][x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
     return found
 
 
@@ -127,19 +190,34 @@ def _covered(view: View, over: Sequence[float], chosen: set[int], lead: float) -
     return len(chosen) > before
 
 
-def _earliest(begin: float, length: float, busy: Sequence[tuple[float, float]]) -> float:
-    """The first time from `begin` on with room for so long; `busy` is sorted and without overlaps."""
-    j = max(0, bisect_left(busy, (begin, float("-inf"))) - 1)
-    while j < len(busy) and busy[j][0] < begin + length - EPS:
-        begin = max(begin, busy[j][1])
-        j += 1
-    return begin
+# ---- room on the lanes -----------------------------------------------------------------------------------------------
 
 
-def _latest(end: float, length: float, busy: Sequence[tuple[float, float]]) -> float:
-    """The last time at which something so long can begin and be over by `end`."""
-    j = bisect_left(busy, (end, float("-inf"))) - 1
-    while j >= 0 and busy[j][1] > end - length + EPS:
-        end = min(end, busy[j][0])
-        j -= 1
+def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
+    """The first time from `begin` on at which all lanes have room for so long."""
+    found, seen = begin, None
+    while found != seen:
+        seen = found
+        for busy in lanes:
+            j = max(0, bisect_left(busy, (found, float("-inf"))) - 1)
+            while j < len(busy) and busy[j][0] < found + length - EPS:
+                found = max(found, busy[j][1])
+                j += 1
+        if len(lanes) == 1:
+            break
+    return found
+
+
+def _latest(end: float, length: float, lanes: Sequence[Busy]) -> float:
+    """The last time at which something so long can begin and be over by `end`, on all lanes."""
+    seen = None
+    while end != seen:
+        seen = end
+        for busy in lanes:
+            j = bisect_left(busy, (end, float("-inf"))) - 1
+            while j >= 0 and busy[j][1] > end - length + EPS:
+                end = min(end, busy[j][0])
+                j -= 1
+        if len(lanes) == 1:
+            break
     return end - length

@@ -67,7 +67,8 @@ def replan(
 def same_work(one: Compiled, other: Compiled) -> bool:
     """Whether two plans have the same stages, and the same compute in the same order on every rank."""
     alike = one.program.placement == other.program.placement and one.layers == other.layers
-    return alike and one.found.recompute == other.found.recompute and _work(one.program) == _work(other.program)
+    again = [(each.found.recompute, each.found.activations) for each in (one, other)]
+    return alike and again[0] == again[1] and _work(one.program) == _work(other.program)
 
 
 def _work(program: Program) -> list[list[Op]]:

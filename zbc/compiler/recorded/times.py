@@ -111,7 +111,7 @@ def measured(costs: Costs, times: Times) -> Costs:
     if times.norm:
         columns["agree"] = (median_ms(times.norm) + median_ms(times.sums),)
     shared = {
-        name: costs.shared(name, whole) if name in ("f", "b", "w", "bw") else whole for name, whole in columns.items()
+        name: costs.portions(name, whole) if name in ("f", "b", "w", "bw") else whole for name, whole in columns.items()
     }
     return replace(costs.with_ms(**shared), links=links, source="measured")
 

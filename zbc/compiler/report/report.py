@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.device import Survival, survival
+from zbc.compiler.cost.copies import share_of
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory import host
 from zbc.compiler.memory.per_rank import RankMemory
@@ -236,6 +237,11 @@ class Report:
         return max(rank.summed_bytes for rank in self.per_rank)
 
     @property
+    def moved(self) -> float:
+        """The share of all activations that go to the host and back."""
+        return 0.0 if self.copied is None else self.copied.moved
+
+    @property
     def sent_bytes(self) -> int:
         """Of boundary tensors, of the rank that sends most."""
         return max(rank.sent_bytes for rank in self.per_rank)
@@ -344,9 +350,7 @@ def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | 
         return None
     whole = Copying(*map(sum, zip(*copied(timeline), strict=True)))
     forwards = sum(op.kind is Kind.F for ops in program.ranks for op in ops)
-    work = max(timeline.busy(r) for r in range(timeline.ranks)) / program.microbatches
-    out = max(costs.total("out", program.placement.stages_of(r)) for r in range(timeline.ranks))
-    return CopyReport(moved / forwards, *whole, whole.hidden, out / work)
+    return CopyReport(moved / forwards, *whole, whole.hidden, share_of(costs, program.placement))
 
 
 def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:

@@ -28,10 +28,11 @@ from zbc.ir import Placement
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds in ms, and what makes the larger parts of them."""
+    """Lower bounds in ms."""
 
     makespan: float
     span: float
+    memory: bool = True  # whether limits of memory count in them, as far as there are any
 
     def of(self, objective: str) -> float:
         """For "makespan", "span" or "period": where steps follow one another, each takes a rank at least its span."""
@@ -92,7 +93,7 @@ def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
     least = min(costs.column("reduce"))
     ranks = range(placement.ranks)
     gathers = [costs.total("gather", placement.stages_of(r)) for r in ranks]
-    return Bounds(found.makespan + least + max(gathers), found.span + least + min(gathers))
+    return replace(found, makespan=found.makespan + least + max(gathers), span=found.span + least + min(gathers))
 
 
 class _RankBounds:

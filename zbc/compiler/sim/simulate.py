@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
+from zbc.compiler.sim.links import Links, by_time
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import balance, idle_rate
@@ -275,7 +276,10 @@ def replay(
     # `before` of the first node of rank r leads here from the end of the list, that of nothing to the last entry.
     end += [*reversed(free_from or [0.0] * ranks), 0.0]
     before, ptr, pred = graph.before, graph.ptr, graph.pred
-    if graph.marks or graph.waits or costs.rendezvous or costs.occupies:
+    link = Links(graph, costs) if costs.shared > 1 or costs.alone < 1 else None
+    if link is not None and link.lane_of:
+        _slowly(graph, costs, by_time(graph, end, posted=costs.rendezvous), list(length), start, end, link)
+    elif graph.marks or graph.waits or costs.rendezvous or costs.occupies:
         _slowly(graph, costs, order, list(length), start, end)
     else:
         for i in order:
@@ -289,10 +293,16 @@ def replay(
 
 
 def _slowly(
-    graph: Graph, costs: Costs, order: Iterable[int], length: list[float], start: list[float], end: list[float]
+    graph: Graph,
+    costs: Costs,
+    order: Iterable[int],
+    length: list[float],
+    start: list[float],
+    end: list[float],
+    link: Links | None = None,
 ) -> None:
     """The walk with groups, and with messages that wait for more than the op which sends them: for events that bring
-    what they carry, for the buffer, for the link."""
+    what they carry, for the buffer, for the link. Copies that share a `link` to the host need an `order` by time."""
     marks, waits, first = set(graph.marks), graph.waits, len(graph.ops)
     before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
     busy = _occupied(graph, costs) if costs.occupies else []
@@ -314,6 +324,8 @@ def _slowly(
         elif i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
             length[i] = costs.pair(*shares[i])
             length[i + 1] = length[i + 2] = 0.0
+        elif link is not None and i in link.lane_of:
+            time, length[i] = link.copy(i, time, length[i])
         start[i], end[i] = time, time + length[i]
     for mark, (one, other) in shares.items():
         over, whole = end[mark], length[mark]

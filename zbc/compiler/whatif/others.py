@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import Compiled
 from zbc.compiler.cost import estimate
-from zbc.compiler.partition.auto import best_of_one
 from zbc.compiler.partition.evaluate import Evaluator
+from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Ordered
+from zbc.compiler.partition.weighing import best_of_one
 from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
@@ -92,4 +93,4 @@ def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -
         return best_of_one(job, table, card, chunks, 0.0)
     evaluator = Evaluator(job, table, card, chunks)
     fitting = evaluator.fitting if evaluator.free else [evaluator.start]
-    return evaluator.setup(fitting[0]).make(0.0) if fitting else None
+    return planned(evaluator.setup(fitting[0]), 0.0) if fitting else None
