@@ -18,11 +18,12 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, NOT_HANDED, read, slice_loss, stage_loss
+from zbc.runtime.handlers import HANDLERS, handed, slice_loss, stage_loss
 from zbc.runtime.progress import EvaluationResult
+from zbc.runtime.reading import read
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.state import Evaluation, Worker, take
+from zbc.runtime.state import Evaluation, Worker
 from zbc.training.data.data import Batches, Samples
 
 
@@ -143,7 +144,7 @@ def _forward(worker: Worker, op: Op) -> None:
     elif first:
         x = read(worker, _of(worker).batches, "inputs", number, stage.part)[0]
     else:
-        x = take(worker.handed, key, NOT_HANDED)
+        x = handed(worker, key)
     finish: Callable[[Tensor], Tensor] = stage.fit
     if last:
         target, share = read(worker, _of(worker).batches, "targets", number, stage.part)

@@ -99,9 +99,9 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
     kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
-    for name, parameter in optimizer.incomplete().items():
-        if parameter.numel():
-            reader.fill(parameter.data, MODEL + name)
+    for one in optimizer.incomplete():
+        if one.tensor.numel():
+            reader.fill(one.tensor.data, MODEL + one.name, one.start)
     held = optimizer.held()
     for place, one in enumerate(held):
         if one.tensor.numel():
