@@ -168,7 +168,7 @@ class Hub:
         self._end(meeting)
 
     def _end(self, meeting: Round) -> None:
-        offers = [meeting.offers[r] for r in meeting.ranks]
+        offers = [meeting.offers.pop(r) for r in meeting.ranks]  # who started it has what it is to keep
         _combine(offers, meeting.ranks)
         following = [offer.then for offer in offers if offer.then is not None]
         if following:

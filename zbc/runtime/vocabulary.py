@@ -112,6 +112,7 @@ class Output:
         d[torch.arange(len(d), device=d.device), told.target.row] -= told.target.mine.to(d.dtype)
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
         add_product(self.weight, d, told.hidden)
+        told.soft = told.hidden = d.new_empty(0)
         return words.wide(d.mm(self._multiplier())) if part else None
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -23,7 +24,7 @@ from zbc.plan.dealing import CHUNK
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.slicing import Part
 from zbc.runtime.tensors import TensorSpec
-from zbc.runtime.transport import Pending
+from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks
 from zbc.runtime.vocabulary import Embedding, Output, Told
 from zbc.runtime.words import Own, combine
@@ -92,12 +93,15 @@ class Meeting:
 
 @dataclass
 class Vocabulary:
-    """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending."""
+    """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending, `bounds` the words of each;
+    `replicas` are the ranks of the run with the same words."""
 
     output: Output
     embedding: Embedding
     optimizer: StageOptimizer
     ranks: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    replicas: tuple[int, ...]
     first: int  # of them the one with the first stage
     last: int  # and with the last
     last_stage: int
@@ -130,6 +134,16 @@ class Vocabulary:
         for pending, _ in self.sent:
             pending.wait()
         self.sent.clear()
+
+    def whole(self, name: str, transport: Transport) -> Tensor:
+        """All rows of a table, which all ranks of the pipeline call for together; blocks."""
+        mine = self.optimizer.parameters[name].detach()
+        most, width = max(high - low for low, high in self.bounds), mine.shape[1]
+        parts = mine.new_empty(len(self.ranks), most, width)
+        padded = functional.pad(mine, (0, 0, 0, most - len(mine)))
+        transport.start_gather(padded.view(-1), parts.flatten(1), self.ranks).wait()
+        order = sorted(range(len(self.ranks)), key=self.bounds.__getitem__)
+        return torch.cat([parts[i, : self.bounds[i][1] - self.bounds[i][0]] for i in order])
 
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""

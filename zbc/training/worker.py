@@ -280,11 +280,14 @@ def _vocabulary(
         settings.optimizer, parameters, (output.cast,), lowered=LOWERED[settings.model.parameters]
     )
     seat = partial(run.rank, replica)
+    ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
         Embedding(embedding, low),
         OfRows(optimizer, low, tables.shapes),
-        ranks=tuple(sorted(map(seat, range(run.pp)))),
+        ranks=ranks,
+        bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
+        replicas=run.ranks([plan.rank]),
         first=seat(placement.rank_of(0)),
         last=seat(placement.rank_of(placement.stages - 1)),
         last_stage=placement.stages - 1,
@@ -377,8 +380,8 @@ def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
     manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.REDUCE_V and worker.vocabulary is not None:
-            replicas = tuple(sorted(worker.topology.rank(dp, worker.plan.rank) for dp in range(worker.topology.dp)))
-            found[op] = Bucket(list(worker.vocabulary.optimizer.parameters.values()), replicas)
+            shared = worker.vocabulary
+            found[op] = Bucket(list(shared.optimizer.parameters.values()), shared.replicas)
             continue
         if op.kind is Kind.TIE:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}

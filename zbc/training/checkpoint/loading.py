@@ -76,6 +76,8 @@ def _restore(worker: Worker, reader: Reader) -> None:
     for stage, optimizer in worker.optimizers.items():
         _restore_weights(optimizer, reader, worker.cuts)
         _restore_buffers(worker, stage, reader)
+    if worker.vocabulary is not None:
+        _restore_weights(worker.vocabulary.optimizer, reader, worker.cuts)
 
 
 def _check_fits(worker: Worker, reader: Reader) -> None:
@@ -85,7 +87,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     ours = {name for name, size in sizes if size}  # what has no elements is in no file
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
-    for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
+    for held in (held for optimizer in worker.every_optimizer for held in optimizer.held()):
         told = theirs.get(held.name)
         shape = worker.cuts[held.name].shape if held.name in worker.cuts else held.shape
         here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
