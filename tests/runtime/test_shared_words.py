@@ -22,9 +22,13 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
 from zbc.runtime import vocabulary, words
+from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.transport import Then
 from zbc.runtime.vocabulary import Embedding, Output
+from zbc.training.probing.checkup import check_up
+from zbc.training.recording.measure import Scale
+from zbc.training.warm import warm
 
 TIED = {**GPT, "tie_embeddings": True}
 GEMMA = {**LLAMA, "variant": "gemma", "head_size": 8, "tie_embeddings": True}
@@ -465,3 +469,46 @@ def test_other_models_are_refused():
         with pytest.raises(ZbcError) as caught:
             make_worker(make_plan(program, model=model, words=(0, 30, 61)))
         assert caught.value.code == "E406"
+
+
+# ---- beside the steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
+    plan = plan_of("zb-h1", 2, 3, sums, optimizer={"lr": 1e-2})
+    plain, hub = run_threads(plan, 3), Hub(2)
+    workers = [make_worker(plan, rank, hub) for rank in range(2)]
+
+    def run(worker):
+        warm(worker)
+        worker.results += [run_step(worker, step) for step in range(3)]
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert [r.loss for r in workers[0].results] == [r.loss for r in plain[0].results]
+
+
+def test_stages_may_share_out_their_optimizer_while_rows_do_not():
+    """With two replicas and ZeRO-1 each rank steps all of its rows, and a part of its stages."""
+    same = {"optimizer": {"lr": 1e-2, "zero1": True, "clip_grad_norm": 0.5}}
+    workers = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2, "sharded": True}, **same), 3)
+    one = run_threads(make_plan(make_program("1f1b", 1, 4), **same), 3)
+    assert [r.loss for r in workers[0].results] == pytest.approx([r.loss for r in one[0].results], rel=1e-6)
+    for rank in (0, 1):
+        for a, b in zip(*(w.vocabulary.optimizer.held() for w in (workers[rank], workers[rank + 2])), strict=True):
+            assert torch.equal(a.tensor, b.tensor) and a.shape[0] == 61
+
+
+def test_the_doctor_looks_at_the_layers_of_such_a_plan():
+    found = check_up(plan_of("zb-h1", 2, 3, 1, slices=2))
+    assert found.fine and found.stages == ("B and W apart, in 2 slices",) * 2
+
+
+def test_what_a_rank_holds_is_weighed_with_its_rows():
+    scales = []
+    workers = run_threads(plan_of("1f1b", 2, 3, 1), 3, setup=lambda worker: scales.append(Scale(worker)))
+    for scale, worker in zip(scales, workers, strict=True):
+        trained = sum(p.nbytes for one in worker.every_optimizer for p in one.parameters.values())
+        assert scale.held.gradients == trained and scale.held.optimizer >= 2 * trained

@@ -168,12 +168,14 @@ class Hub:
         self._end(meeting)
 
     def _end(self, meeting: Round) -> None:
-        offers = [meeting.offers.pop(r) for r in meeting.ranks]  # who started it has what it is to keep
+        offers = [meeting.offers[r] for r in meeting.ranks]
         _combine(offers, meeting.ranks)
         following = [offer.then for offer in offers if offer.then is not None]
         if following:
             made = [then.make() for then in following]
             _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
+            # Who started it holds this meeting, and `then` holds that one: nothing would be free before a collection.
+            meeting.offers = {r: offer._replace(then=None) for r, offer in meeting.offers.items()}
         meeting.over = True
         for r in meeting.ranks:
             self._wake[r].notify()
