@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
@@ -15,7 +15,8 @@ from zbc.ops import COUNTED
 class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
-    A weight that stages share is summed by `TIE`, after all of them. Stages with one holder need nothing. A sum is only
+    A weight that stages share is summed by `TIE`, after all of them; a rank's rows of a vocabulary that all ranks share
+    by `REDUCE v`, after its last T and E. Stages with one holder need nothing. A sum is only
     started: it goes on beside the ops that follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
@@ -35,6 +36,10 @@ class ReduceGrads:
     def run(self, program: Program, context: Context) -> Program:
         stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
         sums = [op for op in [*stages, *([Op(Kind.TIE, 0)] if program.tied else [])] if program.shared(op)]
+        named = (*program.history, self.name)
+        words = Op(Kind.REDUCE_V, 0)
+        if program.vocabulary and program.shared(words):
+            program = program.with_ranks([_insert(ops, [words], program) for ops in program.ranks], by=self.name)
         if not sums:
             return program
         rank_of = _turns(program, sums, context)
@@ -42,7 +47,7 @@ class ReduceGrads:
             _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
             for rank, ops in enumerate(program.ranks)
         ]
-        return program.with_ranks(ranks, by=self.name)
+        return replace(program, ranks=tuple(map(tuple, ranks)), history=named)
 
 
 def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
@@ -51,6 +56,8 @@ def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[
         return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
     done: dict[int, float] = {}
     for span in context.timeline:
+        if span.op.kind.unit_wide:
+            continue
         done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
     ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
     return lambda rank: ready.__getitem__
@@ -71,8 +78,9 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a sum can start: the last compute op of what it closes, or the SEND of its result."""
-    stages = _closes(program, op)
-    last = max((i for i, other in enumerate(ops) if other.kind.computes and other.stage in stages), default=-1)
+    words, stages = op.kind is Kind.REDUCE_V, _closes(program, op)
+    mine = (i for i, other in enumerate(ops) if other.kind.computes and other.kind.unit_wide is words)
+    last = max((i for i in mine if words or ops[i].stage in stages), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
     while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):  # weights are urgent

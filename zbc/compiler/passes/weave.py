@@ -1,0 +1,341 @@
+"""Weave the ops of a vocabulary that all ranks share into any order of F, B and W of one pipe.
+
+The order is widened at its turn first: each B comes `sums` units later, so that all ranks can do their part for the
+last stage in between. Between the last F and the first B of a unit any number of whole periods of a schedule fits; each
+keeps one unit more in flight and costs no bubble. Then the widened order is played at the costs of the ops: S as soon
+as it can run, T where more than `late` units would wait for theirs, or where the rank would wait; W where the rank
+would wait or its memory is full. Collectives are listed in the order in which they happen then, the same on all ranks.
+A rank starts one right behind its own part, never later than it happens, so the common order costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import ClassVar
+
+from zbc.compiler.blocks import SLOTS, Offsets, later, walking
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import Timeline
+from zbc.ir import Kind, Op, Placement, Program, nth
+
+SAME = 1e-9  # ms
+FEW = 4  # building blocks that are played whole
+AHEAD = 2  # units that are looked up before F of the first stage takes them
+Unit = tuple[int, int]  # microbatch, slice
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """`sums` per unit, 1 or 2; `late` units may have their logits wait for T."""
+
+    name: ClassVar[str] = "weave"
+    sums: int
+    late: int = 1
+
+    def run(self, program: Program, context: Context) -> Program:
+        shared = replace(program, vocabulary=self.sums)
+        room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
+        orders = [*_moved(context, self.sums), *_laid_out(shared, context.costs, self.late, room)]
+        played = [_Play(shared, context.costs, self.late, each, room) for each in orders]
+        best = min((one for one in played if one.whole), key=lambda one: (one.over_room, round(one.end, 9), one.most))
+        return shared.with_ranks(best.lists(), by=self.name)
+
+
+Orders = list[list[Op]]  # F and backwards of each rank
+
+
+def _moved(context: Context, sums: int) -> Iterator[Orders]:
+    """Each backward moved by whole periods: by the clock, which keeps what ranks do side by side as it is, and by the
+    number of forwards, of all stages of a rank and of each."""
+    program, timeline = context.program, context.timeline
+    period = max(timeline.busy(rank) for rank in range(timeline.ranks)) / (program.microbatches * program.slices)
+    ranks = program.ranks
+    yield [widened(ops, by_time(timeline, r, sums * period)) for r, ops in enumerate(ranks)]
+    stages = [len(program.placement.stages_of(r)) for r in range(len(ranks))]
+    yield [widened(ops, by_count(ops, sums * v)) for ops, v in zip(ranks, stages, strict=True)]
+    if max(stages) > 1:
+        yield [widened(ops, by_stage(ops, sums)) for ops in ranks]
+
+
+def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Orders]:
+    """Of a V placement the building blocks that keep to the room: those that are best for few microbatches."""
+    p, split = program.placement.ranks, any(op.kind is Kind.B for ops in program.ranks for op in ops)
+    if program.placement != Placement.vshape(p) or p < 2 or not split:
+        return
+    few = replace(program, microbatches=min(program.microbatches, p // program.slices + 2))
+    found = list[tuple[float, int]]()
+    blocks = [later(offsets, program.slices - 1 + program.vocabulary) for _, offsets in walking(p)]
+    for number, offsets in enumerate(blocks):
+        order = _block(few, offsets)
+        if all(_waiting(ops) <= most for ops, most in zip(order, room, strict=True)):
+            one = _Play(few, costs, late, order, room)
+            found += [(one.end, number)] if one.whole else []
+    for _, number in sorted(found)[:FEW]:
+        yield _block(program, blocks[number])
+
+
+def _block(program: Program, offsets: Offsets) -> Orders:
+    """All units of a block, one each period."""
+    p, k = program.placement.ranks, program.slices
+    orders = []
+    for r in range(p):
+        stages = (r, 2 * p - 1 - r)
+        at = list[tuple[int, Op]]()
+        for n in range(program.microbatches * k):
+            for leg, stage in enumerate((*stages, *stages[::-1])):
+                at.append((offsets[leg][r] + SLOTS * n, nth(Kind.B if leg > 1 else Kind.F, stage, n, k)))
+        orders.append([op for _, op in sorted(at, key=lambda entry: entry[0])])
+    return orders
+
+
+def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
+    """F and backwards of a rank, with so many forwards before each backward; what makes weight gradients is left out
+    where it is an op of its own."""
+    forwards = [op for op in ops if op.kind is Kind.F]
+    found, done = list[Op](), 0
+    for op, wanted in zip((op for op in ops if op.kind.row.family == "input"), behind, strict=True):
+        found += [*forwards[done:wanted], op]
+        done = max(done, wanted)
+    return found + forwards[done:]
+
+
+def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
+    """The forwards that begin on a rank up to `more` ms after each of its backwards does."""
+    graph, begins = timeline.graph, list[float]()
+    mine = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
+    begins = [at for at, op in mine if op.kind is Kind.F]
+    return [bisect_left(begins, at + more - SAME) for at, op in mine if op.kind.row.family == "input"]
+
+
+def by_count(ops: Sequence[Op], more: int) -> list[int]:
+    """`more` forwards than there are before each backward."""
+    found, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
+    for op in ops:
+        seen += op.kind is Kind.F
+        if op.kind.row.family == "input":
+            found.append(min(count, seen + more))
+    return found
+
+
+def by_stage(ops: Sequence[Op], more: int) -> list[int]:
+    """`more` forwards of each stage than there are."""
+    places: dict[int, list[int]] = {}  # of the forwards of each stage
+    for place, op in enumerate(op for op in ops if op.kind is Kind.F):
+        places.setdefault(op.stage, []).append(place)
+    found, seen = list[int](), dict.fromkeys(places, 0)
+    for op in ops:
+        if op.kind is Kind.F:
+            seen[op.stage] += 1
+        elif op.kind.row.family == "input":
+            found.append(max(mine[min(len(mine), seen[s] + more) - 1] + 1 for s, mine in places.items()))
+    return found
+
+
+def in_flight(ops: Iterable[Op]) -> int:
+    """The most forwards whose activations are there."""
+    change = {Kind.F: 1, Kind.W: -1, Kind.BW: -1}
+    return max(accumulate(change.get(op.kind, 0) for op in ops), default=0)
+
+
+@dataclass
+class _Rank:
+    """What a rank still has to do."""
+
+    ready: deque[Op]  # F and backwards, in order
+    room: int  # forwards whose activations it may have
+    weights: deque[Op] = field(default_factory=deque)
+    now: deque[tuple[float, Op]] = field(default_factory=deque)  # S and I, and from when on they can run
+    later: deque[tuple[float, Op]] = field(default_factory=deque)  # T
+    last: deque[tuple[float, Op]] = field(default_factory=deque)  # E
+    free: float = 0.0
+    held: int = 0
+    done: list[Op] = field(default_factory=list)
+
+
+class _Play:
+    """The eager run of a widened order."""
+
+    def __init__(self, program: Program, costs: Costs, late: int, orders: Orders, room: Sequence[int]) -> None:
+        self.placement, self.costs, self.late = program.placement, costs, late
+        self.sums, self.stages = program.vocabulary, program.placement.stages
+        self.units = [(mb, part) for mb in range(program.microbatches) for part in range(program.slices)]
+        self.last = program.placement.rank_of(self.stages - 1)
+        self.ranks = []
+        for order, most in zip(orders, room, strict=True):
+            self.ranks.append(_Rank(deque(order), max(most, _waiting(order))))
+        self.over: dict[tuple[bool, int, Unit], float] = {}  # forward or not, stage, unit -> when it ended
+        self.parts: dict[tuple[Kind, Unit], list[float]] = {}
+        self.met: dict[tuple[Kind, Unit], float] = {}  # collective -> when it was over
+        self.begun: dict[tuple[Kind, Unit], tuple[float, int]] = {}  # and when the last rank came to it
+        self.heap = [(0.0, rank) for rank in range(len(self.ranks))]
+        self._looked_up(0, 0.0)
+        self._run()
+        self.whole = not any(rank.ready or rank.weights or rank.later or rank.last or rank.now for rank in self.ranks)
+        self.end = max(rank.free for rank in self.ranks)
+        held = [in_flight(rank.done) for rank in self.ranks]
+        self.most, self.over_room = max(held), any(mine > most for mine, most in zip(held, room, strict=True))
+
+    def _run(self) -> None:
+        while self.heap:
+            now, r = heappop(self.heap)
+            rank = self.ranks[r]
+            if now < rank.free:
+                continue
+            op = self._next(rank, r, now)
+            if op is not None:
+                self._put(rank, r, now, op)
+
+    def _next(self, rank: _Rank, r: int, now: float) -> Op | None:
+        """What a rank does now; it sleeps until something comes if there is nothing."""
+        if rank.now and rank.now[0][0] <= now:
+            return rank.now.popleft()[1]
+        waiting = sum(at <= now for at, _ in rank.later)
+        if waiting and (self.sums == 2 or waiting >= self.late):
+            return rank.later.popleft()[1]
+        if sum(at <= now for at, _ in rank.last) > self.late:
+            return rank.last.popleft()[1]
+        at = self._when(rank.ready[0]) if rank.ready else None
+        if at is not None and at <= now and not (rank.weights and self._full(rank)):
+            return rank.ready.popleft()
+        if rank.weights:
+            return rank.weights.popleft()
+        for queue in (rank.later, rank.last):
+            if queue and queue[0][0] <= now:
+                return queue.popleft()[1]
+        if at is not None and at > now:
+            heappush(self.heap, (at, r))
+        return None
+
+    def _full(self, rank: _Rank) -> bool:
+        return rank.ready[0].kind is Kind.F and rank.held >= rank.room
+
+    def _when(self, op: Op) -> float | None:
+        """From when on an F or a backward can run; None where that is not known yet."""
+        unit, forward, found = (op.mb, op.slice), op.kind is Kind.F, 0.0
+        for near in self.placement.sources(op.stage) if forward else self.placement.sinks(op.stage):
+            over = self.over.get((forward, near, unit))
+            if over is None:
+                return None
+            if self.placement.crosses(near, op.stage):
+                over += self.costs.link(op.pipe, *((near, op.stage)))
+            found = max(found, over)
+        needs = [] if forward else [self.over.get((True, op.stage, unit))]
+        if forward and op.stage == 0:
+            needs.append(self.met.get((Kind.GIVE, unit)))
+        if not forward and op.stage == self.stages - 1:
+            needs.append(self.met.get((Kind.MEET if self.sums == 1 else Kind.SUM, unit)))
+        for one in needs:
+            if one is None:
+                return None
+            found = max(found, one)
+        return found
+
+    def _put(self, rank: _Rank, r: int, now: float, op: Op) -> None:
+        kind, unit = op.kind, (op.mb, op.slice)
+        end = now + (self.costs.of(kind.row.cost, r, op.slice) if kind.unit_wide else self.costs.duration(op))
+        rank.free = end
+        rank.done.append(op)
+        heappush(self.heap, (end, r))
+        if kind.unit_wide:
+            self._shared(op, end)
+        elif kind is Kind.W:
+            rank.held -= 1
+        else:
+            self._of_stage(rank, op, unit, end)
+
+    def _of_stage(self, rank: _Rank, op: Op, unit: Unit, end: float) -> None:
+        forward = op.kind is Kind.F
+        self.over[forward, op.stage, unit] = end
+        rank.held += 1 if forward else -1 if op.kind is Kind.BW else 0
+        if op.kind is Kind.B:
+            rank.weights.append(op._replace(kind=Kind.W))
+        for near in (*self.placement.sources(op.stage), op.stage, *self.placement.sinks(op.stage)):
+            for link in (0.0, self._link(op, near)):
+                heappush(self.heap, (end + link, self.placement.rank_of(near)))
+        if forward and op.stage == self.stages - 1:
+            self._meets(Kind.SPREAD, unit, end)
+        if forward and op.stage == 0:
+            self._looked_up(self._number(unit) + 1, end)
+        if not forward and op.stage == 0:
+            self._meets(Kind.TAKE, unit, end)
+
+    def _number(self, unit: Unit) -> int:
+        return unit[0] * (len(self.units) // (1 + self.units[-1][0])) + unit[1]
+
+    def _link(self, op: Op, near: int) -> float:
+        forward = op.kind is Kind.F
+        if near == op.stage or not self.placement.crosses(near, op.stage):
+            return 0.0
+        reads = near > op.stage if forward else near < op.stage
+        return self.costs.link(op.pipe, op.stage, near) if reads else 0.0
+
+    def _looked_up(self, first: int, now: float) -> None:
+        """Once `first` units have begun the next ones can be looked up."""
+        for number in range(AHEAD) if not first else (first + AHEAD - 1,):
+            if number < len(self.units):
+                self._all(Kind.I, self.units[number], now)
+
+    def _shared(self, op: Op, end: float) -> None:
+        """A rank has done its part of what all do."""
+        unit = (op.mb, op.slice)
+        together = {Kind.I: Kind.GIVE, Kind.S: Kind.MEET, Kind.T: Kind.SUM}.get(op.kind)
+        if together is None or (together is Kind.SUM and self.sums == 1):
+            return
+        ends = self.parts.setdefault((together, unit), [])
+        ends.append(end)
+        if len(ends) == len(self.ranks):
+            self._meets(together, unit, max(ends))
+
+    def _meets(self, kind: Kind, unit: Unit, now: float) -> None:
+        """All have come to a collective."""
+        self.begun[kind, unit] = now, len(self.begun)
+        at = self.met[kind, unit] = now + self.costs.of(kind.row.cost, 0, unit[1])
+        follows = {Kind.SPREAD: Kind.S, Kind.MEET: Kind.T, Kind.TAKE: Kind.E}.get(kind)
+        if follows is not None:
+            self._all(follows, unit, at)
+        for rank in {self.placement.rank_of(0), self.last}:
+            heappush(self.heap, (at, rank))
+
+    def _all(self, kind: Kind, unit: Unit, at: float) -> None:
+        """Every rank can do its part from then on."""
+        for r, rank in enumerate(self.ranks):
+            queue = rank.later if kind is Kind.T else rank.last if kind is Kind.E else rank.now
+            queue.append((at, Op(kind, 0, unit[0], 0, unit[1])))
+            heappush(self.heap, (at, r))
+
+    def lists(self) -> list[list[Op]]:
+        """The ops of each rank with their collectives."""
+        order = sorted(self.begun, key=self.begun.__getitem__)
+        return [list(self._listed(r, rank.done, order)) for r, rank in enumerate(self.ranks)]
+
+    def _listed(self, r: int, ops: Sequence[Op], order: Sequence[tuple[Kind, Unit]]) -> Iterator[Op]:
+        """Every collective of the common order as soon as this rank has its part of it and has started those before."""
+        first, last = self.placement.rank_of(0) == r, self.last == r
+        have = {one for one in order if (one[0] is Kind.SPREAD and not last) or (one[0] is Kind.TAKE and not first)}
+        todo = deque(order)
+        mine = {Kind.I: Kind.GIVE, Kind.S: Kind.MEET, Kind.T: Kind.SUM}
+        for op in [*ops, None]:
+            while todo and todo[0] in have:
+                kind, (mb, part) = todo.popleft()
+                yield Op(kind, 0, mb, 0, part)
+            if op is None:
+                return
+            yield op
+            unit = (op.mb, op.slice)
+            if op.kind in mine:
+                have.add((mine[op.kind], unit))
+            elif last and op.kind is Kind.F and op.stage == self.stages - 1:
+                have.add((Kind.SPREAD, unit))
+            elif first and op.kind.row.family == "input" and op.stage == 0:
+                have.add((Kind.TAKE, unit))
+
+
+def _waiting(ops: Iterable[Op]) -> int:
+    """The most forwards whose backward has not come."""
+    return max(accumulate(1 if op.kind is Kind.F else -1 for op in ops), default=0)
