@@ -158,8 +158,8 @@ def _share_words(worker: Worker) -> None:
 
 
 def _input(worker: Worker, stage: Stage) -> Tensor:
-    reads = worker.vocabulary is None and worker.batches is not None
-    if reads and not worker.placement.sources(stage.index):
+    first = worker.vocabulary is None and not worker.placement.sources(stage.index)
+    if first and worker.batches is not None:
         return _carried(worker, worker.batches.inputs)
     if stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex:
         return stage.arrived(stage.empty_input().normal_())
