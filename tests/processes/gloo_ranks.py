@@ -41,6 +41,9 @@ def train(
     results = [result for result in found if result is not None]
     worker.transport.close()
     parameters = worker.primary()
+    if worker.vocabulary is not None and worker.replica == 0:
+        low = worker.vocabulary.output.first
+        parameters |= {f"{low:06d} {name}": p for name, p in worker.vocabulary.optimizer.parameters.items()}
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

@@ -12,6 +12,8 @@ from tests.processes.gloo_ranks import open_network, train, unpack, without_step
 from tests.runtime import test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
+from tests.runtime.test_shared_words import TIED
+from tests.runtime.woven import shared_program
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
@@ -95,6 +97,25 @@ def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp,
         assert losses == pytest.approx([one.loss for one in alone.results], rel=1e-5)
         assert norms == pytest.approx([one.grad_norm for one in alone.results], rel=1e-5)
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
+
+
+WORDS = [("1f1b", 2, 1, {}), ("zb-v", 2, 2, {"slices": 2}), ("zb-h1", 4, 1, {}), ("zb-v", 4, 2, {})]
+
+
+@pytest.mark.parametrize(("schedule", "p", "sums", "how"), few(WORDS, WORDS[:1]))
+@pytest.mark.parametrize("staged", few([False, True], [False]))
+def test_a_vocabulary_that_all_ranks_share_has_the_gradients_of_one_process(pool, schedule, p, sums, how, staged):
+    program = shared_program(schedule, p, 5, sums, copies=4 // p, **how)
+    plan = make_plan(program, model=TIED, rows=(0, 9, 16) if how else (), keep=without_step)
+    expected, found = reference(plan), pool.run(train, plan, 1, False, staged)
+    assert [losses for losses, *_ in found] == [[pytest.approx(expected.losses[0], rel=1e-6)]] * 4
+    assert all(norms == found[0][1] for _, norms, *_ in found)
+    grads = unpack([grads for _, _, grads, _ in found])
+    rows = sorted(name for name in grads if " " in name)
+    assert len(rows) == p
+    table = torch.cat([grads.pop(name) for name in rows])
+    same({**grads, "embed.tokens.weight": table}, expected.grads, 1e-6)
+    assert [losses for losses, *_ in pool.run(train, plan, 1, False, staged)] == [losses for losses, *_ in found]
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))

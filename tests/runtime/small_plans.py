@@ -68,10 +68,12 @@ def make_plan(
     order: Sequence[int] = (),
     cuts: Sequence[int] | None = None,
     rows: Sequence[int] = (),
+    words: Sequence[int] | None = None,
 ) -> StoredPlan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says.
 
-    `rows` is where slices of microbatches begin, and the end of the sequence.
+    `rows` is where slices of microbatches begin, and the end of the sequence; `words` where the words of each rank do
+    in a vocabulary that all share, by default evenly.
     """
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None, order=tuple(order))
@@ -80,6 +82,9 @@ def make_plan(
     names = ["embed", *names, "head"] if checked.builtin else names
     stages = program.placement.stages
     cuts = [round(s * len(names) / stages) for s in range(stages + 1)] if cuts is None else cuts
+    if words is None:
+        count = program.placement.ranks
+        words = [(checked.vocab or 0) * rank // count for rank in range(count + 1)]
     manifest, _ = assemble(
         program,
         parameters={},
@@ -87,6 +92,7 @@ def make_plan(
         boundaries=[None] * (stages - 1) if boundaries is None else boundaries,
         microbatch_size=size,
         cuts=rows,
+        words=words if program.vocabulary else (),
         predicted={"host": on_host(program)},
         planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
         training={
@@ -232,5 +238,15 @@ def _masters(weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Param
 
 
 def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:
-    """All parameters of all ranks by global name."""
-    return {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}
+    """All parameters of all ranks by global name; those of which each rank has rows are put together."""
+    found = {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}
+    rows: dict[str, list[torch.nn.Parameter]] = {}
+    for worker in workers:
+        if worker.vocabulary is not None and worker.replica == 0:
+            for name, p in worker.vocabulary.optimizer.parameters.items():
+                rows.setdefault(name, []).append(p)
+    for name, parts in rows.items():
+        found[name] = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))
+        if all(p.grad is not None for p in parts):
+            found[name].grad = torch.cat([p.grad for p in parts if p.grad is not None])
+    return found

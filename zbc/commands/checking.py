@@ -177,7 +177,7 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler.report.report import bound_is
     from zbc.compiler.sim.simulate import either_transfer
     from zbc.plan import directory as plan
-    from zbc.plan.forward import forward_only
+    from zbc.plan.forward import forward_of
     from zbc.plan.headline import headline, prediction, settled_ms
 
     folder = folder_of(target)
@@ -196,7 +196,7 @@ def check_plan(target: Path) -> Checked:
         try:
             check_all(program)
             if evaluates(manifest):
-                check_forward(forward_only(program.placement, program.microbatches, program.slices))
+                check_forward(forward_of(program))
         except ZbcError as error:
             problems += error.errors
         else:

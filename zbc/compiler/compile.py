@@ -39,7 +39,7 @@ from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
-from zbc.plan.forward import forward_only
+from zbc.plan.forward import forward_of
 from zbc.text import GIB, at_least, short, size, wrap
 
 
@@ -339,7 +339,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     program = found.complete.program
     check_graph(found.complete.graph)
     if job.train.eval_every:
-        check_forward(forward_only(program.placement, program.microbatches, program.slices))
+        check_forward(forward_of(program))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
     remembered = as_ordered(job, found).memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 from zbc.ir import Kind, Message, Op, Placement, Program, nth
 
 
-def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Program:
+def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, shared: bool = False) -> Program:
     """Every microbatch, slice by slice, once through all stages (of pipe 0), in waves: F of stage s, unit i in wave
     s + i.
 
@@ -16,6 +16,11 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Pr
     The buffer of a transfer is posted one F ahead.
 
         rank 1 of 2      RECV_F s1 m0, RECV_F s1 m1, F s1 m0, F s1 m1
+
+    With a `shared` vocabulary each rank looks a unit's words up one wave before its first F, and has the logits of its
+    own words one wave after its last F: nobody waits for a wave that others have begun.
+
+        rank 1 of 2      I m0, GIVE m0, RECV_F s1 m0, I m1, GIVE m1, RECV_F s1 m1, F s1 m0, SPREAD m0, F s1 m1, ..
     """
     stages = range(placement.stages)
     into = [[(a, s) for a in placement.sources(s) if placement.crosses(a, s)] for s in stages]
@@ -23,11 +28,34 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1) -> Pr
     waves = sorted((stage + unit, -stage, unit) for stage in stages for unit in range(microbatches * slices))
     ranks: list[list[Op]] = []
     for rank in range(placement.ranks):
-        mine = [nth(Kind.F, -back, unit, slices) for _, back, unit in waves if placement.rank_of(-back) == rank]
-        posts = [[Message(*edge, op.mb, 0, op.slice).recv for edge in into[op.stage]] for op in mine]
+        here = [(wave, -back, unit) for wave, back, unit in waves if placement.rank_of(-back) == rank]
+        mine = [(wave, nth(Kind.F, stage, unit, slices)) for wave, stage, unit in here]
+        posts = [[Message(*edge, op.mb, 0, op.slice).recv for edge in into[op.stage]] for _, op in mine]
         now, *later = *posts, list[Op]()
-        ops = list(now)
-        for op, ahead in zip(mine, later, strict=True):
-            ops += [*ahead, op, *(Message(*edge, op.mb, 0, op.slice).send for edge in out[op.stage])]
-        ranks.append(ops)
-    return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",), slices)
+        blocks: list[tuple[float, list[Op]]] = [(-1.0, list(now))]
+        for (wave, op), ahead in zip(mine, later, strict=True):
+            blocks.append((wave, [*ahead, op, *(Message(*edge, op.mb, 0, op.slice).send for edge in out[op.stage])]))
+        blocks += _words(placement.stages, microbatches, slices) if shared else []
+        ranks.append([op for _, ops in sorted(blocks, key=lambda block: block[0]) for op in ops])
+    sums = 2 if shared else 0  # MEET adds nothing up: there is no backward
+    return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",), slices, vocabulary=sums)
+
+
+def forward_of(program: Program) -> Program:
+    """That of the placement of a program, which trains."""
+    return forward_only(program.placement, program.microbatches, program.slices, shared=bool(program.vocabulary))
+
+
+SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # what each rank runs for each unit, in this order
+
+
+def _words(stages: int, microbatches: int, slices: int) -> list[tuple[float, list[Op]]]:
+    """What all ranks run alike for the vocabulary, and when: before the wave of a unit's first F, behind that of its
+    last, and behind the wave that follows."""
+    found = list[tuple[float, list[Op]]]()
+    for unit in range(microbatches * slices):
+        mb, part = divmod(unit, slices)
+        look_up, give, spread, tell, meet = (Op(kind, 0, mb, 0, part) for kind in SHARED)
+        end = unit + stages - 1
+        found += [(unit - 0.75, [look_up, give]), (end + 0.25, [spread]), (end + 1.5, [tell, meet])]
+    return found

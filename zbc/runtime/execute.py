@@ -111,6 +111,7 @@ def _close(worker: Worker, *, drain: bool) -> None:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
         raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
     worker.finish_gathers()
+    worker.finish_sent()
     worker.progress.waiting = True
     worker.transport.finish_step(drain=drain)
     worker.progress.waiting = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime.transport import Letter, Pending, Transport
+from zbc.runtime.transport import Letter, Pending, Then, Transport
 
 _RECENT = 8  # steps of a task, of which the longest says how long the next may take
 _LOOK_S = 5e-5  # between two looks at a GPU
@@ -81,8 +81,14 @@ class Filling:
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         return _Filled(self.inner.start_scatter(parts, mine, ranks), self)
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Filled(self.inner.start_gather(mine, parts, ranks), self)
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        return _Filled(self.inner.start_gather(mine, parts, ranks, then), self)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Filled(self.inner.start_broadcast(tensor, root, ranks), self)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Filled(self.inner.start_reduce(tensor, root, ranks), self)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()

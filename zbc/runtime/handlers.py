@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,17 +14,18 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.parcels import Parcel
-from zbc.runtime.slicing import Part, share_of
+from zbc.runtime.reading import read
+from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
-from zbc.runtime.state import BatchSource, Kept, Worker, name_of, take
+from zbc.runtime.state import Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
-from zbc.runtime.tensors import Loss, TensorSpec, to_device
+from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.validate import peak_bytes
+from zbc.runtime.vocabulary_ops import VOCABULARY
+from zbc.runtime.vocabulary_state import Met
 
 __all__ = ["HANDLERS", "Worker"]
-
-NOT_HANDED = "F {}: the stage before has not handed over its output"
 
 # ---- compute -------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def forward(worker: Worker, op: Op) -> None:
         raise ZbcError("E703", f"run: {op} runs twice")
     number, takes = run.first + key.mb, stage.takes
     if message is None:
-        x = read(worker, worker.batches, "inputs", number, stage.part)[0] if first else _handed(worker, key)
+        x = read(worker, worker.batches, "inputs", number, stage.part)[0] if first else handed(worker, key)
     finish = _ending(worker, number, stage.part) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or worker.group is not None or key in run.halves else None
@@ -92,33 +92,11 @@ def into_parcel(
     return y, tape, parcel
 
 
-def _handed(worker: Worker, key: Key) -> Tensor:
-    """What a stage before on this rank gave."""
-    return take(worker.handed, key, NOT_HANDED)
-
-
-def read(
-    worker: Worker, batches: BatchSource | None, kind: Literal["inputs", "targets"], number: int, part: Part | None
-) -> tuple[Tensor, float]:
-    """The inputs or targets of a microbatch on the rank's device, or those of a slice; and the slice's share in the
-    loss. Each microbatch is looked up once, for all its slices. Raises E505 for sequences of another length."""
-    if batches is None:
-        raise ZbcError("E703", "run: this rank has neither the first nor the last stage and no data")
-    look_up = batches.inputs if kind == "inputs" else batches.targets
-    if part is None:
-        x = look_up(worker.step, number)
-        return x if worker.on_host else to_device(x, worker.device), 1.0
-    whole = worker.reading.pop((kind, number), None)
-    if whole is None:
-        whole = look_up(worker.step, number)
-        if whole.dim() > 1 and whole.shape[1] != part.length:
-            text = f"run: {kind} have {whole.shape[1]} tokens, the slices of the plan are cut from {part.length}"
-            hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"
-            raise ZbcError("E505", text, hint=hint)
-    if not part.last:
-        worker.reading[kind, number] = whole
-    share = share_of(whole, part) if kind == "targets" else 1.0
-    return to_device(part.of(whole).contiguous(), worker.device), share
+def handed(worker: Worker, key: Key) -> Tensor:
+    """A stage's input that no message brings: a stage before on this rank gave it, or all ranks looked it up."""
+    if worker.vocabulary is not None and key.stage == 0:
+        return worker.arrive(Met(Kind.GIVE, key.mb, key.slice))
+    return take(worker.handed, key, "F {}: the stage before has not handed over its output")
 
 
 def _ending(worker: Worker, number: int, part: Part | None) -> Callable[[Tensor], Tensor]:
@@ -217,7 +195,10 @@ def _with_slot(slot: Slot, tape: Tape, grad: Tensor | None) -> None:
 
 
 def _output_grad_here(worker: Worker, key: Key) -> Tensor:
-    """The gradient of a stage output that no message brings."""
+    """The gradient of a stage output that no message brings: it is made here, or by all ranks together."""
+    shared = worker.vocabulary
+    if shared is not None and key.stage == shared.last_stage:
+        return worker.arrive(Met(Kind.MEET if shared.sums == 1 else Kind.SUM, key.mb, key.slice))
     return take(worker.output_grads, key, "B {}: the next stage has not handed over its gradient")
 
 
@@ -331,15 +312,20 @@ def validate(worker: Worker, op: Op) -> None:
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:
-    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
+    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients.
+
+    What the rank has of a shared vocabulary is stepped with the first of its stages.
+    """
     verdict, optimizer = worker.verdict, worker.optimizers[op.stage]
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()
-    if not verdict.skipped:
-        set_rate(optimizer, worker.rate(worker.phases, worker.step))
-        optimizer.step(verdict.clip(worker.clip))
-    optimizer.drop()
+    shared = worker.vocabulary
+    for one in [optimizer, *([shared.optimizer] if shared is not None and op.stage == min(worker.stages) else [])]:
+        if not verdict.skipped:
+            set_rate(one, worker.rate(worker.phases, worker.step))
+            one.step(verdict.clip(worker.clip))
+        one.drop()
 
 
 def gather(worker: Worker, op: Op) -> None:
@@ -373,6 +359,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.RELOAD: reload,
     Kind.REDUCE: reduce,
     Kind.TIE: reduce,
+    Kind.REDUCE_V: reduce,
     Kind.VALIDATE: validate,
     Kind.STEP: optimizer_step,
     Kind.GATHER: gather,
@@ -382,4 +369,5 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.VERDICT: ahead.verdict,
     Kind.REDO: ahead.redo,
     Kind.COMMIT: ahead.commit,
+    **VOCABULARY,
 }

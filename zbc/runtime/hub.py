@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.transport import Letter
+from zbc.runtime.transport import Letter, Then
 
 
 class Offer(NamedTuple):
     """What a rank brings to a collective, and where it wants the result."""
 
-    what: Literal["sum", "scatter", "gather"]
+    what: Literal["sum", "scatter", "gather", "broadcast", "reduce"]
     source: Tensor
     target: Tensor
     ready: torch.cuda.Event | None = None  # when both may be used, where ranks have streams
+    root: int = -1  # whose tensor is sent, or who gets the sum
+    then: Then | None = None  # what follows a gather
 
 
 @dataclass
@@ -166,7 +168,14 @@ class Hub:
         self._end(meeting)
 
     def _end(self, meeting: Round) -> None:
-        _combine([meeting.offers[r] for r in meeting.ranks], meeting.ranks[0])
+        offers = [meeting.offers[r] for r in meeting.ranks]
+        _combine(offers, meeting.ranks)
+        following = [offer.then for offer in offers if offer.then is not None]
+        if following:
+            made = [then.make() for then in following]
+            _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
+            # Who started it holds this meeting, and `then` holds that one: nothing would be free before a collection.
+            meeting.offers = {r: offer._replace(then=None) for r, offer in meeting.offers.items()}
         meeting.over = True
         for r in meeting.ranks:
             self._wake[r].notify()
@@ -215,13 +224,20 @@ class Hub:
         return any(source == rank for source, _ in self._letters.values())
 
 
-def _combine(offers: Sequence[Offer], rank: int) -> None:
+def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
     """Do what the ranks of a collective asked for, all of them the same; sums are in the order of the ranks."""
-    shapes = {(offer.what, tuple(offer.source.shape), offer.source.dtype) for offer in offers}
+    shapes = {(offer.what, tuple(offer.source.shape), offer.source.dtype, offer.root) for offer in offers}
     if len(shapes) > 1:
         text = f"run: ranks sum tensors of different shapes: {sorted(map(str, shapes))}"
-        raise ZbcError("E703", text, where=f"rank {rank}")
-    if offers[0].what == "gather":
+        raise ZbcError("E703", text, where=f"rank {ranks[0]}")
+    what, root = offers[0].what, offers[0].root
+    if what == "broadcast":
+        sent = offers[ranks.index(root)].source
+        for offer in offers:
+            if offer.target is not sent:
+                offer.target.copy_(sent)
+        return
+    if what == "gather":
         rows = torch.stack([offer.source for offer in offers])
         for offer in offers:
             offer.target.copy_(rows)
@@ -230,7 +246,10 @@ def _combine(offers: Sequence[Offer], rank: int) -> None:
     for offer in offers[1:]:
         total += offer.source
     for index, offer in enumerate(offers):
-        offer.target.copy_(total[index] if offer.what == "scatter" else total)
+        if what == "reduce" and ranks[index] != root:
+            offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
+        else:
+            offer.target.copy_(total[index] if what == "scatter" else total)
 
 
 @dataclass(frozen=True)
@@ -288,8 +307,16 @@ class HubTransport:
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Started:
         return self._start(Offer("scatter", parts, mine), ranks)
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Started:
-        return self._start(Offer("gather", mine, parts), ranks)
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Started:
+        return self._start(Offer("gather", mine, parts, then=then), ranks)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
+        if self.rank != root and tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        return self._start(Offer("broadcast", tensor, tensor, root=root), ranks)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("reduce", tensor, tensor, root=root), ranks)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()

@@ -16,6 +16,7 @@ other and with transfers, and a rank that started two of them in another order t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -33,8 +34,9 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.directory import Manifest, judges, meeting
 from zbc.runtime.arrivals import Arrivals, Coming
+from zbc.runtime.chains import Chain, Chains, StreamChains, ThreadChains
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
-from zbc.runtime.transport import Again, Letter, Pending, Signal
+from zbc.runtime.transport import Again, Letter, Pending, Signal, Then
 
 _MAX_TAG = 2**31
 
@@ -112,7 +114,16 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
+    groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
+
+
+def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The ranks of the run that are one replica of the pipeline, where those share the vocabulary; else nothing."""
+    if manifest.vocabulary is None:
+        return []
+    run = manifest.topology
+    return [tuple(sorted(run.rank(dp, part) for part in range(run.pp))) for dp in range(run.dp)]
 
 
 class Network:
@@ -139,6 +150,7 @@ class Network:
             group = _group(ranks, timeout)
             if self.rank in ranks:
                 self._circles[ranks] = group
+        self._after = self._groups_after(timeout)
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
@@ -206,8 +218,25 @@ class Network:
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         return self._collective(ranks, partial(_reduce_scatter, mine, parts.view(-1)))
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return self._collective(ranks, partial(_all_gather, parts.view(-1), mine))
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        into, flat = parts.view(-1), mine.reshape(-1)
+        if ranks == (self.rank,):
+            into.copy_(flat)
+            if then is not None:
+                then.make()
+            return _Done()
+        if then is None:
+            return self._collective(ranks, partial(_all_gather, into, flat))
+        gather = partial(_all_gather, into, flat, group=self._circle(ranks), async_op=True)
+        reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
+        chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
+        return _Collective(chain, partial(self._lost_sum, ranks))
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.broadcast, tensor, root))
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.reduce, tensor, root))
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()
@@ -219,6 +248,15 @@ class Network:
             return _Collective(_started(start(group=group, async_op=True)), lost)
         except RuntimeError as error:
             raise lost(error) from error
+
+    def _groups_after(self, timeout: timedelta) -> dict[tuple[int, ...], Any]:
+        """For the sums behind gathers groups of their own: they start whenever those are over."""
+        groups = {ranks: _group(ranks, timeout) for ranks in pipelines(self._manifest) if len(ranks) > 1}
+        return {ranks: group for ranks, group in groups.items() if self.rank in ranks}
+
+    @functools.cached_property
+    def _chains(self) -> Chains:
+        return StreamChains(self._device) if self._nccl else ThreadChains()
 
     def _circle(self, ranks: tuple[int, ...]) -> Any:
         """The group of `ranks`."""
@@ -254,10 +292,12 @@ class Network:
         for sends in self._sends.values():
             sends.close()
         self._arrivals.close()
+        if "_chains" in self.__dict__:
+            self._chains.close()
         self._there.clear()
         self._here.clear()
         self._sums.clear()
-        for table in (self._pairs, self._signals, self._circles):
+        for table in (self._pairs, self._signals, self._circles, self._after):
             for group in table.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
@@ -328,6 +368,8 @@ class Network:
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
         for ranks in sorted(self._circles):
             self.all_reduce(number, ranks)
+        for group in self._after.values():
+            _started(dist.all_reduce(number, group=group, async_op=True)).wait()
 
 
 # Blocks of a GPU that one transfer may take, unless NCCL_MAX_CTAS says otherwise: a posted receive holds its own until
@@ -377,7 +419,7 @@ class _Done:
 class _Collective(NamedTuple):
     """A `Pending`."""
 
-    work: dist.Work
+    work: dist.Work | Chain
     lost: Callable[[BaseException], ZbcError]
 
     def wait(self) -> None:

@@ -59,7 +59,7 @@ class StageOptimizer(Protocol):
     def held(self) -> list[Held]:
         """What this rank would write down. Together the ranks with a copy of the stage hold all of it."""
 
-    def incomplete(self) -> Mapping[str, nn.Parameter]:
+    def incomplete(self) -> list[Held]:
         """Working weights of which other ranks hold parts."""
 
     def loaded(self) -> None:
@@ -93,8 +93,8 @@ class InPlace:
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), p) for name, p in self.parameters.items()]
 
-    def incomplete(self) -> Mapping[str, nn.Parameter]:
-        return {}
+    def incomplete(self) -> list[Held]:
+        return []
 
     def loaded(self) -> None:
         self.drop()
@@ -137,8 +137,8 @@ class Masters:
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), self.masters.get(name, p)) for name, p in self.parameters.items()]
 
-    def incomplete(self) -> Mapping[str, nn.Parameter]:
-        return {}
+    def incomplete(self) -> list[Held]:
+        return []
 
     def loaded(self) -> None:
         self.publish()

@@ -160,8 +160,10 @@ class Sharded:
         rest = {name: p for name, p in self.parameters.items() if name not in self._trained and name not in self._whole}
         return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
-    def incomplete(self) -> Mapping[str, nn.Parameter]:
-        return {} if self._frees else self._trained  # the next step gathers them
+    def incomplete(self) -> list[Held]:
+        if self._frees:  # the next step gathers them
+            return []
+        return [Held(name, 0, tuple(p.shape), p) for name, p in self._trained.items()]
 
     def loaded(self) -> None:
         self._inner.loaded()

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.words import IGNORED
 
 
 class Part(NamedTuple):
@@ -163,8 +164,6 @@ def first_row() -> int:
 
 
 # ---- the loss of a slice -------------------------------------------------------------------------------------
-
-IGNORED = -100  # a target that counts for nothing, as in torch's cross_entropy
 
 
 def share_of(target: Tensor, part: Part) -> float:

@@ -82,7 +82,7 @@ class SplitLinear:
         if slot is None or not _own(module):
             return nn.Linear.forward(module, input)
         kind = input.device.type
-        low = self._cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         return _apply(_Linear, input, module.weight, module.bias, low, slot)
 
     @property
@@ -90,7 +90,8 @@ class SplitLinear:
         """The cast that is kept now, if any."""
         return None if self._low is None else self._low[1]
 
-    def _cast(self, dtype: torch.dtype) -> Tensor | None:
+    def cast(self, dtype: torch.dtype) -> Tensor | None:
+        """The weight in that type, kept until it changes; None where autocast leaves it as it is."""
         weight = self.module.weight
         if weight.dtype == torch.float64:  # as autocast, which leaves those alone
             return None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbc.runtime.transport import Letter, Pending, Transport
+from zbc.runtime.transport import Letter, Pending, Then, Transport
 
 
 class Staged:
@@ -45,9 +45,27 @@ class Staged:
         host = self._room(mine)
         return _Landing(self._inner.start_scatter(self._down(parts), host, ranks), host, mine)
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
         host = self._room(parts)
-        return _Landing(self._inner.start_gather(self._down(mine), host, ranks), host, parts)
+        if then is None:
+            return _Landing(self._inner.start_gather(self._down(mine), host, ranks), host, parts)
+        made: list[tuple[Tensor, Tensor]] = []  # on the host and on the device
+
+        def make() -> Tensor:
+            parts.copy_(host)
+            found = then.make()
+            made.append((self._down(found), found))
+            return made[0][0]
+
+        return _Following(self._inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        host = self._down(tensor)
+        return _Landing(self._inner.start_broadcast(host, root, ranks), host, tensor)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        host = self._down(tensor)
+        return _Landing(self._inner.start_reduce(host, root, ranks), host, tensor)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()
@@ -81,6 +99,21 @@ class _Landing(NamedTuple):
     def wait(self) -> None:
         self.inner.wait()
         self.target.copy_(self.host, non_blocking=True)
+
+    def ready(self) -> bool:
+        return self.inner.ready()
+
+
+class _Following(NamedTuple):
+    """A `Pending`: a gather and the sum behind it, on the host, and where that goes once it is known."""
+
+    inner: Pending
+    made: list[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        self.inner.wait()
+        for host, target in self.made:
+            target.copy_(host, non_blocking=True)
 
     def ready(self) -> bool:
         return self.inner.ready()

@@ -41,8 +41,9 @@ from zbc.runtime.stage_slice import StageSlice
 from zbc.runtime.tape import Tape
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
-from zbc.runtime.transport import Letter, Transport
+from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.runtime.validate import VectorLayout, Verdict
+from zbc.runtime.vocabulary_state import Met, Vocabulary
 
 Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
@@ -160,6 +161,7 @@ class Worker:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
+    vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
 
     step: int = 0
     stop: bool = False
@@ -246,6 +248,22 @@ class Worker:
         progress.waiting = False
         return tensor
 
+    def arrive(self, met: Met) -> Tensor:
+        """What a collective of the vocabulary brings here; blocks. Raises E703 if it was not started."""
+        shared = self.vocabulary
+        coming = None if shared is None else shared.coming.pop(met, None)
+        if coming is None:
+            raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
+        self.wait_for(str(met), coming.pending)
+        return coming.result()
+
+    def wait_for(self, what: str, pending: Pending) -> None:
+        """Block until a collective has happened, which is said of the op that runs."""
+        progress = self.progress
+        text, progress.op, progress.waiting = progress.op, f"{progress.op}, waits for {what}", True
+        pending.wait()
+        progress.op, progress.waiting = text, False
+
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum over `ranks` in place; blocks."""
         self.progress.waiting = True
@@ -272,6 +290,13 @@ class Worker:
             one.finish()
         self.summing.clear()
         self.progress.waiting = False
+
+    def finish_sent(self) -> None:
+        """Block until the other ranks of the pipeline have what this one brought to collectives of the vocabulary."""
+        if self.vocabulary is not None:
+            self.progress.waiting = True
+            self.vocabulary.finish()
+            self.progress.waiting = False
 
     def finish_gathers(self) -> None:
         """Block until the weights that other ranks stepped are here."""
@@ -327,11 +352,18 @@ class Worker:
         each counts its part.
         """
         rank, placement = self.plan.rank, self.placement
-        return [
+        found = [
             optimizer
             for s, optimizer in self.optimizers.items()
             if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)
         ]
+        return [*found, *([self.vocabulary.optimizer] if self.vocabulary is not None and self.replica == 0 else [])]
+
+    @property
+    def every_optimizer(self) -> list[StageOptimizer]:
+        """Those of the stages, and of this rank's words."""
+        shared = self.vocabulary
+        return [*self.optimizers.values(), *([] if shared is None else [shared.optimizer])]
 
     def primary(self) -> dict[str, nn.Parameter]:
         """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
@@ -392,6 +424,7 @@ class Worker:
         """What a finished step should have used up and did not."""
         due = (store for store in STORES if not VALUES[store.value].stays)
         found = [store.left.format(name_of(key)) for store in due for key in self.store(store)]
+        found += [] if self.vocabulary is None else self.vocabulary.leftovers()
         found += ["a sum of gradients was started and never used"] * len(self.summing)
         numbers = sorted({number for pasts in self._pasts() for number in pasts})
         found += [f"keys and values of microbatch {number} were never freed" for number in numbers]
@@ -405,7 +438,7 @@ class Worker:
 
 def _route(worker: Worker, op: Op) -> Route | None:
     kind, placement = op.kind, worker.placement
-    if kind.row.scope is Scope.RANK:
+    if kind.row.scope in (Scope.RANK, Scope.EVERY):
         return None
     whole = worker.stages.get(op.stage)
     if whole is None:
@@ -423,7 +456,8 @@ def _route(worker: Worker, op: Op) -> Route | None:
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
     message, local = next(iter(messages), None), next(iter(inside), None)  # the runtime runs chains
-    return Route(key, stage, message, -1, local, not sources, not sinks)
+    ends = worker.vocabulary is None  # elsewhere all ranks together are before the first stage and behind the last
+    return Route(key, stage, message, -1, local, ends and not sources, ends and not sinks)
 
 
 def take(store: dict[Key, Value], key: Key, missing: str) -> Value:

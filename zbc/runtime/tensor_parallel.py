@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbc.runtime import words
 from zbc.runtime.slot import current_slot
 from zbc.runtime.transport import Pending, Transport
-
-IGNORED = -100  # a target that does not count, as in torch's cross entropy
 
 
 class Group(NamedTuple):
@@ -164,25 +163,14 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """The mean of log(sum of exp) less the target's logit, over targets that count. `logits` (N, words of this rank).
 
-    Ranks exchange three numbers per token: their largest logit, the sum of exp behind it, the target's logit. All
-    combine them in the order of ranks, so that all have the same bits.
+    Ranks exchange three numbers per token; see words.py.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
-        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        counted, place = targets != IGNORED, targets - first
-        here = counted & (place >= 0) & (place < wide.shape[-1])
-        place = place.where(here, torch.zeros_like(place))
-        most = wide.max(-1).values
-        own = wide.gather(-1, place[:, None])[:, 0].where(here, wide.new_zeros(()))
-        told = group.collect(torch.stack([most, (wide - most[:, None]).exp().sum(-1), own]))
-        top = told[:, 0].max(0).values
-        total, target = torch.zeros_like(top), torch.zeros_like(top)
-        for peak, part, said in told:
-            total = total + part * (peak - top).exp()
-            target = target + said
-        log = top + total.log()
+        wide, counted = words.wide(logits), targets != words.IGNORED
+        place, here = found = words.own(targets, first, wide.shape[-1])
+        log, target = words.combine(group.collect(words.tell(wide, found)[0]))
         count = counted.sum()
         ctx.save_for_backward(logits, log, place, here, counted, count)
         return (log - target).where(counted, log.new_zeros(())).sum() / count
@@ -211,9 +199,8 @@ def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[
     """An embedding of which this rank has the `rows` from `first` on."""
 
     def forward(tokens: Tensor) -> Tensor:
-        place = tokens - first
-        away = (place < 0) | (place >= rows)
-        found: Tensor = table(place.masked_fill(away, 0))
-        return group.leave(found.masked_fill(away[..., None], 0.0))
+        row, mine = words.own(tokens, first, rows)
+        found: Tensor = table(row)
+        return group.leave(found.masked_fill(~mine[..., None], 0.0))
 
     return forward

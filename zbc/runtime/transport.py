@@ -6,6 +6,7 @@ order. Shapes and dtypes are fixed by the plan: the receiver owns the buffer bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -42,6 +43,14 @@ class Signal(NamedTuple):
 
 
 Letter = Message | Again | Signal
+
+
+class Then(NamedTuple):
+    """What follows a gather at once, beside the rank's own work: when all rows are there every rank calls `make`, and
+    what that returns is summed into that of rank `root` of the run."""
+
+    make: Callable[[], Tensor]
+    root: int
 
 
 class Pending(Protocol):
@@ -81,8 +90,14 @@ class Transport(Protocol):
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Start to sum `parts` over `ranks`; its row of the result (one per rank) goes into each rank's `mine`."""
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Start to collect every rank's `mine` as the rows of `parts`."""
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        """Start to collect every rank's `mine` as the rows of `parts`; with `then` it is over when that is."""
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        """Start to send the `tensor` of rank `root` of the run to all `ranks`, into theirs."""
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        """Start to sum `tensor` over `ranks` into that of rank `root`; those of the others are lost."""
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum `tensor` in place over `ranks`, which all call this; blocks."""

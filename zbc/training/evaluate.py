@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, NOT_HANDED, read, slice_loss, stage_loss
+from zbc.runtime.handlers import HANDLERS, handed, slice_loss, stage_loss
 from zbc.runtime.progress import EvaluationResult
+from zbc.runtime.reading import read
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.state import Evaluation, Worker, take
+from zbc.runtime.state import Evaluation, Worker
+from zbc.runtime.vocabulary_ops import look_up_in, settle, tell_of
 from zbc.training.data.data import Batches, Samples
 
 
@@ -51,9 +54,11 @@ def build_evaluation(
         seed = seed_of(train.seed, "evaluation")
         batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
-    ops = forward_only(worker.placement, manifest.microbatches, manifest.slices).ranks[worker.plan.rank]
+    shared = worker.vocabulary is not None
+    forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
+    ops = forwards.ranks[worker.plan.rank]
     worker.prepare(ops)
-    handlers = {**HANDLERS, Kind.F: _forward}
+    handlers = {**HANDLERS, Kind.F: _forward, Kind.I: _look_up, Kind.S: _tell}
     script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
     return Evaluation(train.eval_every, manifest.microbatches, batches, count, script)
 
@@ -79,6 +84,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             for handler, op, text in evaluation.script:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
+            settle(worker)
             for mb, loss in () if worker.share else worker.losses.items():
                 losses[batch * per_batch + evaluation.number(worker, mb)] = loss
             worker.losses.clear()
@@ -128,10 +134,22 @@ def evaluating(worker: Worker) -> Iterator[None]:
         for module, training in zip(modules, before, strict=True):
             module.training = training
         put_back(places, buffers)
-        for stage in worker.stages.values():
-            for cast in stage.casts:
-                cast.forget()
+        shared = worker.vocabulary
+        for cast in chain.from_iterable(stage.casts for stage in worker.stages.values()):
+            cast.forget()
+        if shared is not None:
+            shared.output.cast.forget()
         worker.free_all()
+
+
+def _look_up(worker: Worker, op: Op) -> None:
+    evaluation = _of(worker)
+    look_up_in(worker, op, evaluation.batches, evaluation.number(worker, op.mb))
+
+
+def _tell(worker: Worker, op: Op) -> None:
+    evaluation = _of(worker)
+    tell_of(worker, op, evaluation.batches, evaluation.number(worker, op.mb), training=False)
 
 
 def _forward(worker: Worker, op: Op) -> None:
@@ -143,7 +161,7 @@ def _forward(worker: Worker, op: Op) -> None:
     elif first:
         x = read(worker, _of(worker).batches, "inputs", number, stage.part)[0]
     else:
-        x = take(worker.handed, key, NOT_HANDED)
+        x = handed(worker, key)
     finish: Callable[[Tensor], Tensor] = stage.fit
     if last:
         target, share = read(worker, _of(worker).batches, "targets", number, stage.part)

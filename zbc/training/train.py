@@ -42,6 +42,7 @@ from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
+from zbc.training.models.model import TIED
 from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm
@@ -345,8 +346,15 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
 
 
 def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
-    """The weights that are written down from this rank, whole: of ranks that share layers from the first of them."""
+    """The weights that are written down from this rank, whole: of ranks that share layers from the first of them, of a
+    vocabulary that all share from those that would have it else."""
     found = worker.primary()
+    shared = worker.vocabulary
+    if shared is not None and worker.replica == 0:
+        for name in sorted(shared.optimizer.parameters):
+            table = shared.whole(name, worker.transport)
+            if worker.rank == (shared.first if name == TIED else shared.last):
+                found[name] = nn.Parameter(table)
     if worker.group is None:
         return found
     cuts, group = worker.cuts, worker.group

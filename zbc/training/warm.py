@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zbc.ir import Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import judges
-from zbc.runtime import exhausted
+from zbc.runtime import exhausted, words
 from zbc.runtime.ahead import NORM, VERDICT
 from zbc.runtime.handlers import into_parcel, stage_loss
 from zbc.runtime.network import directions, of_replica, rounds
@@ -55,6 +55,7 @@ def _warm(worker: Worker, settings: Settings) -> None:
         for stage in worker.stages.values():
             with seeded(seed_of(settings.train.seed, "warm", stage.index)):
                 _compute(worker, stage, losses)
+        _share_words(worker)
         _sum(worker, losses)
         for stage in worker.stages.values():
             _update(worker, stage, settings)
@@ -80,7 +81,7 @@ def _left_alone(worker: Worker) -> Iterator[None]:
         yield
     finally:
         put_back(places, before)
-        for optimizer in worker.optimizers.values():
+        for optimizer in worker.every_optimizer:
             optimizer.drop()
 
 
@@ -111,7 +112,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     """
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.casts_weights else None
-    last = not worker.placement.sinks(stage.index)
+    last = worker.vocabulary is None and not worker.placement.sinks(stage.index)
     moves = [
         op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
     ]
@@ -134,8 +135,31 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     return y.item() if worker.on_host else y.detach().clone()
 
 
+def _share_words(worker: Worker) -> None:
+    """I, S, T and E of a microbatch or its first slice, twice: the second time gradients are added to."""
+    shared = worker.vocabulary
+    if shared is None or worker.batches is None:
+        return
+    part = shared.slices[0] if shared.slices else None
+    tokens, targets = _carried(worker, worker.batches.inputs), _carried(worker, worker.batches.targets)
+    if part is not None:
+        tokens, targets = part.of(tokens), part.of(targets)
+    hidden = shared.outputs[0].empty(worker.device).normal_()
+    for _ in range(2):
+        looked, found = shared.embedding.look_up(tokens)
+        shared.embedding.learn(looked, torch.zeros_like(found))
+        weight = torch.ones((), dtype=torch.float64, device=worker.device)
+        told = shared.output.tell(hidden, targets, weight, 1.0, early=shared.sums == 1)
+        log, logit = words.combine(told.mine[None])
+        told.loss(log, logit)
+        if shared.sums == 1:
+            told.part(log)
+        shared.output.learn(told, log, part=shared.sums == 2)
+
+
 def _input(worker: Worker, stage: Stage) -> Tensor:
-    if not worker.placement.sources(stage.index) and worker.batches is not None:
+    first = worker.vocabulary is None and not worker.placement.sources(stage.index)
+    if first and worker.batches is not None:
         return _carried(worker, worker.batches.inputs)
     if stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex:
         return stage.arrived(stage.empty_input().normal_())
@@ -143,7 +167,7 @@ def _input(worker: Worker, stage: Stage) -> Tensor:
 
 
 def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:
-    if worker.placement.sinks(stage.index) or worker.batches is None:
+    if worker.placement.sinks(stage.index) or worker.batches is None or worker.vocabulary is not None:
         return stage.fit
     return functools.partial(stage_loss, worker.loss, _carried(worker, worker.batches.targets))
 
@@ -182,7 +206,7 @@ def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
 
 def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
     """Sums of gradients, weights of shared optimizers, and the vector of a step, which all ranks sum."""
-    for op in sorted(worker.sums, key=lambda op: (op.kind is Kind.TIE, op.stage)):
+    for op in sorted(worker.sums, key=lambda op: (op.kind is Kind.TIE, op.kind is Kind.REDUCE_V, op.stage)):
         worker.sums[op].start(worker.transport)
         worker.summing.append(worker.sums[op])
         worker.finish_sums()

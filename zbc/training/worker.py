@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +29,17 @@ from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import in_slices
 from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.tensor_parallel import Cut, Group
-from zbc.runtime.tensors import Loss
+from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
+from zbc.runtime.vocabulary import Embedding, Output
+from zbc.runtime.vocabulary_state import OfRows, Vocabulary
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained, sharding
 from zbc.training.models.building import build_stage, share_ties
+from zbc.training.models.shared_words import LOGITS, Tables, table_sizes, trunk
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
 from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
@@ -94,7 +98,7 @@ def build_worker(
     settings = Settings.of(manifest)
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
-    ends = set(placement.ends) & set(mine)
+    ends = manifest.vocabulary is not None or bool(set(placement.ends) & set(mine))  # whether data are read here
     samples = None  # the data, where they are read; a factory's everywhere: only it knows the model's input
     if ends or settings.data.kind not in KINDS:
         samples = build_samples(settings.data, settings.model, settings.train.seed)
@@ -103,12 +107,15 @@ def build_worker(
     lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]
     by_rows = {rows: shapes_of(settings, plans, samples, manifest, device, rows) for rows in lengths}
     shapes = by_rows[lengths[0]]
+    by_slice = [by_rows[part.rows] for part in slices] or [shapes]
     parts, phases = [*ramp, plan], Phases.of(manifest)
     group, cuts = _group(manifest, transport), dict[str, Cut]()
-    stages = _build_stages(parts, settings, plans, shapes, device, _sharing(group, settings, cuts))
+    tables = _tables(manifest, settings, plan.rank)
+    share = _sharing(group, settings, cuts) if tables is None else tables.cut
+    stages = _build_stages(parts, settings, plans, shapes, device, share)
     for stage in stages.values():
         if slices:
-            in_slices(stage, slices, [_forms(manifest, stage.index, by_rows[part.rows]) for part in slices])
+            in_slices(stage, slices, [_forms(manifest, stage.index, one) for one in by_slice])
     if slices:
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     worker = Worker(
@@ -129,6 +136,9 @@ def build_worker(
         tied=_shared(manifest, plans),
         group=group,
         cuts=cuts,
+        vocabulary=None
+        if tables is None
+        else _vocabulary(plan, settings, plans, tables, by_slice, slices, transport, device),
     )
     _refuse_copies(manifest, parts, settings)
     if settings.model.compile:
@@ -158,11 +168,21 @@ def shapes_of(
     if lowered is not None and first.dtype.is_floating_point:
         first = first._replace(dtype=lowered)
     autocast = device if settings.model.dtype == "bfloat16" else None
+    shared = manifest.vocabulary is not None
+    if shared:  # the first layer begins with what all ranks looked up
+        first = TensorSpec((*first.shape, settings.model.hidden or 0), lowered or torch.get_default_dtype())
+        plans = trunk(plans)
+    look = partial(derive, manifest=manifest, autocast=autocast, lowered=lowered, flow=shared)
     if rows is None:
-        return derive(plans, first, manifest, autocast=autocast, lowered=lowered)
-    first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
-    with within(Inside(Part(0, 0, rows, rows))):
-        return derive(plans, first, manifest, autocast=autocast, lowered=lowered, rows=rows)
+        found = look(plans, first)
+    else:
+        first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
+        with within(Inside(Part(0, 0, rows, rows))):
+            found = look(plans, first, rows=rows)
+    if not shared:
+        return found
+    sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
+    return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
 
 
 def _refuse_slices(
@@ -225,6 +245,59 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
     return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
+def _tables(manifest: Manifest, settings: Settings, rank: int) -> Tables | None:
+    """What leaves this rank's words of the vocabulary, if all ranks of the pipeline share it. Raises E406 for plans of
+    models whose output layer this runtime cannot cut."""
+    words = manifest.vocabulary
+    if words is None:
+        return None
+    chosen, rows = settings.model, words.rows
+    if not chosen.builtin or chosen.loss != "cross_entropy" or manifest.topology.tp > 1 or rows[-1] != chosen.vocab:
+        text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
+        raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
+    return Tables(rows[rank], rows[rank + 1], tied=chosen.tie_embeddings)
+
+
+def _vocabulary(
+    plan: RankPlan,
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    tables: Tables,
+    shapes: Sequence[Shapes],
+    slices: Sequence[Part],
+    transport: Transport,
+    device: torch.device,
+) -> Vocabulary:
+    """This rank's words; `shapes` are those of each slice."""
+    manifest, run = plan.manifest, plan.manifest.topology
+    words, placement, replica = manifest.vocabulary, manifest.to_placement(), run.of(transport.rank).dp
+    assert words is not None
+    low = tables.low
+    parameters = tables.parameters(plans, settings.train.seed, device)
+    embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
+    output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
+    optimizer = build_optimizer(
+        settings.optimizer, parameters, (output.cast,), lowered=LOWERED[settings.model.parameters]
+    )
+    seat = partial(run.rank, replica)
+    ranks = tuple(sorted(map(seat, range(run.pp))))
+    return Vocabulary(
+        output,
+        Embedding(embedding, low),
+        OfRows(optimizer, low, tables.shapes),
+        ranks=ranks,
+        bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
+        replicas=run.ranks([plan.rank]),
+        first=seat(placement.rank_of(0)),
+        last=seat(placement.rank_of(placement.stages - 1)),
+        last_stage=placement.stages - 1,
+        sums=words.sums,
+        slices=slices,
+        inputs=[one.inputs[0] for one in shapes],
+        outputs=[one.output for one in shapes],
+    )
+
+
 def _group(manifest: Manifest, transport: Transport) -> Group | None:
     """The ranks that share the layers of this one."""
     run, rank = manifest.topology, transport.rank
@@ -256,7 +329,7 @@ def _loss(chosen: spec.Model, group: Group | None) -> Loss:
 def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, tuple[int, ...]]:
     """The weights that stages share, with those stages, the owner's first."""
     found: dict[str, tuple[int, ...]] = {}
-    if not manifest.tied:
+    if not manifest.tied or manifest.vocabulary is not None:
         return found
     home = {name: stage for stage, names in enumerate(manifest.layers) for name in names}
     for plan in plans:
@@ -306,6 +379,10 @@ def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
     """What each REDUCE and TIE of the plan sums; `sizes` of all parameters of the model."""
     manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
+        if op.kind is Kind.REDUCE_V and worker.vocabulary is not None:
+            shared = worker.vocabulary
+            found[op] = Bucket(list(shared.optimizer.parameters.values()), shared.replicas)
+            continue
         if op.kind is Kind.TIE:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
             summed = [
@@ -352,6 +429,9 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     """What a step of `plan` reads on a rank of the run, in its order."""
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
+    if manifest.vocabulary is not None:
+        read = {Kind.I: "inputs", Kind.S: "targets"}
+        return [(read[op.kind], first + op.mb) for op in plan.ops if op.kind in read and not op.slice]
     forwards = [op for op in plan.ops if op.kind is Kind.F and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
@@ -388,16 +468,18 @@ def _build_stages(
         )
         for part in parts:
             refuse_stage(part.manifest, part.ops, stages[s])
-    share_ties(stages.values(), plans, settings.train.seed, device, share)
+    if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
+        share_ties(stages.values(), plans, settings.train.seed, device, share)
     return stages
 
 
 def _forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
     """What a stage takes and gives, and how."""
     after = next(iter(manifest.to_placement().sinks(stage)), None)
+    end = None if manifest.vocabulary is None else shapes.output
     return {
         "takes": shapes.inputs[stage],
-        "gives": None if after is None else shapes.inputs[after],
+        "gives": end if after is None else shapes.inputs[after],
         "came": shapes.layouts[stage],
         "goes": None if after is None else shapes.layouts[after],
         "laid": shapes.laid[stage],

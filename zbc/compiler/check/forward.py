@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
+
 from zbc.compiler.check.deadlock import deadlock_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import pairing_problems
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Kind, Op, Program, nth
+from zbc.plan.forward import SHARED
 
 
 def check_forward(program: Program) -> None:
@@ -24,7 +28,21 @@ def check_forward(program: Program) -> None:
     wanted = {nth(Kind.F, s, unit, program.slices) for s in range(placement.stages) for unit in range(units)}
     problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - found.keys())]
     problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(found.keys() - wanted)]
+    problems += _words(program) if program.vocabulary else []
     raise_all(problems)
     graph = build(program)
     for check in (pairing_problems, deadlock_problems):
         raise_found(check(graph))
+
+
+def _words(program: Program) -> list[ZbcError]:
+    """Of a vocabulary that all ranks share: what is not once on each rank for each unit."""
+    units = product(SHARED, range(program.microbatches), range(program.slices))
+    wanted = Counter(Op(kind, 0, mb, 0, part) for kind, mb, part in units)
+    problems = []
+    for rank, ops in enumerate(program.ranks):
+        found = Counter(op for op in ops if op.kind.unit_wide)
+        missing, extra = sorted((wanted - found).keys()), sorted((found - wanted).keys())
+        problems += [ZbcError("E202", f"program: rank {rank} never runs {op}") for op in missing]
+        problems += [ZbcError("E202", f"program: {op} is on rank {rank} too often") for op in extra]
+    return problems

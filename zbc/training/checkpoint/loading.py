@@ -76,6 +76,8 @@ def _restore(worker: Worker, reader: Reader) -> None:
     for stage, optimizer in worker.optimizers.items():
         _restore_weights(optimizer, reader, worker.cuts)
         _restore_buffers(worker, stage, reader)
+    if worker.vocabulary is not None:
+        _restore_weights(worker.vocabulary.optimizer, reader, worker.cuts)
 
 
 def _check_fits(worker: Worker, reader: Reader) -> None:
@@ -85,7 +87,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     ours = {name for name, size in sizes if size}  # what has no elements is in no file
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
-    for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
+    for held in (held for optimizer in worker.every_optimizer for held in optimizer.held()):
         told = theirs.get(held.name)
         shape = worker.cuts[held.name].shape if held.name in worker.cuts else held.shape
         here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
@@ -99,9 +101,9 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
     kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
-    for name, parameter in optimizer.incomplete().items():
-        if parameter.numel():
-            reader.fill(parameter.data, MODEL + name)
+    for one in optimizer.incomplete():
+        if one.tensor.numel():
+            reader.fill(one.tensor.data, MODEL + one.name, one.start)
     held = optimizer.held()
     for place, one in enumerate(held):
         if one.tensor.numel():

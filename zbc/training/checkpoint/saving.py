@@ -149,7 +149,7 @@ class Checkpoints:
         copies: dict[str, str] = {}
         for entry in found:
             if len(entry.holders) > 1:
-                copies[entry.part.name] = digest(entry.part.tensor)
+                copies[entry.part.key] = digest(entry.part.tensor)
                 self._alive()
         written = write_parts(folder, rank, list(mine.values()), self._alive)
         count = None if batches is None else batches.count

@@ -38,16 +38,26 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
-    found = [entry for stage in worker.stages for entry in (*_weights(worker, stage), *_buffers(worker, stage))]
+    found = [entry for stage in worker.stages for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))]
+    found += _rows(worker)
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)
     return [entry for entry in found if entry.part.tensor.numel()]
 
 
-def _weights(worker: Worker, stage: int) -> Iterator[HeldPart]:
-    """Parameters and what the optimizer keeps for them; ranks with the same share out who writes what."""
-    optimizer = worker.optimizers[stage]
-    usual = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
+def _weights_of(worker: Worker, stage: int) -> Iterator[HeldPart]:
+    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
+    return _weights(worker, stage, worker.optimizers[stage], holders)
+
+
+def _rows(worker: Worker) -> list[HeldPart]:
+    """This rank's rows of a vocabulary that all share; its replicas have the same."""
+    shared = worker.vocabulary
+    return [] if shared is None else [*_weights(worker, -1, shared.optimizer, shared.replicas)]
+
+
+def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple[int, ...]) -> Iterator[HeldPart]:
+    """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares = _shares(optimizer, usual)
     for held in optimizer.held():

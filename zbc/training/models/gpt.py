@@ -50,7 +50,7 @@ class Embed(nn.Module):
         if self.positions is None:
             return x
         start = first_row()
-        return x + self.positions(self.index[start : start + tokens.shape[-1]])  # type: ignore[no-any-return]
+        return x + self.positions(self.index[start : start + tokens.shape[1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)  # type: ignore[no-any-return]

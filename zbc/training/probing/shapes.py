@@ -88,11 +88,12 @@ def derive(
     autocast: torch.device | None,
     lowered: torch.dtype | None = None,
     rows: int | None = None,
+    flow: bool = False,
 ) -> Shapes:
     """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
 
     `lowered` is the type parameters are turned into for forward, if it is not their own. `rows`: `first` is a slice of
-    so many tokens.
+    so many tokens. `flow`: the input of the first layer wants a gradient.
 
     Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
     layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
@@ -102,7 +103,7 @@ def derive(
     behind = [Laid(first)]  # behind[i]: the input of layer i
     known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
-    owners, flow, inners = Owners(), False, dict[str, dict[str, int]]()
+    owners, wanted, inners = Owners(), flow, dict[str, dict[str, int]]()
     for plan in plans:
         place = (plan.like or plan.name, behind[-1], flow)
         if place not in known:
@@ -129,19 +130,21 @@ def derive(
         layouts.append(plans[position - 1].gives.layout)
         inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free, rows=rows))
     names = sorted(sizes)
-    flows, needed = _ways(manifest.layers, seen)
+    flows, needed = _ways(manifest.layers, seen, wanted)
     traits = {name: found.traits for name, found in seen.items()}
     counts = tuple(sizes[name] for name in names)
     before, last = {plan.name: taken for plan, taken in zip(plans, behind, strict=False)}, behind[-1].spec
     return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts), before, last)
 
 
-def _ways(stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Per stage: does its input get a gradient in one process, does its output?"""
+def _ways(
+    stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen], wanted: bool
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Per stage: does its input get a gradient in one process, does its output? `wanted`: that of the first does."""
     first = [name for names in stages for name in names]
     starts = [*accumulate(map(len, stages), initial=0)]
     through = [seen[name].passes for name in first]
-    flows = tuple(at > 0 and seen[first[at - 1]].trains for at in starts[:-1])
+    flows = tuple(seen[first[at - 1]].trains if at else wanted for at in starts[:-1])
     needed = tuple(all(through[at:]) for at in starts[1:])
     return flows, needed
 

@@ -294,10 +294,11 @@ class Scale:
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
-        stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()
+        stages, optimizers, shared = self.worker.stages.values(), self.worker.every_optimizer, self.worker.vocabulary
         parameters = [p for one in optimizers for p in one.parameters.values()]
         buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
-        casts = [cast.low for stage in stages for cast in stage.casts if cast.low is not None]
+        casting = [cast for stage in stages for cast in stage.casts] + ([] if shared is None else [shared.output.cast])
+        casts = [cast.low for cast in casting if cast.low is not None]
         updated = [one.optimizer for one in optimizers if one.optimizer is not None]
         yield "weights", [*parameters, *buffers, *casts]
         yield "gradients", [p.grad for p in parameters if p.grad is not None]

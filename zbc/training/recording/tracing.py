@@ -25,7 +25,7 @@ from zbc.runtime.copying import Ticket
 from zbc.runtime.execute import StepResult, run_step
 from zbc.runtime.parcels import Pool
 from zbc.runtime.state import Entry, Worker
-from zbc.runtime.transport import Letter, Pending, Transport
+from zbc.runtime.transport import Letter, Pending, Then, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
@@ -327,8 +327,14 @@ class _Transport:
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         return _Waited(self._inner.start_scatter(parts, mine, ranks), Cause.SUM, self)
 
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Waited(self._inner.start_gather(mine, parts, ranks), Cause.GATHER, self)
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        return _Waited(self._inner.start_gather(mine, parts, ranks, then), Cause.GATHER, self)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Waited(self._inner.start_broadcast(tensor, root, ranks), Cause.SUM, self)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Waited(self._inner.start_reduce(tensor, root, ranks), Cause.SUM, self)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.noted(Cause.ALL, lambda: self._inner.all_reduce(tensor, ranks))

@@ -1,0 +1,89 @@
+"""The embedding and the output layer of built-in models where all ranks of a pipeline share them, each with some words.
+
+The first layer begins with what the ranks looked up, and the last one ends before the logits:
+
+    embed       scale and learned positions                       (B, T, H)          -> (B, T, H)
+    head        norm                                              (B, T, H)          -> (B, T, H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from zbc.job.spec import Model
+from zbc.training.models.gpt import Embed, GptHead, same
+from zbc.training.models.model import TIED, LayerPlan
+
+LOGITS = "head.logits.weight"
+
+
+def table_sizes(model: Model) -> dict[str, int]:
+    """Elements of the tables of a built-in model, by name."""
+    each = (model.vocab or 0) * (model.hidden or 0)
+    return {name: each for name in _names(tied=model.tie_embeddings)}
+
+
+def _names(*, tied: bool) -> tuple[str, ...]:
+    return (TIED,) if tied else (TIED, LOGITS)
+
+
+class Tables:
+    """The rows [low, high) of the tables of a model, as they are left behind by its layers."""
+
+    def __init__(self, low: int, high: int, *, tied: bool) -> None:
+        self.low, self.high = low, high
+        self._names = _names(tied=tied)
+        self._rows: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def cut(self, name: str, layer: nn.Module) -> None:
+        """Take this rank's rows out of a layer with its initial weights, which goes on without its table."""
+        table = without_words(layer)
+        found = TIED if isinstance(layer, Embed) else LOGITS
+        if table is not None and found in self._names:
+            self._rows[found] = table.detach()[self.low : self.high].clone()
+            self._shapes[found] = tuple(table.shape)
+
+    def parameters(self, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> dict[str, nn.Parameter]:
+        """By the names of the whole tables; layers that other ranks hold are built for their rows."""
+        for plan in plans:
+            if any(name.startswith(f"{plan.name}.") and name not in self._rows for name in self._names):
+                self.cut(plan.name, plan.build(seed))
+        return {name: nn.Parameter(self._rows.pop(name).to(device)) for name in self._names}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tables."""
+        return self._shapes
+
+
+def without_words(layer: nn.Module) -> Tensor | None:
+    """Take the table out of a built-in layer, in place; None of one that has none."""
+    if isinstance(layer, Embed):
+        table: Tensor = layer.tokens.weight
+        layer.register_module("tokens", None)
+        layer.look_up = same
+        return table
+    if isinstance(layer, GptHead):
+        table = layer.logits.weight
+        layer.register_module("logits", nn.Identity())
+        return table
+    return None
+
+
+def trunk(plans: Iterable[LayerPlan]) -> list[LayerPlan]:
+    """The layers without the tables, to look at without values."""
+    return [replace(plan, make=_made(plan.make), ties={}, fill=None) for plan in plans]
+
+
+def _made(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = make()
+        without_words(layer)
+        return layer
+
+    return build
