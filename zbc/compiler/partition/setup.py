@@ -79,9 +79,8 @@ class Ordered:
 
     def step_ms(self, job: Job) -> float:
         """What a step costs by the job's objective, all-reduces of gradients included."""
-        return (self.compute if self.program.alone and self.lowering.offload is None else self.complete).step_ms(
-            job.objective
-        )
+        plain = self.program.alone and self.lowering.offload is None and self.lowering.weave is None
+        return (self.compute if plain else self.complete).step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,7 @@ class Setup:
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
         own = own_limit(schedule.name, placement.ranks, costs)
+        own = None if own is None else own + meetings(job)
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)
@@ -209,7 +209,7 @@ class Setup:
             early=asked.early,
             overlap=job.costs.overlap > 0 if asked.overlap is None else asked.overlap,
             costs=self.limit.costs,
-            memory_limit=self.limit.units,
+            memory_limit=self._before_meetings(),
             objective=job.objective,
             slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
@@ -218,6 +218,14 @@ class Setup:
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
         found = bounds_of(job, self.placement, self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
+
+    def _before_meetings(self) -> tuple[float, ...] | None:
+        """What an order may hold that is to be widened for meetings of all ranks."""
+        units, more = self.limit.units, meetings(self.job)
+        if units is None or not more:
+            return units
+        least = least_of(self.placement, self.limit.costs)
+        return tuple(max(low, most - more) for most, low in zip(units, least, strict=True))
 
     def _with(self, units: tuple[float, ...]) -> Setup:
         return replace(self, limit=replace(self.limit, units=units))
@@ -242,7 +250,8 @@ class Setup:
         for pipe in self.placement.pipes:
             for s, rank in enumerate(pipe):
                 loads[rank] += (f[s] + backward[s]) / len(self.placement.pipes)
-        return max(loads)
+        units, words = self.costs.slices, ("s", "t", "i", "e") if self.job.vocabulary else ()
+        return max(loads) + sum(self.costs.of(name, 0, part) for name in words for part in range(units))
 
     @property
     def least_step(self) -> float:
@@ -250,6 +259,11 @@ class Setup:
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
         return with_sums(least, self.placement, costs).of(self.job.objective)
+
+
+def meetings(job: Job) -> float:
+    """Activation units that a rank holds longer where all ranks meet before the last stage's backwards."""
+    return job.vocabulary / job.slices
 
 
 def moves(job: Job, placement: Placement) -> bool:
@@ -279,7 +293,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         order=tuple(job.parallel.order or ()),
-        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
+        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1 and not job.vocabulary),
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=_shared_out(job, program.placement),
     )
