@@ -23,7 +23,7 @@ host  ir
 job
 plan
 trace
-compiler.graph  compiler.cost
+compiler.graph  compiler.cost  compiler.blocks
 compiler.sim  runtime
 compiler.memory
 compiler.passes  training

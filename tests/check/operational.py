@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 from zbc.ir import Kind, Op, Program
 
 COMPUTE = {"F", "B", "BW", "W"}
+WORDS = {"S", "T", "I", "E"}  # of every rank, for each unit
+MEETINGS = {"SPREAD", "MEET", "SUM", "GIVE", "TAKE"}  # of the ranks of one copy, for each unit
+SUMS = {"REDUCE", "TIE", "GATHER", "REDUCE v"}
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
 BURSTS = (0, 0, 1, 5, 20)  # ops a rank does on top of the one it was chosen for, if it can
@@ -70,6 +73,8 @@ class Rank:
     arrived: set[tuple] = field(default_factory=set)  # messages in their buffers
     queue: deque[Op] = field(default_factory=deque)  # collectives started and not over, first in, first out
     summed: set[object] = field(default_factory=set)  # stages, and "TIE": started to sum
+    shared: set[tuple] = field(default_factory=set)  # of a shared vocabulary: (kind, mb, slice), once done or started
+    came: set[tuple] = field(default_factory=set)  # and those of its collectives that happened
     judging: bool = False
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
@@ -94,8 +99,10 @@ class Machine:
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo, self.device = blocking, redo, device
+        self.words = program.vocabulary
         self.ahead = any(op.kind.value in AHEAD for ops in program.ranks for op in ops)
-        self.explicit = any(op.kind.value not in COMPUTE | MARK for ops in program.ranks for op in ops)
+        single = COMPUTE | MARK | WORDS | MEETINGS
+        self.explicit = any(op.kind.value not in single for ops in program.ranks for op in ops)
 
     def run(self, rng: random.Random) -> Outcome:
         try:
@@ -133,7 +140,10 @@ class Machine:
                 return False
             rank.pc += 1
             return True
-        if kind in ("REDUCE", "TIE", "GATHER"):
+        if kind in WORDS | MEETINGS:
+            if not self.of_words(r, op):
+                return False
+        elif kind in SUMS:
             self.start(r, op)
         elif kind == "STEP":
             self.step(r, op)
@@ -154,7 +164,7 @@ class Machine:
         """Whether a rank driven by a host waits here: for its whole device, or for the queue of its only stream."""
         rank, kind = self.ranks[r], op.kind.value
         if self.device == "waits":
-            if kind.startswith(("SEND", "RECV")) or kind in MARK or kind in ("REDUCE", "TIE", "GATHER", "VALIDATE"):
+            if kind.startswith(("SEND", "RECV")) or kind in MARK | SUMS | MEETINGS | {"VALIDATE"}:
                 return False
             return bool(rank.queue) or any(
                 (source == r and channel.sent) or (target == r and channel.posted)
@@ -164,7 +174,7 @@ class Machine:
             _, other = self.peer(r, op)
             channel = self.channels.get((r, other) if kind.startswith("SEND") else (other, r), Channel())
             return bool(channel.sent if kind.startswith("SEND") else channel.posted)
-        return kind in ("REDUCE", "TIE", "GATHER") and bool(rank.queue)
+        return kind in SUMS | MEETINGS and bool(rank.queue)
 
     def both(self, r: int) -> bool:
         """A group starts when both its ops could."""
@@ -204,6 +214,8 @@ class Machine:
         if kind == "W":
             require(key in rank.gradients, f"{op} has no B before it")
         elif kind == "F":
+            if self.words and op.stage == 0 and not self.have(r, op, "GIVE"):
+                return False
             require(key not in rank.outputs, f"{op} ran before")
             require(op.slice == 0 or (*key[:3], op.slice - 1) in rank.outputs, f"{op} lacks the slice before")
             if not self.take(r, "F", key, op.stage - 1):
@@ -212,6 +224,9 @@ class Machine:
         else:
             require(key in rank.outputs, f"{op} has no F before it")
             require(key not in rank.gradients, f"{op} ran before")
+            turn = "MEET" if self.words == 1 else "SUM"
+            if self.words and op.stage == self.stages - 1 and not self.have(r, op, turn):
+                return False
             last = op.slice == self.slices - 1
             require(last or (*key[:3], op.slice + 1) in rank.gradients, f"{op} lacks the slice behind")
             if not self.take(r, "B", key, op.stage + 1):
@@ -240,6 +255,38 @@ class Machine:
         if message not in self.ranks[r].arrived:
             return False
         self.ranks[r].arrived.remove(message)
+        return True
+
+    # ---- a vocabulary that all ranks share ----
+
+    def have(self, r: int, op: Op, what: str) -> bool:
+        """Whether a collective of the op's unit has happened, which this rank has to have started."""
+        unit = what, op.mb, op.slice
+        require(unit in self.ranks[r].shared, f"{op} comes before this rank's {what}")
+        return unit in self.ranks[r].came
+
+    def of_words(self, r: int, op: Op) -> bool:
+        rank, kind, unit = self.ranks[r], op.kind.value, (op.mb, op.slice)
+        require(self.words > 0 and (kind != "SUM" or self.words == 2), f"{op} has no words")
+        require(op.mb < self.microbatches and op.slice < self.slices and not op.pipe, f"{op} does not exist")
+        require((kind, *unit) not in rank.shared, f"{op} again")
+        require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
+        if kind in ("T", "E"):
+            require("v" not in rank.summed, f"{op} comes after the sum of this rank's rows")
+        after = {"S": "SPREAD", "T": "MEET", "E": "TAKE"}.get(kind)
+        if after and not self.have(r, op, after):
+            return False
+        before = {"MEET": "S", "SUM": "T", "GIVE": "I", "T": "S"}.get(kind)
+        require(before is None or (before, *unit) in rank.shared, f"{op} has no {before} before it")
+        top, bottom = (op._replace(stage=stage) for stage in (self.stages - 1, 0))
+        if kind == "SPREAD" and self.pipes[0][top.stage] == r % self.p:
+            require(self.key(r, top) in rank.outputs, f"{op} has nothing to send")
+        if kind == "TAKE" and self.pipes[0][0] == r % self.p:
+            require(self.key(r, bottom) in rank.gradients, f"{op} has nothing to send")
+        rank.shared.add((kind, *unit))
+        if kind in MEETINGS:
+            rank.queue.append(op)
+            self.settle()
         return True
 
     # ---- transfers ----
@@ -289,6 +336,13 @@ class Machine:
     def start(self, r: int, op: Op) -> None:
         """REDUCE, TIE and GATHER: start and go on."""
         rank, kind = self.ranks[r], op.kind.value
+        if kind == "REDUCE v":
+            require(self.words > 0 and self.copies > 1 and "v" not in rank.summed, f"{op} sums nothing")
+            require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
+            rank.summed.add("v")
+            rank.queue.append(op)
+            self.settle()
+            return
         require(r in self.members(op), f"rank {r} has no part in {op}")
         if kind == "GATHER":
             stepped = rank.tentative if self.ahead else rank.stepped
@@ -327,12 +381,23 @@ class Machine:
         while moved:
             moved = False
             for op in {rank.queue[0] for rank in self.ranks if rank.queue}:
-                members = self.members(op)
-                while all(self.ranks[r].queue and self.ranks[r].queue[0] == op for r in members):
-                    moved = True
-                    for r in members:
-                        self.ranks[r].queue.popleft()
-                        self.ranks[r].validated |= op.kind.value == "VALIDATE"
+                for members in self.groups(op):
+                    while all(self.ranks[r].queue and self.ranks[r].queue[0] == op for r in members):
+                        moved = True
+                        for r in members:
+                            self.ranks[r].queue.popleft()
+                            self.ranks[r].validated |= op.kind.value == "VALIDATE"
+                            self.ranks[r].came |= (
+                                {(op.kind.value, op.mb, op.slice)} if op.kind.value in MEETINGS else set()
+                            )
+
+    def groups(self, op: Op) -> list[set[int]]:
+        """Those that meet: the ranks of each copy, for words; a rank of all copies, for its rows; else one group."""
+        if op.kind.value in MEETINGS:
+            return [{copy * self.p + r for r in range(self.p)} for copy in range(self.copies)]
+        if op.kind.value == "REDUCE v":
+            return [{copy * self.p + r for copy in range(self.copies)} for r in range(self.p)]
+        return [self.members(op)]
 
     def members(self, op: Op) -> set[int]:
         if op.kind.value == "VALIDATE":
@@ -431,7 +496,13 @@ class Machine:
                     rank, key = self.ranks[self.pipes[homes[0]][stage]], (stage, mb, homes[0], part)
                     done = key in rank.outputs and key in rank.gradients and key in rank.weights
                     require(done, f"{key} is not finished")
+        kinds = WORDS | MEETINGS - ({"SUM"} if self.words == 1 else set()) if self.words else set()
+        units = {(kind, mb, part) for kind in kinds for mb in range(self.microbatches) for part in range(self.slices)}
+        for r, rank in enumerate(self.ranks):
+            require(rank.shared == units, f"rank {r} lacks {units - rank.shared} of its words")
         barrier = any(rank.validated or rank.stepped for rank in self.ranks)
+        alone = not self.words or self.copies == 1 or not barrier
+        require(alone or all("v" in rank.summed for rank in self.ranks), "rows of words were not summed")
         require(not (barrier and self.ahead), "a step with and without a barrier")
         if self.ahead:
             for r, rank in enumerate(self.ranks):

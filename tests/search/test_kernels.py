@@ -12,6 +12,7 @@ import pytest
 from tests.lowered import lower
 from tests.search.instances import Instance, Recorder, costs, instance, limits, odd
 from tests.tiers import few
+from zbc.compiler import blocks
 from zbc.compiler.check import check_all, check_complete
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -154,13 +155,13 @@ def test_ranks_may_hold_different_numbers_of_stages_and_none(ranks, objective, p
 
 @pytest.mark.parametrize("p", (2, 3, 7, 12, 24))
 def test_tiles_keep_the_ops_of_every_rank_apart(p):
-    tiled = [block for block, _ in patterns._blocks(p, True) if isinstance(block, patterns.Tiles)]
+    tiled = [block for block, _ in patterns._blocks(p, True) if isinstance(block, blocks.Tiles)]
     assert tiled
     for block in tiled:
-        f0, f1, b1, b0, *_ = patterns._offsets(p, block)
+        f0, f1, b1, b0, *_ = blocks.offsets_of(p, block)
         for rank in range(p):
             busy = [f0[rank], f1[rank], b1[rank], b1[rank] + 1, b0[rank], b0[rank] + 1]
-            assert {slot % patterns.SLOTS for slot in busy} == set(range(patterns.SLOTS))
+            assert {slot % blocks.SLOTS for slot in busy} == set(range(blocks.SLOTS))
         way = f0 + f1[::-1] + b1 + b0[::-1]
         lengths = [1] * (2 * p) + [2] * (2 * p)
         assert all(later - sooner >= length for sooner, later, length in zip(way, way[1:], lengths, strict=False))

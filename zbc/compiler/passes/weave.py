@@ -1,11 +1,11 @@
 """Weave the ops of a vocabulary that all ranks share into any order of F, B and W of one pipe.
 
-The order is widened at its turn first: each B comes `sums` units later, so that all ranks can do their part for the last
-stage in between. Between the last F and the first B of a unit any number of whole periods of a schedule fits; each keeps
-one unit more in flight and costs no bubble. Then the widened order is played at the costs of the ops: S as soon as it can
-run, T where more than `late` units would wait for theirs, or where the rank would wait; W where the rank would wait or
-its memory is full. Collectives are listed in the order in which they happen then, the same on all ranks. A rank starts
-one right behind its own part, never later than it happens, so the common order costs nothing.
+The order is widened at its turn first: each B comes `sums` units later, so that all ranks can do their part for the
+last stage in between. Between the last F and the first B of a unit any number of whole periods of a schedule fits; each
+keeps one unit more in flight and costs no bubble. Then the widened order is played at the costs of the ops: S as soon
+as it can run, T where more than `late` units would wait for theirs, or where the rank would wait; W where the rank
+would wait or its memory is full. Collectives are listed in the order in which they happen then, the same on all ranks.
+A rank starts one right behind its own part, never later than it happens, so the common order costs nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import ClassVar
 
+from zbc.compiler.blocks import SLOTS, Offsets, later, walking
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Kind, Op, Placement, Program, nth
 
 SAME = 1e-9  # ms
+FEW = 4  # building blocks that are played whole
 AHEAD = 2  # units that are looked up before F of the first stage takes them
 Unit = tuple[int, int]  # microbatch, slice
 
@@ -38,20 +40,58 @@ class Weave:
 
     def run(self, program: Program, context: Context) -> Program:
         shared = replace(program, vocabulary=self.sums)
-        played = [_Play(shared, context.costs, self.late, orders) for orders in self._orders(context)]
-        best = min((one for one in played if one.whole), key=lambda one: (one.end, one.most))
+        room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
+        orders = [*_moved(context, self.sums), *_laid_out(shared, context.costs, self.late, room)]
+        played = [_Play(shared, context.costs, self.late, each, room) for each in orders]
+        best = min((one for one in played if one.whole), key=lambda one: (one.over_room, round(one.end, 9), one.most))
         return shared.with_ranks(best.lists(), by=self.name)
 
-    def _orders(self, context: Context) -> Iterator[list[list[Op]]]:
-        """Two ways to move each backward by whole periods: by the clock, which keeps what ranks do side by side as it
-        is, and by the number of forwards, for orders whose times are not those of a period."""
-        program, timeline = context.program, context.timeline
-        units = program.microbatches * program.slices
-        period = max(timeline.busy(rank) for rank in range(timeline.ranks)) / units
-        ranks = range(timeline.ranks)
-        yield [widened(program.ranks[r], by_time(timeline, r, self.sums * period)) for r in ranks]
-        for v in [len(program.placement.stages_of(r)) for r in ranks][:1]:
-            yield [widened(program.ranks[r], by_count(program.ranks[r], self.sums * v)) for r in ranks]
+
+Orders = list[list[Op]]  # F and backwards of each rank
+
+
+def _moved(context: Context, sums: int) -> Iterator[Orders]:
+    """Each backward moved by whole periods: by the clock, which keeps what ranks do side by side as it is, and by the
+    number of forwards, of all stages of a rank and of each."""
+    program, timeline = context.program, context.timeline
+    period = max(timeline.busy(rank) for rank in range(timeline.ranks)) / (program.microbatches * program.slices)
+    ranks = program.ranks
+    yield [widened(ops, by_time(timeline, r, sums * period)) for r, ops in enumerate(ranks)]
+    stages = [len(program.placement.stages_of(r)) for r in range(len(ranks))]
+    yield [widened(ops, by_count(ops, sums * v)) for ops, v in zip(ranks, stages, strict=True)]
+    if max(stages) > 1:
+        yield [widened(ops, by_stage(ops, sums)) for ops in ranks]
+
+
+def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Orders]:
+    """Of a V placement the building blocks that keep to the room: those that are best for few microbatches."""
+    p, split = program.placement.ranks, any(op.kind is Kind.B for ops in program.ranks for op in ops)
+    if program.placement != Placement.vshape(p) or p < 2 or not split:
+        return
+    few = replace(program, microbatches=min(program.microbatches, p // program.slices + 2))
+    found = list[tuple[float, int]]()
+    blocks = [later(offsets, program.slices - 1 + program.vocabulary) for _, offsets in walking(p)]
+    for number, offsets in enumerate(blocks):
+        order = _block(few, offsets)
+        if all(_waiting(ops) <= most for ops, most in zip(order, room, strict=True)):
+            one = _Play(few, costs, late, order, room)
+            found += [(one.end, number)] if one.whole else []
+    for _, number in sorted(found)[:FEW]:
+        yield _block(program, blocks[number])
+
+
+def _block(program: Program, offsets: Offsets) -> Orders:
+    """All units of a block, one each period."""
+    p, k = program.placement.ranks, program.slices
+    orders = []
+    for r in range(p):
+        stages = (r, 2 * p - 1 - r)
+        at = list[tuple[int, Op]]()
+        for n in range(program.microbatches * k):
+            for leg, stage in enumerate((*stages, *stages[::-1])):
+                at.append((offsets[leg][r] + SLOTS * n, nth(Kind.B if leg > 1 else Kind.F, stage, n, k)))
+        orders.append([op for _, op in sorted(at, key=lambda entry: entry[0])])
+    return orders
 
 
 def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
@@ -83,6 +123,20 @@ def by_count(ops: Sequence[Op], more: int) -> list[int]:
     return found
 
 
+def by_stage(ops: Sequence[Op], more: int) -> list[int]:
+    """`more` forwards of each stage than there are."""
+    places: dict[int, list[int]] = {}  # of the forwards of each stage
+    for place, op in enumerate(op for op in ops if op.kind is Kind.F):
+        places.setdefault(op.stage, []).append(place)
+    found, seen = list[int](), dict.fromkeys(places, 0)
+    for op in ops:
+        if op.kind is Kind.F:
+            seen[op.stage] += 1
+        elif op.kind.row.family == "input":
+            found.append(max(mine[min(len(mine), seen[s] + more) - 1] + 1 for s, mine in places.items()))
+    return found
+
+
 def in_flight(ops: Iterable[Op]) -> int:
     """The most forwards whose activations are there."""
     change = {Kind.F: 1, Kind.W: -1, Kind.BW: -1}
@@ -107,27 +161,25 @@ class _Rank:
 class _Play:
     """The eager run of a widened order."""
 
-    def __init__(self, program: Program, costs: Costs, late: int, orders: Sequence[list[Op]]) -> None:
+    def __init__(self, program: Program, costs: Costs, late: int, orders: Orders, room: Sequence[int]) -> None:
         self.placement, self.costs, self.late = program.placement, costs, late
         self.sums, self.stages = program.vocabulary, program.placement.stages
         self.units = [(mb, part) for mb in range(program.microbatches) for part in range(program.slices)]
         self.last = program.placement.rank_of(self.stages - 1)
         self.ranks = []
-        for rank, (ops, order) in enumerate(zip(program.ranks, orders, strict=True)):
-            more = self.sums * len(program.placement.stages_of(rank))
-            room = max(in_flight(ops) + more, _waiting(order))
-            self.ranks.append(_Rank(deque(order), room))
+        for order, most in zip(orders, room, strict=True):
+            self.ranks.append(_Rank(deque(order), max(most, _waiting(order))))
         self.over: dict[tuple[bool, int, Unit], float] = {}  # forward or not, stage, unit -> when it ended
         self.parts: dict[tuple[Kind, Unit], list[float]] = {}
         self.met: dict[tuple[Kind, Unit], float] = {}  # collective -> when it was over
         self.begun: dict[tuple[Kind, Unit], tuple[float, int]] = {}  # and when the last rank came to it
         self.heap = [(0.0, rank) for rank in range(len(self.ranks))]
-        self.split = {(op.stage, op.mb, op.slice) for ops in program.ranks for op in ops if op.kind is Kind.B}
         self._looked_up(0, 0.0)
         self._run()
         self.whole = not any(rank.ready or rank.weights or rank.later or rank.last or rank.now for rank in self.ranks)
         self.end = max(rank.free for rank in self.ranks)
-        self.most = max(in_flight(rank.done) for rank in self.ranks)
+        held = [in_flight(rank.done) for rank in self.ranks]
+        self.most, self.over_room = max(held), any(mine > most for mine, most in zip(held, room, strict=True))
 
     def _run(self) -> None:
         while self.heap:
@@ -209,7 +261,7 @@ class _Play:
         if forward and op.stage == self.stages - 1:
             self._meets(Kind.SPREAD, unit, end)
         if forward and op.stage == 0:
-            self._looked_up(self.units.index(unit) + 1 if AHEAD == 1 else self._number(unit) + 1, end)
+            self._looked_up(self._number(unit) + 1, end)
         if not forward and op.stage == 0:
             self._meets(Kind.TAKE, unit, end)
 

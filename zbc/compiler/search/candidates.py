@@ -9,12 +9,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from zbc.compiler.blocks import AnyBlock
 from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.cyclic import stretched
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.keys import Decoder, Genes
 from zbc.compiler.search.listing import ROOM
-from zbc.compiler.search.patterns import AnyBlock, expanded
+from zbc.compiler.search.patterns import expanded
 from zbc.compiler.search.played import Played, played
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling, filled

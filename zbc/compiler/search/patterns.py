@@ -16,41 +16,28 @@ Blocks make the best orders where memory is tight, since a list scheduler loses 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import permutations, product
-from typing import NamedTuple
 
+from zbc.compiler.blocks import (
+    LENGTHS,
+    SLOTS,
+    AnyBlock,
+    BuildingBlock,
+    Offsets,
+    Tile,
+    Tiles,
+    collide,
+    later,
+    offsets_of,
+    walking,
+)
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
 
-SLOTS = 6
-Offsets = tuple[list[int], list[int], list[int], list[int], list[int], list[int]]  # F0 F1 B1 B0 W1 W0, by rank
-Tile = tuple[int, int, int, int]  # slots of F0, F1, B1 and B0 modulo SLOTS
-LENGTHS = (1, 1, 2, 2)  # of these, in slots
 WALKS = 4  # with the least rests that are kept for each last tile
-
-
-class BuildingBlock(NamedTuple):
-    """Steps of F down, first and later, then of F up, B down and B up; from which rank on later; rests at the turns.
-
-    It makes an order again for any number of microbatches.
-    """
-
-    steps: tuple[int, int, int, int, int]
-    change: int
-    turns: tuple[int, int, int]
-    whole: bool  # W right after its B
-
-
-class Tiles(NamedTuple):
-    """By rank the slots of F0, F1, B1 and B0, backwards of two slots; no two share one."""
-
-    slots: tuple[Tile, ...]
-
-
-AnyBlock = BuildingBlock | Tiles
 
 
 def fitting(problem: Problem) -> list[AnyBlock]:
@@ -64,7 +51,7 @@ def fitting(problem: Problem) -> list[AnyBlock]:
         return []
     found = []
     for place, (block, offsets) in enumerate(_blocks(p, not any(problem.w))):
-        widened = _widened(offsets, problem.slices)
+        widened = later(offsets, problem.slices - 1)
         held = [_most(problem, widened, rank) for rank in sorted({0, p // 2, p - 1})]
         if all(most <= limit + ROOM for most, limit in held):
             found.append((-sum(most for most, _ in held), place, block))
@@ -80,9 +67,9 @@ def in_flight(problem: Problem) -> list[AnyBlock]:
     if problem.slices == 1 or problem.v != 2 or problem.rank != [*range(p), *reversed(range(p))] or p < 2:
         return []
     found = []
-    for family, blocks in enumerate((_walking(p), _blocks(p, whole=False))):
+    for family, blocks in enumerate((walking(p), _blocks(p, whole=False))):
         for place, (block, offsets) in enumerate(blocks):
-            held = [_most(problem, _widened(offsets, problem.slices), rank, late=False) for rank in range(p)]
+            held = [_most(problem, later(offsets, problem.slices - 1), rank, late=False) for rank in range(p)]
             if all(most <= limit + ROOM for most, limit in held):
                 found.append((family, -sum(most for most, _ in held), place, block))
     return [block for *_, block in sorted(found)]
@@ -90,7 +77,7 @@ def in_flight(problem: Problem) -> list[AnyBlock]:
 
 def expanded(problem: Problem, block: AnyBlock) -> list[int]:
     """All units, SLOTS apart, merged into one order per rank."""
-    m, offsets = problem.m, _widened(_offsets(problem.p, block), problem.slices)
+    m, offsets = problem.m, later(offsets_of(problem.p, block), problem.slices - 1)
     order: list[int] = []
     for rank in range(problem.p):
         entries = _cycle(problem, offsets, rank)
@@ -127,7 +114,7 @@ def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -
 def _blocks(p: int, whole: bool) -> list[tuple[AnyBlock, Offsets]]:
     """The blocks of p ranks; for many ranks only some of the places where the step changes."""
     found: list[AnyBlock] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
-    return [(block, _offsets(p, block)) for block in found]
+    return [(block, offsets_of(p, block)) for block in found]
 
 
 def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
@@ -140,26 +127,10 @@ def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
                     if _meet_at_the_ends(p, ka * change + kb * (p - 1 - change), g1, g2, g3):
                         continue
                     block = BuildingBlock((ka, kb, 1, 0, 1), change, (g1, g2, g3), whole=False)
-                    f0, f1, b1, b0, _, _ = _offsets(p, block, weights=False)
+                    f0, f1, b1, b0, _, _ = offsets_of(p, block, weights=False)
                     pairs = ((f0, f1), (f0, b1), (f1, b1), (f0, b0), (f1, b0), (b1, b0))
-                    if not any(_collide(a, b) for a, b in pairs):
+                    if not any(collide(a, b) for a, b in pairs):
                         yield block
-
-
-@lru_cache(maxsize=8)
-def _walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
-    """The shortest block of each four steps of one to four slots between neighbouring ranks, one step for each leg."""
-    found: list[tuple[AnyBlock, Offsets]] = []
-    for down, climb, back_down, back_up in product(range(1, 5), repeat=4):
-        if down + climb > SLOTS or back_down + back_up > SLOTS:
-            continue
-        for g1, g2, g3 in sorted(product(range(1, SLOTS + 1), repeat=3), key=sum):
-            block = BuildingBlock((down, down, climb, back_down, back_up), p - 1, (g1, g2, g3), whole=False)
-            f0, f1, b1, b0, _, _ = _offsets(p, block, weights=False)
-            if all(len({slot % SLOTS for slot in slots}) == 4 for slots in zip(f0, f1, b1, b0, strict=True)):
-                found.append((block, _offsets(p, block)))
-                break
-    return found
 
 
 def _meet_at_the_ends(p: int, way: int, g1: int, g2: int, g3: int) -> bool:
@@ -203,63 +174,3 @@ def _rests(near: Tile, far: Tile) -> int:
     down, up = (0, 2), (1, 3)
     steps = [(far[op] - near[op] - LENGTHS[op]) % SLOTS for op in down]
     return sum(steps) + sum((near[op] - far[op] - LENGTHS[op]) % SLOTS for op in up)
-
-
-def _laid(tiles: Sequence[Tile]) -> Offsets:
-    """The soonest offsets of one microbatch that have these slots."""
-    down, up = list(range(len(tiles))), list(range(len(tiles) - 1, -1, -1))
-    legs: list[list[int]] = []
-    ready = 0
-    for op, way in enumerate((down, up, down, up)):
-        leg = [0] * len(tiles)
-        for rank in way:
-            leg[rank] = ready + (tiles[rank][op] - ready) % SLOTS
-            ready = leg[rank] + LENGTHS[op]
-        legs.append(leg)
-    f0, f1, b1, b0 = legs
-    return f0, f1, b1, b0, b1, b0
-
-
-def _offsets(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
-    """`steps` of B down are those of F down where they are 0."""
-    if isinstance(block, Tiles):
-        return _laid(block.slots)
-    ka, kb, climb, back_down, back_up = block.steps
-    way, back, up = [0], [0], list(range(p - 1, -1, -1))
-    for i in range(p - 1):
-        way.append(way[-1] + (ka if i < block.change else kb))
-        back.append(back[-1] + (back_down or (ka if i < block.change else kb)))
-    g1, g2, g3 = block.turns
-    f1 = [way[-1] + g1 + climb * u for u in up]
-    b1 = [f1[0] + g2 + w for w in back]
-    b0 = [b1[-1] + g3 + back_up * u for u in up]
-    if block.whole:
-        return way, f1, b1, b0, b1, b0
-    w1, w0 = _weights(p, way, f1, b1, b0) if weights else ([], [])
-    return way, f1, b1, b0, w1, w0
-
-
-def _widened(offsets: Offsets, slices: int) -> Offsets:
-    """The same with a period more for each further slice between the last F and the first B: whole periods collide with
-    nothing, and keep one more unit each."""
-    if slices == 1:
-        return offsets
-    late = SLOTS * (slices - 1)
-    f0, f1, b1, b0, w1, w0 = offsets
-    return f0, f1, *([slot + late for slot in each] for each in (b1, b0, w1, w0))  # type: ignore[return-value]
-
-
-def _collide(a: list[int], b: list[int]) -> bool:
-    return any((x - y) % SLOTS == 0 for x, y in zip(a, b, strict=True))
-
-
-def _weights(p: int, f0: list[int], f1: list[int], b1: list[int], b0: list[int]) -> tuple[list[int], list[int]]:
-    """The two free slots of each rank to its two W, so that they wait least."""
-    w1, w0 = [0] * p, [0] * p
-    for r in range(p):
-        used = {f0[r] % SLOTS, f1[r] % SLOTS, b1[r] % SLOTS, b0[r] % SLOTS}
-        x, y = (slot for slot in range(SLOTS) if slot not in used)
-        first = (b1[r] + (x - b1[r]) % SLOTS, b0[r] + (y - b0[r]) % SLOTS)
-        second = (b1[r] + (y - b1[r]) % SLOTS, b0[r] + (x - b0[r]) % SLOTS)
-        w1[r], w0[r] = min(first, second, key=sum)
-    return w1, w0

@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from zbc.compiler.blocks import AnyBlock
 from zbc.compiler.search.listing import EPS, ROOM
-from zbc.compiler.search.patterns import AnyBlock
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.table import Table
 

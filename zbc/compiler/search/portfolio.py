@@ -17,6 +17,7 @@ from itertools import chain, repeat
 from random import Random
 from typing import NamedTuple
 
+from zbc.compiler.blocks import AnyBlock
 from zbc.compiler.search import cyclic, patterns
 from zbc.compiler.search.candidates import Bench, Candidate, Recipe
 from zbc.compiler.search.engine import Engine
@@ -129,7 +130,7 @@ def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
 def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
     """Decode the best recipes found with few microbatches for all of them, each once; and the best building block."""
     known = [c for c in small.roots if c.recipe is not None]
-    blocks = [c for c in known[most:] if isinstance(c.recipe, patterns.AnyBlock | Played)]
+    blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock | Played)]
     for candidate in known[:most] + blocks[:1]:
         if candidate.recipe is not None and candidate.recipe not in carried:
             carried.add(candidate.recipe)
