@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import add
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.memory import excess
@@ -28,6 +28,7 @@ from zbc.ir import Placement, Program
 from zbc.job.spec import Job
 
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for whose activations move to the host
+STEP = 0.25  # activation units: the least by which an order is made for less
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -200,6 +201,23 @@ class Setup:
         return replace(Lowering.of(self.job), offload=Offload(units, may, self.job.objective, self.limit.costs))
 
     def _make(self, budget: float | None, search: dict[str, Any]) -> Ordered:
+        """An order within the limit in units. Where all ranks meet before the last stage's backwards it is made for
+        less, since it holds units longer then; by how much less is known when it was woven."""
+        units, more = self.limit.units, [meetings(self.job)] * self.placement.ranks
+        if units is None or not self.job.vocabulary:
+            return self._made(budget, search, units)
+        least = least_of(self.placement, self.limit.costs)
+        for _ in range(RETRIES):
+            found = self._made(budget, search, tuple(map(max, least, map(sub, units, more))))
+            held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
+            beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
+            over = [max(one, STEP) if one > 1e-6 else 0.0 for one in beyond]
+            if not any(over):
+                break
+            more = list(map(add, more, over))
+        return found
+
+    def _made(self, budget: float | None, search: dict[str, Any], units: tuple[float, ...] | None) -> Ordered:
         job, asked = self.job, self.job.schedule
         request = Request(
             p=job.parallel.pp,
@@ -209,7 +227,7 @@ class Setup:
             early=asked.early,
             overlap=job.costs.overlap > 0 if asked.overlap is None else asked.overlap,
             costs=self.limit.costs,
-            memory_limit=self._before_meetings(),
+            memory_limit=units,
             objective=job.objective,
             slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
@@ -218,14 +236,6 @@ class Setup:
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
         found = bounds_of(job, self.placement, self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
-
-    def _before_meetings(self) -> tuple[float, ...] | None:
-        """What an order may hold that is to be widened for meetings of all ranks."""
-        units, more = self.limit.units, meetings(self.job)
-        if units is None or not more:
-            return units
-        least = least_of(self.placement, self.limit.costs)
-        return tuple(max(low, most - more) for most, low in zip(units, least, strict=True))
 
     def _with(self, units: tuple[float, ...]) -> Setup:
         return replace(self, limit=replace(self.limit, units=units))

@@ -16,7 +16,8 @@ class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
     A weight that stages share is summed by `TIE`, after all of them; a rank's words by `REDUCE v`, after
-    its own. Stages with one holder need nothing. A sum is only started: it goes on beside the ops that follow, up to VALIDATE.
+    its own. Stages with one holder need nothing. A sum is only started: it goes on beside the ops that
+    follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
         SEND_B s1 m3      SEND_B s1 m3
