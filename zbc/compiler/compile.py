@@ -111,6 +111,7 @@ class Compiled:
             training=self.job.training(),
             ramp=parts,
             cuts=cuts_of(self.job),
+            words=self.job.words,
         )
         return manifest, {**files, **below}
 

@@ -1,6 +1,7 @@
 """How a compute-only schedule becomes a complete plan: the passes, in the order they run.
 
 The order matters:
+0. weave, where all ranks share a vocabulary, moves backwards and so comes before all that is placed beside them.
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
@@ -24,6 +25,7 @@ from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
+from zbc.compiler.passes.weave import Weave
 from zbc.compiler.sim.context import Context
 from zbc.ir import Program
 from zbc.job.spec import Job
@@ -52,25 +54,27 @@ class Lowering:
     sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
     gather: GatherWeights | None = None  # of weights that come and go within a step
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
+    weave: Weave | None = None  # of a vocabulary that all ranks share
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
         if job.shard != "weights":
-            return cls(job.optimizer.sync)
+            return cls(job.optimizer.sync, weave=Weave(job.vocabulary) if job.vocabulary else None)
         given = None if isinstance(job.memory.resident, str) else job.memory.resident
         return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))
 
     def passes(self) -> list[Pass]:
         """Every pass, in order."""
-        return [*_FIRST, *self._last()]
+        return [*self._first(), *self._last()]
 
     def lower(self, context: Context) -> Context:
         """Run every pass in order: a complete plan from a compute-only schedule."""
         return self.finish(self.begin(context))
 
     def begin(self, context: Context) -> Context:
-        """The first passes, whose result is the same whatever ops cost where no message waits for its buffer."""
-        return _through(_FIRST, context)
+        """The first passes, whose result is the same whatever ops cost where no message waits for its buffer, and no
+        vocabulary is shared."""
+        return _through(self._first(), context)
 
     def finish(self, context: Context) -> Context:
         """The passes after `begin`."""
@@ -82,6 +86,9 @@ class Lowering:
         for one in self.passes():
             context = _through([one], context)
             yield one.name, context.program
+
+    def _first(self) -> list[Pass]:
+        return [*([] if self.weave is None else [self.weave]), *_FIRST]
 
     def _last(self) -> list[Pass]:
         moved = [] if self.offload is None else [self.offload]

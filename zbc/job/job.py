@@ -30,7 +30,11 @@ from zbc.job.sections import (
 from zbc.job.world import Weighed
 from zbc.text import GIB
 
-_SINCE = ("slices", "cuts")  # keys of [schedule] that a plan names only where they are set
+_SINCE = {  # keys that a plan names only where they are set: without them it is what it was before there were any
+    "schedule": ("slices", "cuts"),
+    "parallel": ("vocabulary", "vocabulary_sums"),
+    "costs": ("s", "t", "i", "e"),
+}
 RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
 
 
@@ -87,6 +91,21 @@ class Job:
         return replace(self, schedule=self.schedule.model_copy(update={"slices": count}))
 
     @property
+    def vocabulary(self) -> int:
+        """How often all ranks meet for a unit of a vocabulary that they share; 0 where they do not, or may not yet."""
+        return self.parallel.vocabulary_sums if self.parallel.vocabulary == "shared" else 0
+
+    def with_vocabulary(self, where: str) -> Job:
+        """The job with its vocabulary at the "ends" or "shared"."""
+        return replace(self, parallel=self.parallel.model_copy(update={"vocabulary": where}))
+
+    @property
+    def words(self) -> list[int]:
+        """Where the words of each rank begin in a vocabulary that all share, and its end; [] where they do not."""
+        p, count = self.parallel.pp, self.model.vocab or 0
+        return [count * rank // p for rank in range(p + 1)] if self.vocabulary else []
+
+    @property
     def reserve_gib(self) -> float:
         """What is kept free of hardware.memory_gib on each rank."""
         return self._reserve(self.hardware.memory_gib or 0.0)
@@ -122,9 +141,10 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
         data["costs"]["profile"] = data["hardware"]["links"] = None
-        for key in _SINCE:  # a plan of whole microbatches is what it was before there were slices
-            if data["schedule"][key] == Schedule.model_fields[key].default:
-                del data["schedule"][key]
+        for name, keys in _SINCE.items():
+            for key in keys:
+                if data[name][key] == SECTIONS[name].model_fields[key].default:
+                    del data[name][key]
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}

@@ -278,6 +278,37 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where, hint="drop costs.profile, or set tp = 1")
 
 
+def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
+    """What a vocabulary that all ranks share does not go with; "auto" leaves it at the ends there."""
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or parallel.vocabulary == "ends":
+        return
+    where, ends = draft.document.where(("parallel", "vocabulary")), 'vocabulary = "ends"'
+    model: Model | None = draft.sections.get("model")
+    if model is not None and (not model.builtin or model.loss != "cross_entropy"):
+        found = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
+        text = f"config: only the output layer of a built-in model with cross_entropy can be shared, {found}"
+        yield ZbcError("E110", text, where=where, hint=f"set {ends}")
+    elif model is not None and model.vocab is not None and model.vocab < parallel.pp:
+        text = f"config: a vocabulary of {model.vocab} words leaves some of {parallel.pp} ranks without any"
+        yield ZbcError("E110", text, where=where, hint=f"set parallel.pp = {model.vocab} or less, or {ends}")
+    memory: Memory | None = draft.sections.get("memory")
+    optimizer: Optimizer | None = draft.sections.get("optimizer")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    others = {
+        'optimizer.sync = "post-validate"': optimizer is not None and optimizer.sync == "post-validate",
+        "optimizer.zero1": optimizer is not None and optimizer.zero1,
+        "parallel.shard": parallel.shard != "none",
+        "parallel.tp": parallel.tp > 1,
+        "parallel.replicas": parallel.replicas is not None,
+        "schedule.file": schedule is not None and schedule.file is not None,
+        "memory.activations with offload": memory is not None and any("offload" in one for one in memory.chosen()),
+    }
+    for key in (key for key, there in others.items() if there):
+        text = f"config: {key} and parallel.vocabulary = {parallel.vocabulary!r} do not go together yet"
+        yield ZbcError("E110", text, where=where, hint=f"drop one of them: {ends}")
+
+
 def _order_rule(draft: Draft) -> Iterator[ZbcError]:
     parallel: Parallel | None = draft.sections.get("parallel")
     if parallel is None or parallel.order is None:
@@ -427,6 +458,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _tensor_parallel_rules,
+    _vocabulary_rules,
     _order_rule,
     _replica_rule,
     _filler_rule,

@@ -41,6 +41,14 @@ class Parallel(Section):
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
     )
+    vocabulary: Literal["ends", "shared", "auto"] = Field(
+        "ends",
+        description="where embedding and output layer are: on the first and the last stage; or their words shared out "
+        "over all ranks of the pipeline; auto: as a step is faster",
+    )
+    vocabulary_sums: Annotated[int, Field(ge=1, le=2)] = Field(
+        1, description="shared: how often all ranks meet before a last backward; 2 holds one microbatch more"
+    )
     order: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         description="the ranks of the run in the order of the pipeline; default: by hardware.links, or as numbered",
@@ -159,6 +167,12 @@ class GivenCosts(Section):
         description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
     )
     tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
+    s: Ms | None = Field(
+        None, description="parallel.vocabulary: logits of one rank's words; default 0 where f is given"
+    )
+    t: Ms | None = Field(None, description="gradient of one rank's words; likewise")
+    i: Ms | None = Field(None, description="look-up of one rank's words; likewise")
+    e: Ms | None = Field(None, description="gradient of looked-up words; likewise")
     optimizer: PerPart | None = Field(None, description="one optimizer step; default 0 where f, b and w are given")
     overlap: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="of an F and a backward in one group, the share of the shorter that hides behind the longer"

@@ -15,6 +15,20 @@ from zbc.errors import ZbcError
 from zbc.ir import COPY, Edge, Kind, Op, Placement, chain
 from zbc.ops import VALUES, Ref
 
+
+@dataclass(frozen=True, slots=True)
+class ShareBytes:
+    """Bytes of a rank's share of words: what stays, and its values (see `zbc.ops.VALUES`) for a unit."""
+
+    state: StageBytes
+    values: Mapping[str, float]
+
+    @property
+    def working(self) -> float:
+        """What a rank may have of units at a time: one with its logits, and two that are looked up."""
+        return self.values["logits"] + 2 * self.values["hidden"] + 2 * self.values["words"]
+
+
 PerStage = tuple[float, ...]
 Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
 Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
@@ -52,6 +66,8 @@ class Costs:
         agree            what the ranks take to agree on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
         out back         a copy to the host of what F keeps, and back
+        s t i e          ops of words that all ranks share, with an entry per rank; their collectives likewise:
+                         spread meet sum give take, and pool, the sum of a rank's rows over all replicas
 
     `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
     "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
@@ -76,6 +92,7 @@ class Costs:
     occupies: tuple[Links, ...] = ()
     shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
     alone: float = 1.0  # of `out` and `back`, what a copy takes while nothing goes the other way on its link
+    shares: tuple[ShareBytes, ...] = ()  # of words that all ranks share: what a rank holds, per slice; (): unknown
 
     @classmethod
     def uniform(
@@ -237,6 +254,14 @@ class Costs:
         if self.bytes is None:
             return None
         return self.sliced[part][stage] if self.sliced else self.bytes[stage]
+
+    def bytes_on(self, stages: Iterable[int]) -> list[StageBytes]:
+        """That of whole stages on one rank, and of its share of words; nothing where sizes are not known."""
+        return [] if self.bytes is None else [*(self.bytes[s] for s in stages), *(one.state for one in self.shares[:1])]
+
+    def share_of(self, value: str, part: int = 0) -> float:
+        """Bytes of a value of the words that all ranks share, for a slice; 0 where sizes are not known."""
+        return self.shares[part if len(self.shares) > 1 else 0].values.get(value, 0.0) if self.shares else 0.0
 
     def over(self, transfer: str) -> Costs:
         """The same where messages wait for a buffer ("rendezvous"), or do not ("eager")."""

@@ -50,10 +50,50 @@ def layers(job: Job) -> list[Layer]:
     table = _counted(job)
     if job.profile is not None:
         found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
+        found = _without_words(job, table, found) if job.vocabulary else found
         return [_measured(layer, one) for layer, one in zip(table, found, strict=True)]
     if job.costs.per == "layer" and job.costs.f is not None:
-        return _given(table, job.costs)
+        found_ends = [replace(layer, f=0.0, b=0.0, w=0.0) for layer in (table[0], table[-1])]
+        given = _given(table, job.costs)
+        return [found_ends[0], *given[1:-1], found_ends[1]] if job.vocabulary else given
     return table
+
+
+def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
+    """Measured layers, where all ranks share the words of the first and the last: these have what is left.
+
+    Of times that is the share that kernels have which do nothing for words; bytes are counted.
+    """
+    sizes, machine = sizes_of(job), Machine.of(job)
+    if sizes is None:
+        return list(found)
+    ends = []
+    for one, layer, words, whole in (
+        (found[0], table[0], work.look_up(sizes), work.embedding(sizes)),
+        (found[-1], table[-1], work.words(sizes), work.head(sizes)),
+    ):
+        f, b, w = (1 - part for part in shares_of_words(machine, words, whole))
+        part = layer.params / one.params if one.params else 0.0
+        held = one.held and one.held.model_copy(
+            update={name: part * getattr(one.held, name) for name in ("weights", "gradients", "optimizer")}
+        )
+        times = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "bw": one.b * b + one.w * w, "again": one.again * f}
+        step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
+        left = replace(one, **times, params=layer.params, parts=layer.parts, size=None, held=held)
+        ends.append(replace(left, step=step, tentative=tentative))
+    return [ends[0], *found[1:-1], ends[1]]
+
+
+def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
+    """ms of F, B and W."""
+    return machine.ms(done.f), machine.ms(done.b), machine.ms(done.w)
+
+
+def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:
+    """Of F, B and W of a whole layer, the share that words take."""
+    pairs = zip(times_of(machine, words), times_of(machine, whole), strict=True)
+    f, b, w = (min(1.0, part / ms) if ms else 0.0 for part, ms in pairs)
+    return f, b, w
 
 
 def _counted(job: Job) -> list[Layer]:
@@ -94,16 +134,21 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     sizes = sizes_of(job, past)
     if sizes is None:
         return None
+    first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
+    tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
+    if shared:  # every rank has some of their words, and stages have the rest: see vocabulary.py
+        first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
+        tables, ends = tables[1:], ends[:-1]
     embed, block, head = (
         Layer(name, machine.ms(done.f), machine.ms(done.b), machine.ms(done.w), params, size, parts=parts)
-        for name, done, params, size, parts in (
-            ("embed", work.embedding(sizes), sum(_tables(sizes)), footprint.embedding(sizes), _tables(sizes)),
-            ("block", work.block(sizes), sizes.matrices + sizes.vectors, footprint.block(sizes), sizes.parameters),
-            ("head", work.head(sizes), sum(_head(sizes)), footprint.head(sizes), _head(sizes)),
+        for name, (done, size), params, parts in (
+            ("embed", first, sum(tables), tables),
+            ("block", (work.block(sizes), footprint.block(sizes)), sizes.matrices + sizes.vectors, sizes.parameters),
+            ("head", last, sum(ends), ends),
         )
     )
     blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
-    tied = sizes.vocab * sizes.hidden if model.tie_embeddings else 0
+    tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
     return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
 
 

@@ -329,6 +329,40 @@ def head(z: Sizes) -> Footprint:
     )
 
 
+def last_norm(z: Sizes) -> Footprint:
+    """Of the norm before an output layer whose words all ranks share: it keeps its input, they keep its result."""
+    h, t = z.hidden, z.tokens
+    return Footprint(
+        act_b=(z.stream * h + z.norm) * t,
+        entry=z.stream * h * t,
+        result=z.width * h * t,
+        more_f=z.width * h * t,
+        more_alone=z.width * h * t,
+        more_b=z.width * h * t,
+        more_bw=z.width * h * t,
+        came_b=GRAD_BYTES * (h if z.gated else 2 * h),
+        largest=h,
+    )
+
+
+def places(z: Sizes) -> Footprint:
+    """Of the positions that are added to an embedding whose words all ranks share, where they are learned."""
+    rows = z.stream * z.hidden * z.tokens
+    if z.rotary:
+        return Footprint(entry=rows, result=rows)
+    table = GRAD_BYTES * z.seq_len * z.hidden
+    return Footprint(
+        act_w=rows,
+        entry=rows,
+        result=rows,
+        keeps_given=True,
+        more_w=table,
+        more_bw=table,
+        came_w=table,
+        largest=z.seq_len * z.hidden,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class More:
     """Bytes that the ops of one stage need beyond the larger of what is held before and after them."""

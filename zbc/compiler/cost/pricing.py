@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul
 
-from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes
+from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, vocabulary
 from zbc.compiler.cost.cost import Column, Costs, Links, PerStage, Size, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
@@ -30,25 +30,42 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
     if not cuts:
-        return whole
+        return _with_words(whole, [job], [1.0], placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
-    parts, tables = list[Costs](), list[list[Layer]]()
+    parts, tables, jobs = list[Costs](), list[list[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
         one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
         times = {name: each[j] for name, each in shares.items()}
         tables.append(estimate.of_slice(one, table, begin, times, rows[j]))
+        jobs.append(one)
         parts.append(_build(one, placement, stages, tables[j]))
     found = whole.cut(rows, **shares)
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in ("f", "b", "w", "bw") if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
     longest = parts[rows.index(max(rows))]  # its transfers are taken for those of all slices
-    found = replace(found, links=longest.links, occupies=longest.occupies)
+    found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
     if whole.bytes is None:
         return found
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
     fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
     return _weighed(found, whole, parts, kv, fused, _recomputed(job, placement))
+
+
+def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placement: Placement) -> Costs:
+    """The same with the words that all ranks share: columns of every rank, for each of the slices that `jobs` have for
+    sequences, and what a rank holds."""
+    job = jobs[0]
+    if not job.vocabulary:
+        return costs
+    found = [vocabulary.columns(one, share) for one, share in zip(jobs, rows, strict=True)]
+    columns: dict[str, Column] = {}
+    for name in found[0]:
+        entry = tuple(one[name] for one in found)
+        columns[name] = (entry if len(jobs) > 1 else entry[0],) * placement.ranks
+    columns["pool"] = (vocabulary.pool_ms(job),) * placement.ranks
+    shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []
+    return replace(costs.with_ms(**columns), shares=tuple(one for one in shares if one is not None))
 
 
 def _weighed(
@@ -204,7 +221,15 @@ def _with_optimizer(
     if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
+    if job.vocabulary and job.costs.optimizer is None:  # a rank steps its words with its first stage
+        count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
+        more, first = sum(step) / (count or 1) * rows, {stages_of[0] for stages_of in _by_rank(placement)}
+        step = tuple(ms + (more if s in first else 0.0) for s, ms in enumerate(step))
     return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
+
+
+def _by_rank(placement: Placement) -> list[tuple[int, ...]]:
+    return [mine for rank in range(placement.ranks) if (mine := placement.stages_of(rank))]
 
 
 def _measured_optimizer(

@@ -55,9 +55,23 @@ def embedding(z: Sizes) -> Work:
     """Of looking up the tokens of a microbatch, and their positions where these are learned."""
     params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     rows = z.stream * z.hidden * z.tokens
-    look_up = Kernel(0, (2 if z.rotary else 5) * rows)
+    found = Kernel(0, (2 if z.rotary else 5) * rows)
     dense = Kernel(0, rows + 3 * GRAD_BYTES * params)  # a dense gradient is filled, then added
-    return Work((look_up,), (), (dense,))
+    return Work((found,), (), (dense,))
+
+
+def look_up(z: Sizes) -> Work:
+    """The same of the words alone."""
+    rows = z.stream * z.hidden * z.tokens
+    return Work((Kernel(0, 2 * rows),), (), (Kernel(0, rows + 3 * GRAD_BYTES * z.vocab * z.hidden),))
+
+
+def places(z: Sizes) -> Work:
+    """The same of learned positions alone."""
+    if z.rotary:
+        return Work((), (), ())
+    rows = z.stream * z.hidden * z.tokens
+    return Work((Kernel(0, 3 * rows),), (), (Kernel(0, rows + 3 * GRAD_BYTES * z.seq_len * z.hidden),))
 
 
 def block(z: Sizes) -> Work:
@@ -152,15 +166,26 @@ def _cast(source: int, target: int) -> int:
 
 def head(z: Sizes) -> Work:
     """Of the last norm, the projection to the vocabulary and the loss."""
+    out, norm = words(z), last_norm(z)
+    return Work((out.f[0], *norm.f, *out.f[1:]), (out.b[0], *norm.b, *out.b[1:]), out.w)
+
+
+def last_norm(z: Sizes) -> Work:
+    """Of the norm before the projection alone."""
+    count = _norm_count(z)
+    return Work((Kernel(0, _norm_forward(z) * z.tokens, count),), (Kernel(0, _norm_backward(z) * z.tokens, count),), ())
+
+
+def words(z: Sizes) -> Work:
+    """Of the projection and the loss alone."""
     h, n, vocab = z.hidden, z.width, z.vocab
     logits = product(z.tokens, h, vocab, n)
     cast = _cast(n, 4)  # the loss is computed in float32
     # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
     # log_softmax reads it twice and the output once, and writes.
     loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
-    forward = (logits, Kernel(0, _norm_forward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[0], 3))
-    backward = (logits, Kernel(0, _norm_backward(z) * z.tokens, _norm_count(z)), Kernel(0, loss[1], 3))
-    return Work(forward, backward, (logits, _accumulate(z, h * vocab, 1)))
+    product_w = (logits, _accumulate(z, h * vocab, 1))
+    return Work((logits, Kernel(0, loss[0], 3)), (logits, Kernel(0, loss[1], 3)), product_w)
 
 
 def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:

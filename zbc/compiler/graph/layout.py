@@ -285,7 +285,11 @@ class Layout:
             shift = -1 if at is At.EARLIER else 0
             return [self.column(CellKey(what, who.pipe, who.stage), self.width) + who.part + shift]
         if scope == "share":
-            return [self.column(CellKey(what, who.rank, 0), self.width) + who.part] if self._is_at(at, who) else []
+            return (
+                [self.column(CellKey(what, who.rank, 0), self.width) + who.part]
+                if self.is_at(at, who.rank, who.stage, who.row)
+                else []
+            )
         if scope == "stage":
             return [self.column(CellKey(what, who.rank, who.stage), 1)]
         if at in (At.RANK_BEFORE, At.RANK_AFTER):
@@ -300,12 +304,12 @@ class Layout:
         by_stage = who.row.scope is Scope.STAGE
         return who.stage in self.program.tying if by_stage else who.rank in tying(self.program)
 
-    def _is_at(self, at: At, who: _Who) -> bool:
+    def is_at(self, at: At, rank: int, stage: int, row: Row) -> bool:
         """Whether an op has to do with the end of the pipeline that a reference names."""
         if at not in (At.FIRST, At.LAST):
             return True
         ends = [s for s in range(self.stages) if not (self.sources if at is At.FIRST else self.sinks)[s]]
-        return any(self.pipes[0][s] == who.rank and (who.row.scope is not Scope.UNIT or who.stage == s) for s in ends)
+        return any(self.pipes[0][s] == rank and (row.scope is not Scope.UNIT or stage == s) for s in ends)
 
     def _edges(self, who: _Who, at: At) -> list[int]:
         """The edges into or out of an op's stage; of a transfer those that lead to another rank."""

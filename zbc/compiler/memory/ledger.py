@@ -10,6 +10,7 @@ posted a buffer and the transfer is over).
     activations   kept, left: in units and bytes
     transit       act and grad on the edges: tensors (as units) and bytes
     kv            keys, values and their gradients, which the slices of a microbatch share: the same
+    vocabulary    of words that all ranks share: a unit's logits, and what ranks tell each other for it
     workspace     what an op needs while it runs, from its beginning to its end
     gradients     from the first backward that makes them to the step of their stage
     host          values that were copied to the host
@@ -28,7 +29,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import VALUES, At, Kind, Lane, Ref, Row
+from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
 
 HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
@@ -172,14 +173,16 @@ class _RankLedger:
         self.graph, self.rank, self.clock, self.costs = graph, rank, clock, costs
         self.activations = Activations(costs)
         self.mine = graph.program.placement.stages_of(rank)
+        self.rows = graph.layout.rows
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
         self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
         graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
-        if gradients.bytes:
-            yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, gradients.bytes),), ())
+        there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
+        if there:
+            yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), ())
         for i in graph.mine(self.rank):
             op = graph.ops[i]
             effect = effects.get((key_of(op), op[3])) or self._effect(op)
@@ -200,7 +203,7 @@ class _RankLedger:
                 yield Entry(i, begin, end)
 
     def _effect(self, op: Op) -> _Effect:
-        row = op.kind.row
+        row = self.rows[op.kind]
         if row.lane is Lane.LINK:
             found = self._transfer(op)
         else:
@@ -219,6 +222,10 @@ class _RankLedger:
             deltas.append(Delta("activations", change.units - kv.units, change.bytes - kv.bytes))
             if kv.units or kv.bytes:
                 deltas.append(Delta("kv", *kv))
+        if self.costs.shares and (words := self._words(op, row)):
+            deltas.append(Delta("vocabulary", 0.0, words))
+        if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY:  # its buffer is there once it is started
+            return tuple(deltas), ()
         if row.lane is Lane.OUT or row.lane is Lane.BACK:  # what a copy writes is there from its beginning
             return tuple(deltas), ()
         need = self._need(op, first=first)
@@ -235,6 +242,18 @@ class _RankLedger:
         if change is not None and change.begins:
             return self.costs.more_bytes(op, first=first)
         return self.costs.rise_bytes(op, first=first)
+
+    def _words(self, op: Op, row: Row) -> float:
+        """Bytes that an op makes, less those it frees, of the words that all ranks share.
+
+        What a collective frees is counted until its rank comes to it, not until it is over.
+        """
+        layout, sizes = self.graph.layout, 0.0
+        for refs, sign in ((row.writes, 1), (row.frees, -1)):
+            for ref in refs:
+                if VALUES[ref.what].scope == "share" and layout.is_at(ref.at, self.rank, op.stage, row):
+                    sizes += sign * self.costs.share_of(ref.what, op.slice)
+        return sizes
 
     # ---- what travels ------------------------------------------------------------------------------------------
 

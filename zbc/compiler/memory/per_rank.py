@@ -68,7 +68,7 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
             peak, where, at_peak = units, op, flight
         if held > most:
             most, logits_then, kv_then = held, logits, kv
-    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)] if costs.bytes else []
+    mine = costs.bytes_on(program.placement.stages_of(rank))
     return RankMemory(
         units=peak,
         peak_op=where,
@@ -159,7 +159,7 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
     """
     if costs.bytes is None:
         return
-    mine = [costs.bytes[s] for s in program.placement.stages_of(rank)]
+    mine = costs.bytes_on(program.placement.stages_of(rank))
     weights = weights_of(mine, program.resident)
     gradients, masters, optimizer = (
         sum(getattr(s, name) for s in mine) for name in ("gradients", "masters", "optimizer")

@@ -47,6 +47,7 @@ class Evaluator:
         self.job, self.table, self.schedule = job, table, schedule
         schedule.check_ranks(job.parallel.pp)
         schedule.check_slices(job.slices)
+        schedule.check_vocabulary(job.parallel.vocabulary)
         self.v = schedule.stages_per_rank(chunks)
         self.placement = schedule.placement(job.parallel.pp, self.v)
         self.start = Choice.of(initial(job, self.placement, table))

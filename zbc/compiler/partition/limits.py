@@ -120,7 +120,8 @@ def _same(costs: Costs, counted: Costs) -> bool:
 def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
     """What a plan of the job by this schedule is held to."""
     p, asked = job.parallel.pp, _asked(job)
-    units = [float(own)] if (own := own_limit(schedule, p, costs)) is not None else []
+    own = own_limit(schedule, p, costs)
+    units = [] if own is None else [own + job.vocabulary / job.slices]
     if asked is not None and asked[1] == "x":
         units.append(asked[0] * p)
     return MemoryLimits(
@@ -229,15 +230,16 @@ def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
 
 def _state(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes of weights, gradients and what the optimizer keeps."""
-    stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
+    stages = costs.bytes_on(placement.stages_of(rank))
     return sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
 
 
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     """Bytes a rank holds whatever the order."""
-    stages = [costs.bytes[s] for s in placement.stages_of(rank)] if costs.bytes else []
+    stages = costs.bytes_on(placement.stages_of(rank))
     state = _state(costs, placement, rank)
     most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
+    most += max((one.working for one in costs.shares), default=0.0)
     return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 
 

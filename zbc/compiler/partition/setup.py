@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import add
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from zbc.compiler.check.memory import excess
@@ -27,6 +27,7 @@ from zbc.ir import Placement, Program
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
+STEP = 0.25  # activation units: the least by which an order is made for less
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -81,9 +82,8 @@ class Ordered:
 
     def step_ms(self, job: Job) -> float:
         """What a step costs by the job's objective, all-reduces of gradients included."""
-        return (self.compute if self.program.alone and self.lowering.offload is None else self.complete).step_ms(
-            job.objective
-        )
+        plain = self.program.alone and self.lowering.offload is None and self.lowering.weave is None
+        return (self.compute if plain else self.complete).step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ class Setup:
         if not schedule.searched:
             return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
         own = own_limit(schedule.name, placement.ranks, costs)
+        own = None if own is None else own + meetings(job)
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)
@@ -150,7 +151,28 @@ class Setup:
         return found
 
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
-        """One order for its limit, as it is; `group` instead of what the job asks for."""
+        """One order for its limit; `group` instead of what the job asks for.
+
+        Where all ranks meet before the last stage's backwards it is made for less than the limit, since it holds units
+        longer then; by how much less is known when it was woven.
+        """
+        units, more = self.limit.units, [meetings(self.job)] * self.placement.ranks
+        if units is None or not self.job.vocabulary:
+            return self._ordered(units, budget, group, search)
+        least = least_of(self.placement, self.limit.costs)
+        for _ in range(RETRIES):
+            found = self._ordered(tuple(map(max, least, map(sub, units, more))), budget, group, search)
+            held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
+            beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
+            over = [max(one, STEP) if one > 1e-6 else 0.0 for one in beyond]
+            if not any(over):
+                break
+            more = list(map(add, more, over))
+        return found
+
+    def _ordered(
+        self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
+    ) -> Ordered:
         job, asked = self.job, self.job.schedule
         request = Request(
             p=job.parallel.pp,
@@ -160,7 +182,7 @@ class Setup:
             early=asked.early,
             overlap=job.costs.overlap > 0 if asked.overlap is None else asked.overlap,
             costs=self.limit.costs,
-            memory_limit=self.limit.units,
+            memory_limit=units,
             objective=job.objective,
             slices=job.slices,
             budget=self.schedule.budget if budget is None else budget,
@@ -194,7 +216,8 @@ class Setup:
         for pipe in self.placement.pipes:
             for s, rank in enumerate(pipe):
                 loads[rank] += (f[s] + backward[s]) / len(self.placement.pipes)
-        return max(loads)
+        units, words = self.costs.slices, ("s", "t", "i", "e") if self.job.vocabulary else ()
+        return max(loads) + sum(self.costs.of(name, 0, part) for name in words for part in range(units))
 
     @property
     def least_step(self) -> float:
@@ -202,6 +225,11 @@ class Setup:
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
         return with_sums(least, self.placement, costs).of(self.job.objective)
+
+
+def meetings(job: Job) -> float:
+    """Activation units that a rank holds longer where all ranks meet before the last stage's backwards."""
+    return job.vocabulary / job.slices
 
 
 def moves(job: Job, placement: Placement) -> bool:
@@ -237,7 +265,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         order=tuple(job.parallel.order or ()),
-        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1),
+        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1 and not job.vocabulary),
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=_shared_out(job, program.placement),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
@@ -15,9 +15,9 @@ from zbc.ops import COUNTED
 class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
-    A weight that stages share is summed by `TIE`, after all of them; a rank's rows of a vocabulary that all ranks share
-    by `REDUCE v`, after its last T and E. Stages with one holder need nothing. A sum is only
-    started: it goes on beside the ops that follow, up to VALIDATE.
+    A weight that stages share is summed by `TIE`, after all of them; a rank's words by `REDUCE v`, after
+    its own. Stages with one holder need nothing. A sum is only started: it goes on beside the ops that
+    follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
         SEND_B s1 m3      SEND_B s1 m3
@@ -35,11 +35,8 @@ class ReduceGrads:
 
     def run(self, program: Program, context: Context) -> Program:
         stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
-        sums = [op for op in [*stages, *([Op(Kind.TIE, 0)] if program.tied else [])] if program.shared(op)]
-        named = (*program.history, self.name)
-        words = Op(Kind.REDUCE_V, 0)
-        if program.vocabulary and program.shared(words):
-            program = program.with_ranks([_insert(ops, [words], program) for ops in program.ranks], by=self.name)
+        wide = [Op(kind, 0) for kind, there in ((Kind.TIE, program.tied), (Kind.REDUCE_V, program.vocabulary)) if there]
+        sums = [op for op in [*stages, *wide] if program.shared(op)]
         if not sums:
             return program
         rank_of = _turns(program, sums, context)
@@ -47,17 +44,17 @@ class ReduceGrads:
             _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
             for rank, ops in enumerate(program.ranks)
         ]
-        return replace(program, ranks=tuple(map(tuple, ranks)), history=named)
+        return program.with_ranks(ranks, by=self.name)
 
 
 def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
     """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
-    if all(len(program.members(op)) == 1 for op in sums):  # every rank meets its own copies only
+    if all(
+        op.kind is Kind.REDUCE_V or len(program.members(op)) == 1 for op in sums
+    ):  # every rank meets its own copies only
         return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
     done: dict[int, float] = {}
     for span in context.timeline:
-        if span.op.kind.unit_wide:
-            continue
         done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
     ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
     return lambda rank: ready.__getitem__
@@ -78,14 +75,19 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a sum can start: the last compute op of what it closes, or the SEND of its result."""
-    words, stages = op.kind is Kind.REDUCE_V, _closes(program, op)
-    mine = (i for i, other in enumerate(ops) if other.kind.computes and other.kind.unit_wide is words)
-    last = max((i for i in mine if words or ops[i].stage in stages), default=-1)
+    last = max((i for i, other in enumerate(ops) if _is_of(program, other, op)), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
     while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):  # weights are urgent
         last += 1
     return last
+
+
+def _is_of(program: Program, op: Op, sum_: Op) -> bool:
+    """Whether a sum comes after an op that computes."""
+    if sum_.kind is Kind.REDUCE_V or op.kind.unit_wide:
+        return sum_.kind is Kind.REDUCE_V and op.kind.unit_wide and op.kind.computes
+    return op.kind.computes and op.stage in _closes(program, sum_)
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
         problems += _group(draft, schedule, section.group, parallel.pp)
     for check, value, key in (
         (schedule.check_slices, section.slices, ("schedule", "slices")),
+        (schedule.check_vocabulary, parallel.vocabulary, ("parallel", "vocabulary")),
         (schedule.check_ranks, parallel.pp, ("parallel", "pp")),
     ):
         try:

@@ -114,6 +114,14 @@ class ScheduleCard:
             hint = 'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"'
             raise ZbcError("E120", text, hint=hint)
 
+    def check_vocabulary(self, where: str) -> None:
+        """Raise E120 if all ranks cannot share a vocabulary in its orders; "auto" leaves it at the ends there."""
+        if self.whole and where == "shared":
+            why = "its backwards cannot all come later for the meetings of all ranks"
+            text = f"schedule: {self.name} has no place for a vocabulary that all ranks share: {why}"
+            hint = 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"'
+            raise ZbcError("E120", text, hint=hint)
+
     def check_ranks(self, p: int) -> None:
         """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""
         step = self.ranks_in

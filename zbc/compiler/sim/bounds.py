@@ -45,6 +45,9 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     With several pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py. A rank
     that has no stage bounds nothing.
     """
+    if "s" in costs.ms:
+        plain = replace(costs, ms={name: ms for name, ms in costs.ms.items() if name not in ("s", "t", "i", "e")})
+        return _with_words(bounds(placement, plain, m, limit), placement, costs, m)
     if costs.slices > 1:
         return _of_slices(placement, costs, m, limit)
     if costs.overlap:  # as if every F could hide, as far as groups allow
@@ -81,6 +84,21 @@ def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float
             back = way.up(stages[0], 0) + way.b[0] - way.b[stages[0]]
             span = max(span, work)
             makespan = max(makespan, way.down(0, stages[0]) + max(work, work - later + back))
+    return Bounds(makespan, span)
+
+
+def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bounds:
+    """The same with the words that all ranks share: a rank works on them besides, and S, T and E come after the way
+    down to it. While a rank waits it may work on them, so they add nothing else."""
+    way = Way(placement, costs.unit(min))
+    f, b, w, bw = map(costs.column, ("f", "b", "w", "bw"))
+    s, t, i, e = map(costs.column, ("s", "t", "i", "e"))
+    makespan, span = found.makespan, found.span
+    for rank, stages in enumerate(way.stages):
+        if stages:
+            work = m * sum(f[one] + min(bw[one], b[one] + w[one]) for one in stages) + m * (s[rank] + t[rank] + e[rank])
+            makespan = max(makespan, way.down(0, stages[0]) + work)
+            span = max(span, work + m * i[rank])
     return Bounds(makespan, span)
 
 

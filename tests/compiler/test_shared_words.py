@@ -1,0 +1,164 @@
+"""A vocabulary that all ranks share, planned from a job: what its ops cost, what ranks hold, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from tests.jobs import job
+from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate, vocabulary
+from zbc.compiler.sim.bounds import bounds
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.plan.directory import program_of, read_manifest, read_rank, write
+
+LARGE = {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "vocab": 4096, "seq_len": 64}
+SHARED = {"pp": 4, "vocabulary": "shared"}
+GIVEN = {
+    "per": "layer",
+    "f": 1.0,
+    "b": 1.0,
+    "w": 1.0,
+    "head": {"f": 2.0, "b": 3.0, "w": 4.0},
+    "embed": {"f": 1.0, "w": 2.0},
+}
+
+
+def planned(**changes):
+    return compile_job(job(**{"model": LARGE, "parallel": SHARED, **changes}))
+
+
+KINDS = ("1f1b", "zb-h1", "zb-v", "zb-auto", "interleaved-1f1b", "looped-zb", "gpipe", "v-half")
+CASES = [(kind, sums, slices) for kind in KINDS for sums, slices in ((1, 1), (2, 1), (1, 2), (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sums", "slices"), few(CASES, CASES[:4] + [("zb-v", 1, 2), ("interleaved-1f1b", 2, 1)])
+)
+def test_plans_are_proven_and_every_rank_has_every_share(kind, sums, slices):
+    found = planned(schedule={"kind": kind, "slices": slices}, parallel={**SHARED, "vocabulary_sums": sums})
+    units = found.program.microbatches * slices
+    for ops in found.program.ranks:
+        counts = {kind: sum(op.kind is kind for op in ops) for kind in Kind if kind.unit_wide}
+        assert set(counts.values()) == ({units} if sums == 2 else {units, 0}) and (sums == 2 or not counts[Kind.SUM])
+    assert found.program.vocabulary == sums
+    assert found.timeline.makespan >= found.found.bounds.makespan * (1 - 1e-9)
+
+
+def test_the_manifest_says_how_and_who_has_which_words(tmp_path):
+    found = planned(model={**LARGE, "vocab": 4099}, parallel={**SHARED, "vocabulary_sums": 2, "dp": 2})
+    manifest, files = found.assemble()
+    assert manifest.vocabulary.sums == 2
+    rows = manifest.vocabulary.rows
+    assert rows[0] == 0 and rows[-1] == 4099 and max(b - a for a, b in itertools.pairwise(rows)) == 1025
+    assert {"S", "T", "SUM", "REDUCE v"} <= set(manifest.capabilities)
+    write(tmp_path / "plan", manifest, files)
+    again = read_manifest(tmp_path / "plan")
+    ranks = tuple(tuple(read_rank(tmp_path / "plan", rank, again).ops) for rank in range(4))
+    assert program_of(again, ranks) == found.program
+    assert all(Op(Kind.REDUCE_V, 0) in ops for ops in found.program.ranks)
+
+
+def test_a_job_without_the_key_is_the_plan_it_was():
+    assert "vocabulary" not in job().planning()["parallel"] and "s" not in job().planning()["costs"]
+
+
+def test_stages_have_what_is_left_and_shares_add_up_to_the_rest():
+    """Nothing of the parameters is lost, and nothing is there twice."""
+    for family in ("llama", "gpt"):
+        ends, shared = (
+            job(model={**LARGE, "family": family}, parallel={"pp": 4, "vocabulary": w}) for w in ("ends", "shared")
+        )
+        counts = [sum(layer.params for layer in estimate.layers(one)) for one in (ends, shared)]
+        assert counts[0] == counts[1] + 4 * vocabulary.parameters(shared)
+        assert counts[0] - counts[1] == 2 * 4096 * 64
+
+
+def test_given_heads_are_shared_out_by_rank():
+    one = vocabulary.columns(job(model=LARGE, parallel=SHARED, costs=GIVEN))
+    assert (one["s"], one["t"], one["i"], one["e"]) == (5 / 4, 1.0, 0.25, 0.5)
+    two = vocabulary.columns(job(model=LARGE, parallel={**SHARED, "vocabulary_sums": 2}, costs=GIVEN))
+    assert (two["s"], two["t"]) == (0.5, 7 / 4)
+    layers = estimate.layers(job(model=LARGE, parallel=SHARED, costs=GIVEN))
+    assert layers[0].total == layers[-1].total == 0.0 and layers[1].total == 3.0
+    own = vocabulary.columns(
+        job(model=LARGE, parallel=SHARED, costs={"f": 1.0, "b": 1.0, "w": 1.0, "s": 0.5, "t": 0.25})
+    )
+    assert (own["s"], own["t"], own["i"]) == (0.5, 0.25, 0.0)
+
+
+def test_estimates_of_all_ranks_are_those_of_the_whole_head():
+    """Work is shared out, and little more than before: kernels that start on every rank, rows that each rank reads."""
+    ends, shared = (estimate.layers(job(model=LARGE, parallel={"pp": 4, "vocabulary": w})) for w in ("ends", "shared"))
+    one = vocabulary.columns(job(model=LARGE, parallel=SHARED))
+    left = shared[-1].total
+    assert ends[-1].total < 4 * (one["s"] + one["t"]) + left < 1.25 * ends[-1].total
+
+
+def test_slices_have_their_share_of_the_words():
+    whole = compile_job(job(model=LARGE, parallel=SHARED, costs=GIVEN)).costs
+    cut = compile_job(job(model=LARGE, parallel=SHARED, costs=GIVEN, schedule={"slices": 2, "cuts": [16, 48]})).costs
+    assert cut.of("s", 3, 0) == pytest.approx(0.25 * whole.of("s", 3)) and cut.column("s") == pytest.approx(
+        whole.column("s")
+    )
+
+
+def test_memory_is_that_of_shares_and_logits():
+    """Neither end holds a whole table, and a rank has the logits of one unit at a time."""
+    ends, shared = (
+        planned(parallel={"pp": 4, "vocabulary": w}, partition={"layers_per_stage": [2, 2, 2, 2]})
+        for w in ("ends", "shared")
+    )
+    table = 4096 * 64 * 4  # bytes of one table in float32
+    assert ends.memory[0].weights - shared.memory[0].weights == pytest.approx(table - 2 * table / 4, rel=0.01)
+    assert shared.memory[1].optimizer - ends.memory[1].optimizer == pytest.approx(2 * 2 * table / 4)
+    logits = 4 * 1024 * 2 * 64  # of a microbatch of 2 x 64 tokens, for 1024 words
+    assert shared.costs.share_of("logits") == logits
+    least = shared.memory[1].gradients + logits
+    assert shared.memory[1].together > least
+    assert shared.memory[3].bytes < ends.memory[3].bytes
+
+
+def test_a_bound_counts_the_words_of_every_rank():
+    found = planned()
+    plain = bounds(found.program.placement, found.costs.with_ms(s=(), t=(), i=(), e=()), 8)
+    counted = bounds(found.program.placement, found.costs, 8)
+    words = 8 * sum(found.costs.of(name, 0) for name in "ste")
+    assert plain.span < counted.span <= plain.span + words + 8 * found.costs.of("i", 0) + 1e-9
+
+
+def test_a_limit_leaves_room_for_the_meetings():
+    found = planned(schedule={"kind": "zb-auto", "memory_limit": "1.0x"})
+    assert max(rank.units for rank in found.memory) <= 4 + 1e-6
+    assert max(rank.units for rank in planned(schedule={"kind": "zb-v"}).memory) <= 4 + 1 + 1e-6
+
+
+def test_a_tied_table_is_one_share_and_needs_no_sum_of_ends():
+    found = planned(model={**LARGE, "tie_embeddings": True})
+    assert not found.program.tied and all(op.kind is not Kind.TIE for ops in found.program.ranks for op in ops)
+    assert vocabulary.parameters(found.job) == 1024 * 64
+
+
+REFUSED = {
+    "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
+    "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
+    "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
+    "zero1": ({"optimizer": {"zero1": True}, "parallel": {"dp": 2}}, "E110", "optimizer.zero1"),
+    "two pipes": ({"kind": "chimera"}, "E120", "chimera has no place for a vocabulary that all ranks share"),
+    "waves": ({"kind": "hanayo"}, "E120", "hanayo has no place"),
+    "offload": ({"memory": {"activations": "offload"}}, "E110", "memory.activations with offload"),
+    "three sums": ({"parallel": {"vocabulary_sums": 3}}, "E103", "vocabulary_sums"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_share_is_told_why(case):
+    changes, code, text = REFUSED[case]
+    changes = {**changes, "parallel": {**SHARED, **changes.get("parallel", {})}}
+    with pytest.raises(ZbcError, match=re.escape(text)) as caught:
+        job(**changes)
+    assert code in {error.code for error in caught.value.errors} and caught.value.errors[0].where

@@ -1,0 +1,146 @@
+"""An output layer and an embedding that all ranks share by words: what a rank's share takes, in time and memory.
+
+Of h features, N tokens and V words on p ranks, per microbatch (or slice) and rank:
+
+    S         2 N h V/p operations for the logits, and as many for the input's gradient with 1 sum
+    T         2 N h V/p for the rows' gradient, and those of the input's gradient with 2 sums
+    I, E      the look-up of N rows; their gradients, added to V/p rows
+    SPREAD    N h numbers to all ranks; TAKE the same, from the first stage
+    GIVE      N h numbers from all ranks to one; SUM the same in float32
+    MEET      three float32 numbers per token from each rank to all, and with 1 sum what SUM does otherwise
+    logits    4 N V/p bytes from S to T, float32 whatever the model's type
+
+Final norm and learned positions stay on the last and the first stage. After arXiv 2411.05288.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zbc.compiler.cost import estimate, work
+from zbc.compiler.cost.cost import ShareBytes
+from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.cost.profiled import measurements
+from zbc.compiler.cost.stage_bytes import StageBytes
+from zbc.job.spec import Job, LayerCost
+
+STATISTICS = 12  # bytes per token that ranks tell each other: maximum, sum of exp and the target's logit
+Times = tuple[float, float, float]  # ms of F, B and W
+
+
+def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
+    """ms by column, the same on every rank; `rows` is the share of a microbatch's tokens, whose number `job` has for
+    its length."""
+    sums = job.vocabulary
+    out, back, grow = _output(job, rows)
+    given = job.costs
+    found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
+    found |= dict(zip("ie", _embedding(job, rows), strict=True))
+    for name in found:
+        if (ms := getattr(given, name)) is not None:
+            found[name] = ms * rows
+    return found | _collectives(job)
+
+
+def _output(job: Job, rows: float) -> Times:
+    """ms of one rank's words of the output layer: logits and loss, the gradient of the input, that of the rows."""
+    p, sizes = job.parallel.pp, estimate.sizes_of(job)
+    if job.costs.f is not None:
+        one: LayerCost | None = job.costs.head if job.costs.per == "layer" else None
+        return (0.0, 0.0, 0.0) if one is None else (one.f * rows / p, one.b * rows / p, one.w * rows / p)
+    if sizes is None:
+        return 0.0, 0.0, 0.0
+    if job.profile is not None:
+        whole = measurements(job.profile, ["embed", "layers.0", "head"], job.optimizer.name)[2]
+        shares = estimate.shares_of_words(Machine.of(job), work.words(sizes), work.head(sizes))
+        return tuple(ms * part * rows / p for ms, part in zip((whole.f, whole.b, whole.w), shares, strict=True))  # type: ignore[return-value]
+    return estimate.times_of(Machine.of(job), work.words(_share_of(sizes, p)))
+
+
+def _embedding(job: Job, rows: float) -> tuple[float, float]:
+    """ms of looking up one rank's words, and of their gradient."""
+    p, sizes = job.parallel.pp, estimate.sizes_of(job)
+    if job.costs.f is not None:
+        one: LayerCost | None = job.costs.embed if job.costs.per == "layer" else None
+        return (0.0, 0.0) if one is None else (one.f * rows / p, (one.b + one.w) * rows / p)
+    if sizes is None:
+        return 0.0, 0.0
+    if job.profile is not None:
+        whole = measurements(job.profile, ["embed", "layers.0", "head"], job.optimizer.name)[0]
+        f, _, w = estimate.shares_of_words(Machine.of(job), work.look_up(sizes), work.embedding(sizes))
+        return whole.f * f * rows, whole.w * w * rows / p
+    f, _, w = estimate.times_of(Machine.of(job), work.look_up(_share_of(sizes, p)))
+    return f, w
+
+
+def _share_of(sizes: Sizes, p: int) -> Sizes:
+    return replace(sizes, vocab=-(-sizes.vocab // p))
+
+
+def _collectives(job: Job) -> dict[str, float]:
+    """ms of what the ranks of a replica send each other: through the slowest link among them, as fast as it goes.
+
+    Costs that are given in numbers have `comm` for each.
+    """
+    p, sums, sizes = job.parallel.pp, job.vocabulary, estimate.sizes_of(job)
+    names = ["spread", "meet", "give", "take", *(["sum"] if sums == 2 else [])]
+    if p == 1:
+        return dict.fromkeys(names, 0.0)
+    if job.costs.comm is not None or job.costs.f is not None or sizes is None:
+        return dict.fromkeys(names, job.costs.comm or 0.0)
+    link = Machine.of(job).link(range(p))
+    each = sizes.tokens * sizes.hidden
+    summed = link.ms(GRAD_BYTES * each)
+    told = link.ms((p - 1) * STATISTICS * sizes.tokens)
+    found = {
+        "spread": link.ms(sizes.width * each),
+        "meet": told + (summed if sums == 1 else 0.0),
+        "give": link.ms(sizes.stream * each),
+        "take": link.ms(sizes.stream * each),
+    }
+    return found | ({"sum": summed} if sums == 2 else {})
+
+
+def parameters(job: Job) -> int:
+    """Of the rank with most words: one table where embedding and output layer are tied, else two."""
+    sizes = estimate.sizes_of(job)
+    rows = 0 if sizes is None else _share_of(sizes, job.parallel.pp).vocab * sizes.hidden
+    return rows * (1 if job.model.tie_embeddings else 2)
+
+
+def pool_ms(job: Job) -> float:
+    """ms of the sum of a rank's rows over all replicas."""
+    if job.parallel.dp == 1:
+        return 0.0
+    if job.costs.reduce is not None:
+        return job.costs.reduce
+    return Machine.of(job).sum_ms(GRAD_BYTES * parameters(job), [0])
+
+
+def share_bytes(job: Job) -> ShareBytes | None:
+    """What the rank with most words holds; None where the model's sizes are not known before it is built."""
+    sizes = estimate.sizes_of(job)
+    if sizes is None or not job.vocabulary:
+        return None
+    count, low = parameters(job), job.model.parameters == "bfloat16"
+    state = bool(job.optimizer.momentum) if job.optimizer.kind == "sgd" else 2
+    tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
+    out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
+    wide = float(GRAD_BYTES * sizes.hidden * tokens)
+    values = {
+        "top": out,
+        "hidden": out,
+        "logits": 4.0 * mine.vocab * tokens,
+        "sums": STATISTICS * tokens + (wide if job.vocabulary == 1 else 0.0),
+        "stats": float(STATISTICS * tokens),
+        "dtop": wide,
+        "turn": out,
+        "words": stream,
+        "input": stream,
+        "bottom": stream,
+        "dinput": stream,
+    }
+    weights = (2.0 if low else 4.0) * count
+    masters = 4.0 * count if low else 0.0
+    return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * count, 0.0), values)
