@@ -49,7 +49,7 @@ class Kind(StrEnum):
     MEET = "MEET"  # start combining over all ranks what S made; with 1 sum that gives B of the last stage its gradient
     T = "T"  # gradient of this rank's rows of the output layer; with 2 sums also its part of the last stage's gradient
     SUM = "SUM"  # 2 sums: start adding up those parts on the last stage's rank, whose B waits
-    I = "I"  # look up this rank's words  # noqa: E741
+    I = "I"  # look up this rank's words
     GIVE = "GIVE"  # start adding up what was looked up on the first stage's rank, whose F waits
     TAKE = "TAKE"  # start sending the gradient of the first stage's input to all ranks
     E = "E"  # add it to the gradient of this rank's rows of the embedding

@@ -14,7 +14,7 @@ import pytest
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
-from zbc.ops import VALUES, At, Kind, Ref, Scope
+from zbc.ops import VALUES, VOCABULARY, At, Kind, Ref, Scope
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.state import STORES
 from zbc.runtime.transport import Signal
@@ -41,6 +41,7 @@ STEPS = 3  # the first is not looked at: there is no step before it to make fina
 PER_UNIT = {store.value for store in STORES}  # of these all is seen
 FROM_OUTSIDE = {"part", "total", "tied", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
 NOT_THERE = {"kv", "dkv"}  # without slices
+SHARES = {name for name, value in VALUES.items() if value.scope == "share"} | {"pooled"}  # see test_shared_words.py
 UNSEEN = {"stands"}  # REDO says nothing where the step before stands
 
 
@@ -229,15 +230,15 @@ def test_what_an_op_waits_for_is_what_its_row_reads(name):
 
 def test_these_plans_run_every_kind_that_has_a_row():
     seen = {op.kind for name in PLANS for _, op, _ in watched(name)}
-    elsewhere = {Kind.FREE, *COPY}  # what these do test_freed_weights.py and test_parcels.py watch
+    elsewhere = {Kind.FREE, *COPY, *VOCABULARY}  # see test_freed_weights.py, test_parcels.py, test_shared_words.py
     assert HANDLERS.keys() == set(Kind) == seen | elsewhere
 
 
 def test_every_value_is_watched_or_cannot_be():
-    assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | UNSEEN
+    assert VALUES.keys() == PER_UNIT | FROM_OUTSIDE | NOT_THERE | SHARES | UNSEEN
 
 
 def test_whatever_may_not_stay_has_a_store_in_which_it_would_be_found():
     assert {store.value for store in STORES} == {
-        name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE
+        name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE | SHARES
     }

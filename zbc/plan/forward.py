@@ -35,7 +35,7 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
         blocks: list[tuple[float, list[Op]]] = [(-1.0, list(now))]
         for (wave, op), ahead in zip(mine, later, strict=True):
             blocks.append((wave, [*ahead, op, *(Message(*edge, op.mb, 0, op.slice).send for edge in out[op.stage])]))
-        blocks += _words(placement.stages, microbatches, slices) if shared else []
+        blocks += _words(placement.ends[-1], microbatches, slices) if shared else []
         ranks.append([op for _, ops in sorted(blocks, key=lambda block: block[0]) for op in ops])
     sums = 2 if shared else 0  # MEET adds nothing up: there is no backward
     return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",), slices, vocabulary=sums)
@@ -49,13 +49,13 @@ def forward_of(program: Program) -> Program:
 SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # what each rank runs for each unit, in this order
 
 
-def _words(stages: int, microbatches: int, slices: int) -> list[tuple[float, list[Op]]]:
-    """What all ranks run alike for the vocabulary, and when: before the wave of a unit's first F, behind that of its
-    last, and behind the wave that follows."""
+def _words(last: int, microbatches: int, slices: int) -> list[tuple[float, list[Op]]]:
+    """What all ranks run alike for the vocabulary, and when: before the wave of a unit's first F, behind that of its F
+    on the `last` stage, and behind the wave that follows."""
     found = list[tuple[float, list[Op]]]()
     for unit in range(microbatches * slices):
         mb, part = divmod(unit, slices)
         look_up, give, spread, tell, meet = (Op(kind, 0, mb, 0, part) for kind in SHARED)
-        end = unit + stages - 1
+        end = unit + last
         found += [(unit - 0.75, [look_up, give]), (end + 0.25, [spread]), (end + 1.5, [tell, meet])]
     return found

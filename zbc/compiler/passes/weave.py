@@ -163,9 +163,9 @@ class _Play:
 
     def __init__(self, program: Program, costs: Costs, late: int, orders: Orders, room: Sequence[int]) -> None:
         self.placement, self.costs, self.late = program.placement, costs, late
-        self.sums, self.stages = program.vocabulary, program.placement.stages
+        self.sums, self.top = program.vocabulary, program.placement.ends[-1]  # whose outputs are spread
         self.units = [(mb, part) for mb in range(program.microbatches) for part in range(program.slices)]
-        self.last = program.placement.rank_of(self.stages - 1)
+        self.last = program.placement.rank_of(self.top)
         self.ranks = []
         for order, most in zip(orders, room, strict=True):
             self.ranks.append(_Rank(deque(order), max(most, _waiting(order))))
@@ -228,7 +228,7 @@ class _Play:
         needs = [] if forward else [self.over.get((True, op.stage, unit))]
         if forward and op.stage == 0:
             needs.append(self.met.get((Kind.GIVE, unit)))
-        if not forward and op.stage == self.stages - 1:
+        if not forward and op.stage == self.top:
             needs.append(self.met.get((Kind.MEET if self.sums == 1 else Kind.SUM, unit)))
         for one in needs:
             if one is None:
@@ -258,7 +258,7 @@ class _Play:
         for near in (*self.placement.sources(op.stage), op.stage, *self.placement.sinks(op.stage)):
             for link in (0.0, self._link(op, near)):
                 heappush(self.heap, (end + link, self.placement.rank_of(near)))
-        if forward and op.stage == self.stages - 1:
+        if forward and op.stage == self.top:
             self._meets(Kind.SPREAD, unit, end)
         if forward and op.stage == 0:
             self._looked_up(self._number(unit) + 1, end)
@@ -330,7 +330,7 @@ class _Play:
             unit = (op.mb, op.slice)
             if op.kind in mine:
                 have.add((mine[op.kind], unit))
-            elif last and op.kind is Kind.F and op.stage == self.stages - 1:
+            elif last and op.kind is Kind.F and op.stage == self.top:
                 have.add((Kind.SPREAD, unit))
             elif first and op.kind.row.family == "input" and op.stage == 0:
                 have.add((Kind.TAKE, unit))
