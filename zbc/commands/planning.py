@@ -52,6 +52,7 @@ def plan(
     from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job, load_job
     from zbc.compiler.whatif.others import Others, others, speedup
+    from zbc.compiler.whatif.sharing import sharing
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title
 
@@ -62,6 +63,7 @@ def plan(
     say_if_compiling(loaded, quiet=quiet or json)
     compiled = compile_job(loaded, budget=budget)
     beside = others(compiled) if json or not quiet else Others(None, None)
+    words = sharing(compiled) if json or not quiet else None
     if dump_ir is not None:
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
@@ -73,13 +75,15 @@ def plan(
         weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
         if compiled.job.links is not None:
             weighed["order"] = manifest.order or list(range(manifest.topology.world))
+        if words is not None:
+            weighed["vocabulary"] = {"head_blocks": words.blocks, "other": words.other, "barrier_ms": words.ms}
         show_json({**report, **ramp, **weighed, "plan": str(output), "plan_id": manifest.id})
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
         quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
         if loaded.weighed:
             show(*of_world(loaded.weighed))
-        show(*summary.of_plan(compiled, beside, quicker, verbose=verbose))
+        show(*summary.of_plan(compiled, beside, words, quicker, verbose=verbose))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
     from zbc.compiler.report.report import Report
     from zbc.compiler.whatif.others import Other, Others
+    from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.job.profile import Profile
     from zbc.job.throughput import Throughput
 
 _ROWS = 10  # of a table before its middle is left out
 _TEXT = 69  # columns beside a label of a line of 80
+_LONG = 99  # of a line that may be longer
 
 PROVEN = (
     "complete: each stage's F, B and W of each microbatch, once, in order",
@@ -33,12 +35,17 @@ PROVEN = (
 )
 
 
-def of_plan(compiled: Compiled, others: Others, quicker: str | None, *, verbose: bool) -> Iterator[RenderableType]:
-    """The summary of a fresh plan; `quicker` is the command that plans the faster of its `others`."""
+def of_plan(
+    compiled: Compiled, others: Others, words: Sharing | None, quicker: str | None, *, verbose: bool
+) -> Iterator[RenderableType]:
+    """The summary of a fresh plan, and what its output layer costs; `quicker` is the command that plans the faster of
+    its `others`."""
     report = compiled.report
     yield labelled("step", *_headline(compiled, others))
     if others.faster is not None:
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
+    if words is not None and (verbose or words.shared or words.pays(compiled.settled_ms)):
+        yield labelled("words", *_words(words, compiled))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -114,6 +121,16 @@ def _faster(other: Other, compiled: Compiled) -> str:
     return f"{other.schedule}: {short(other.ms)} ms ({change}){held}, by the fast search"
 
 
+def _words(words: Sharing, compiled: Compiled) -> Iterator[str]:
+    """What the output layer costs, and what a step would take with it elsewhere."""
+    change = f"{100 * (words.ms / compiled.settled_ms - 1):+.1f}%"
+    held = "" if words.bytes is None else f", {size(words.bytes)}"
+    other = "at the ends of the pipeline" if words.shared else "shared by all ranks"
+    yield f"the output layer takes {words.blocks:.1f} times what a block takes;"
+    yield f"{other}: {short(words.ms)} ms a step ({change}){held},"
+    yield f'with parallel.vocabulary = "{words.other}"'
+
+
 def _times(compiled: Compiled) -> list[str]:
     """Both costs of a step with the papers' bubble rates, and what it costs in steady state."""
     report, memory = compiled.report, compiled.found.bounds.memory
@@ -159,7 +176,7 @@ def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
 def _path(path: Path) -> Iterator[str]:
     kinds = ", ".join(f"{kind} {short(path.by_kind[kind], 3)}" for kind in sorted(path.by_kind))
     rank, most = max(path.by_rank.items(), key=lambda item: item[1])
-    yield f"critical path: {kinds} ms"
+    yield from wrap(f"critical path: {kinds} ms".split(" "), _TEXT, between=" ")
     share = percent(most / path.total if path.total else 0.0)
     yield f"and {path.changes} transfers, {short(path.transfers, 3)} ms; {share} of it on rank {rank}"
     if path.by_slice:
@@ -198,7 +215,8 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     kinds = Counter(one.op.kind.value for one in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     over = f" over {program.dp} replicas" if program.dp > 1 else ""
-    yield f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
+    text = f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
+    yield from wrap(text.split(" "), _LONG, between=" ")
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:

@@ -18,6 +18,7 @@ from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import EASIER, check_host, check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.deciding import decided
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
@@ -28,7 +29,6 @@ from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
-from zbc.compiler.slicing import decided
 from zbc.compiler.steps import either_way
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from zbc.errors import ZbcError
 from zbc.job import cuts, extent, learning_rate, model_section, ramp, toml
@@ -281,20 +282,28 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
 def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
     """What a vocabulary that all ranks share does not go with; "auto" leaves it at the ends there."""
     parallel: Parallel | None = draft.sections.get("parallel")
-    if parallel is None or parallel.vocabulary == "ends":
+    if parallel is None or parallel.vocabulary != "shared":
         return
-    where, ends = draft.document.where(("parallel", "vocabulary")), 'vocabulary = "ends"'
-    model: Model | None = draft.sections.get("model")
+    where = draft.document.where(("parallel", "vocabulary"))
+    for text, hint in unshareable(draft.sections):
+        yield ZbcError("E110", text, where=where, hint=hint)
+
+
+def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Why a job of these sections cannot share its vocabulary among all ranks, each with a way out."""
+    parallel: Parallel = sections["parallel"]
+    ends = 'vocabulary = "ends"'
+    model: Model | None = sections.get("model")
     if model is not None and (not model.builtin or model.loss != "cross_entropy"):
         found = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
         text = f"config: only the output layer of a built-in model with cross_entropy can be shared, {found}"
-        yield ZbcError("E110", text, where=where, hint=f"set {ends}")
+        yield text, f"set {ends}"
     elif model is not None and model.vocab is not None and model.vocab < parallel.pp:
         text = f"config: a vocabulary of {model.vocab} words leaves some of {parallel.pp} ranks without any"
-        yield ZbcError("E110", text, where=where, hint=f"set parallel.pp = {model.vocab} or less, or {ends}")
-    memory: Memory | None = draft.sections.get("memory")
-    optimizer: Optimizer | None = draft.sections.get("optimizer")
-    schedule: Schedule | None = draft.sections.get("schedule")
+        yield text, f"set parallel.pp = {model.vocab} or less, or {ends}"
+    memory: Memory | None = sections.get("memory")
+    optimizer: Optimizer | None = sections.get("optimizer")
+    schedule: Schedule | None = sections.get("schedule")
     others = {
         'optimizer.sync = "post-validate"': optimizer is not None and optimizer.sync == "post-validate",
         "optimizer.zero1": optimizer is not None and optimizer.zero1,
@@ -305,8 +314,7 @@ def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
         "memory.activations with offload": memory is not None and any("offload" in one for one in memory.chosen()),
     }
     for key in (key for key, there in others.items() if there):
-        text = f"config: {key} and parallel.vocabulary = {parallel.vocabulary!r} do not go together yet"
-        yield ZbcError("E110", text, where=where, hint=f"drop one of them: {ends}")
+        yield f"config: {key} and parallel.vocabulary = 'shared' do not go together yet", f"drop one of them: {ends}"
 
 
 def _order_rule(draft: Draft) -> Iterator[ZbcError]:

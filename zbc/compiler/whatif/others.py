@@ -52,16 +52,16 @@ def others(compiled: Compiled) -> Others:
     ops, mine = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
     if ops <= LARGE and (schedule.kind or "").lower() != AUTO:
         tried = (name for name in TRIED if name != compiled.schedule)
-        found += [other for name in tried if (other := _quick(job, name)) is not None]
+        found += [other for name in tried if (other := quick(job, name)) is not None]
     best = min(found, key=lambda other: other.ms, default=None)
     if best is not None and ops <= SMALL and abs(best.ms / mine - 1) <= NEAR:
-        best = _quick(job, best.schedule, every=True)
+        best = quick(job, best.schedule, every=True)
     return Others(base, best if best is not None and best.ms < mine * (1 - WORTH) else None)
 
 
 def baseline(job: Job) -> Other | None:
     """1F1B."""
-    return _quick(job, BASELINE)
+    return quick(job, BASELINE)
 
 
 def speedup(base: Other | None, ms: float) -> float | None:
@@ -69,7 +69,7 @@ def speedup(base: Other | None, ms: float) -> float | None:
     return None if base is None or not ms else round(base.ms / ms, 9)
 
 
-def _quick(job: Job, name: str, *, every: bool = False) -> Other | None:
+def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
     """None where it cannot be, does not fit, or where it takes a search to find out whether it does. Of a searched
     schedule one partition is tried, or `every` one that a comparison starts from.
     """

@@ -1,0 +1,47 @@
+"""What a model's output layer costs a pipeline, and what it would cost if all ranks shared it: for the summary."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbc.compiler.compile import Compiled
+from zbc.compiler.cost import estimate
+from zbc.compiler.deciding import shareable
+from zbc.compiler.whatif.others import LARGE, SMALL, WORTH, quick
+
+HEAVY = 1.0  # blocks, from which on an output layer is worth a thought
+
+
+class Sharing(NamedTuple):
+    """An output layer that takes as long as some `blocks`, and a step with it elsewhere, by the fast search."""
+
+    blocks: float
+    shared: bool  # now
+    ms: float  # of a step with its optimizer, the other way
+    bytes: float | None  # of the fullest rank then, where known
+
+    @property
+    def other(self) -> str:
+        return "ends" if self.shared else "shared"
+
+    def pays(self, ms: float) -> bool:
+        """Whether that is clearly faster than `ms`."""
+        return self.ms < ms * (1 - WORTH)
+
+
+def sharing(compiled: Compiled) -> Sharing | None:
+    """None where the output layer is light, cannot be shared, or it takes a search to say what that would give."""
+    job, schedule = compiled.job, compiled.job.schedule
+    named = schedule.plugin is None and schedule.file is None
+    ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices
+    if not named or ops > LARGE or not (job.vocabulary or shareable(job)):
+        return None
+    table = estimate.layers(job.with_vocabulary("ends"))
+    blocks = table[1:-1]
+    mean = sum(layer.f + layer.backward for layer in blocks) / len(blocks) if blocks else 0.0
+    head = (table[-1].f + table[-1].backward) / mean if mean else 0.0
+    if head < HEAVY:
+        return None
+    other = job.with_vocabulary("ends" if job.vocabulary else "shared")
+    found = quick(other, compiled.schedule, every=ops <= SMALL)
+    return None if found is None else Sharing(head, bool(job.vocabulary), found.ms, found.bytes)
