@@ -148,8 +148,8 @@ def compare(
         refuse_unwritable(svg)
     named = [name.strip() for name in schedules.split(",")]
     names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
-    wanted = combinations(names, sweep or ())
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    wanted = asked.both_ways(combinations(names, sweep or ()))
     asked, weighed = asked.settled(wanted)
     say_if_compiling(None, quiet=quiet or json or csv or md)
     with progress("planning", len(wanted), quiet=quiet) as done:

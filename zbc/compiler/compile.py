@@ -186,7 +186,7 @@ _ENOUGH = 3  # times the ranks of a pipeline: microbatches after which a step gr
 def _weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
     """One shape as the best of the schedules it is weighed with."""
     names = _STANDINS if (job.schedule.kind or "").lower() == AUTO else (job.schedule.kind,)
-    jobs = [replace(job, schedule=job.schedule.model_copy(update={"kind": name})) for name in names]
+    jobs = [job.under(name or "") for name in names]
     rows = [_planned(each, shape, whole=whole) for each in jobs]
     return min(rows, key=lambda row: (row.error is not None, row.sample_ms or 0.0))
 

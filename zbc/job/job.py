@@ -90,6 +90,10 @@ class Job:
         """The job with so many slices of each microbatch."""
         return replace(self, schedule=self.schedule.model_copy(update={"slices": count}))
 
+    def under(self, kind: str) -> Job:
+        """The job with another schedule."""
+        return replace(self, schedule=self.schedule.model_copy(update={"kind": kind}))
+
     @property
     def vocabulary(self) -> int:
         """How often all ranks meet for a unit of a vocabulary that they share; 0 where they do not, or may not yet."""

@@ -22,6 +22,7 @@ LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
 RESERVED = {"recompute": "R"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
 IDLE = "#ffffff"
+MEETING = "#b3261e"
 
 
 def look(kind: Kind) -> Look:

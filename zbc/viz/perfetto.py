@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from zbc.compiler.memory.per_rank import over_time
-from zbc.ir import Op
+from zbc.ir import Kind, Op
 from zbc.ops import At, Lane
 from zbc.text import MIB
 from zbc.viz.look import look
@@ -52,9 +52,7 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
         yield _named("thread_name", pid, _COMPUTE, "compute")
         for piece in one.strip.pieces(rank):
             rank_of[piece.id], pieces[piece.id] = rank, piece
-            yield _slice(
-                pid, _COMPUTE, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, _about(piece.op)
-            )
+            yield _slice(pid, _COMPUTE, str(piece.op), _called(piece.op.kind), piece.start, piece.end, _about(piece.op))
         yield from _events(one, rank, pid)
         yield from _runtime(one, rank, pid)
         yield from _counters(one, rank, pid)
@@ -75,7 +73,11 @@ def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
         if mine:
             yield _named("thread_name", pid, track, name)
         for piece in mine:
-            yield _slice(pid, track, str(piece.op), look(piece.op.kind).name, piece.start, piece.end, "{}")
+            yield _slice(pid, track, str(piece.op), _called(piece.op.kind), piece.start, piece.end, "{}")
+
+
+def _called(kind: Kind) -> str:
+    return kind.value if kind.row.look is None else look(kind).name
 
 
 def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:

@@ -94,8 +94,16 @@ class Strip:
 
     @property
     def collectives(self) -> set[Kind]:
-        """The kinds of collectives that take time."""
-        return {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
+        """The kinds of collectives that take time, but those in the middle of a step: see `meetings`."""
+        found = {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
+        return {kind for kind in found if not kind.unit_wide}
+
+    def meetings(self) -> Iterator[DrawnOp]:
+        """Where all ranks tell each other what they found of a microbatch's words; ids are -1."""
+        for timeline in self.steps:
+            for one in timeline.sums:
+                if one.op.kind in (Kind.MEET, Kind.SUM):
+                    yield DrawnOp(-1, one.op, one.start - self.begin, one.end - self.begin)
 
     def sources(self) -> Iterator[int]:
         """By the id of a piece, the id of what feeds it, -1 for nothing."""

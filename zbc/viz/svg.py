@@ -16,7 +16,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time
-from zbc.viz.look import IDLE, entries, label, look, odd_stages
+from zbc.viz.look import IDLE, MEETING, entries, label, look, odd_stages
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import title, verdict
@@ -94,6 +94,7 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
         y += 15
     lines += [_text(MARGIN + LEFT - 8, y + 14, "rank", "n e"), _text(sheet.width - MARGIN, y + 14, "peak", "n e")]
     y += 20
+    top = y
     held = peaks(one.program, one.costs, one.strip.steps[0])
     plot = sheet.width - 2 * MARGIN - LEFT - RIGHT
     blocks = {rank: list(_blocks(one, rank, window, plot)) for rank in ranks}
@@ -109,8 +110,21 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
             lines += _copies(one, rank, window, plot, y, row / 2)
             y -= row / 2
         y += row + (3 if row > 12 else 1.5)
+    lines += _meetings(one, window, plot, top, y)
     lines += _axis(window, plot, y)
     return lines, y + 30
+
+
+def _meetings(one: Drawn, window: Window, plot: float, top: float, bottom: float) -> Iterator[str]:
+    """A line over all ranks where what they told each other is there."""
+    scale = plot / (window[1] - window[0])
+    found = [piece for piece in one.strip.meetings() if window[0] <= piece.end <= window[1]]
+    if len(found) * 4 > plot:
+        return
+    for piece in found:
+        tip = f"{piece.op}: {short(piece.start)} to {short(piece.end)} ms"
+        path = f"M{_px(MARGIN + LEFT + (piece.end - window[0]) * scale)} {_px(top - 2)}V{_px(bottom)}"
+        yield f'<path d="{path}" stroke="{MEETING}" stroke-width="1.2" fill="none"><title>{escape(tip)}</title></path>'
 
 
 def _row(
@@ -240,6 +254,9 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
         if extra == "bar":
             area = f'x="{_px(x)}" y="{_px(y + 10)}" width="14" height="2.4"'
             lines.append(f'<rect {area} fill="#000" fill-opacity=".6"/>')
+        elif extra == "line":
+            path = f"M{_px(x + 7)} {_px(y + 2)}v12"
+            lines.append(f'<path d="{path}" stroke="{MEETING}" stroke-width="1.2" fill="none"/>')
         elif extra == "hatch":
             lines.append(f'<rect x="{_px(x)}" y="{_px(y + 2)}" width="14" height="12" fill="url(#up)"/>')
         lines.append(_text(x + 20, y + 12, words, "n"))
@@ -258,6 +275,8 @@ def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
         yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
     if two:
         yield "#fff", "hatch", other
+    if any(True for one in drawn for _ in one.strip.meetings()):
+        yield "#fff", "line", "all ranks have met for a microbatch's words"
 
 
 # ---- text ----------------------------------------------------------------------------------------------------

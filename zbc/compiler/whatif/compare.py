@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.deciding import shareable
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
@@ -24,6 +25,8 @@ from zbc.job.world import Weighed
 from zbc.text import percent, short, size
 
 Setting = tuple[str, str]  # a key of the job file and the text of its value
+Candidate = tuple[str, tuple[Setting, ...]]  # a schedule with settings
+_VOCABULARY = "parallel.vocabulary"
 MISTYPED = {"E101", "E102", "E103"}  # of what no schedule could take
 WORLD = ("hardware.", "costs.", "model.")
 
@@ -43,15 +46,19 @@ class ComparedPlan:
     bent: bool = False  # whether memory keeps it from the partition that is most even in time
     baseline_ms: float | None = None  # what 1F1B takes per sequence in the same settings, with its optimizer
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
+    shared: bool = False  # whether all ranks share its vocabulary
     exchanged: float | None = None  # peak units if slices were even, where they are not
     error: ZbcError | None = None
 
     @property
     def name(self) -> str:
-        """Its schedule, and how many slices its microbatches have where no setting says it: `zb-auto k=8`."""
-        slices = 0 if self.report is None else len(self.report.slices)
-        told = "schedule.slices" in dict(self.settings)
-        return self.schedule if slices < 2 or told else f"{self.schedule} k={slices}"
+        """Its schedule, with what no setting says: how many slices its microbatches have, and whether all ranks share
+        the vocabulary: `zb-auto k=8 +vocabulary`."""
+        slices, told = 0 if self.report is None else len(self.report.slices), dict(self.settings)
+        parts = [self.schedule]
+        parts += [f"k={slices}"] if slices > 1 and "schedule.slices" not in told else []
+        parts += ["+vocabulary"] if self.shared and _VOCABULARY not in told else []
+        return " ".join(parts)
 
     def __str__(self) -> str:
         name = " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
@@ -226,6 +233,19 @@ class Asked:
                 return replace(self, overrides=(*self.overrides, *shape)), found.weighed
         return self, ()
 
+    def both_ways(self, wanted: Sequence[Candidate]) -> list[Candidate]:
+        """The same, each with its vocabulary at the ends and shared by all ranks, where the job leaves that open."""
+        with suppress(ZbcError):  # the rows will say what is wrong
+            job = load_job(self.path, self.overrides, None, self.profile, sketch=True)
+            if job.parallel.vocabulary == "auto" and all(_VOCABULARY not in dict(settings) for _, settings in wanted):
+                return [
+                    (name, (*settings, (_VOCABULARY, f'"{where}"')))
+                    for where in ("ends", "shared")
+                    for name, settings in wanted
+                    if where == "ends" or chooser_of(name) != "kind" or shareable(job.under(name))
+                ]
+        return list(wanted)
+
     def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> ComparedPlan:
         """One job planned, or why it cannot be."""
         try:
@@ -247,6 +267,7 @@ class Asked:
             bound_ms=bound,
             sequences=compiled.sequences,
             bent=bent_by_memory(compiled),
+            shared=bool(job.vocabulary),
             exchanged=_exchanged(compiled),
         )
 
