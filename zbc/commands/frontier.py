@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from zbc.commands.console import table, write_text
 from zbc.errors import ZbcError
-from zbc.job.spec import parse_limit
 from zbc.text import GIB, short
 from zbc.viz.frontier import LETTERS, Curve, limits_of, numbers, of_svg, of_text
 
@@ -69,6 +68,8 @@ def _by_world(rows: Sequence[ComparedPlan]) -> Iterator[tuple[tuple[Setting, ...
 def _curves(rows: Sequence[ComparedPlan], name: Callable[[ComparedPlan], str] = str) -> tuple[list[Curve], str]:
     """The curves of one world, the fastest first, and in what limits are. Nothing where fewer than two limits of one
     kind are swept."""
+    from zbc.job.spec import parse_limit
+
     found, units = dict[str, dict[float, float]](), set[str]()
     per_sequence = len({row.sequences for row in rows if row.report is not None}) > 1
     for row in rows:

@@ -42,10 +42,12 @@ def of_plan(
     its `others`."""
     report = compiled.report
     yield labelled("step", *_headline(compiled, others))
-    if others.faster is not None:
+    pays = words is not None and words.pays(compiled.settled_ms)
+    better = pays and words is not None and (others.faster is None or words.ms < others.faster.ms)
+    if others.faster is not None and (verbose or not better):
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
-    if words is not None and (verbose or words.shared or words.pays(compiled.settled_ms)):
-        yield labelled("words", *_words(words, compiled))
+    if words is not None and (verbose or pays or words.shared):
+        yield labelled("words", *_words(words, compiled, hint=better))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -121,14 +123,14 @@ def _faster(other: Other, compiled: Compiled) -> str:
     return f"{other.schedule}: {short(other.ms)} ms ({change}){held}, by the fast search"
 
 
-def _words(words: Sharing, compiled: Compiled) -> Iterator[str]:
-    """What the output layer costs, and what a step would take with it elsewhere."""
+def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
+    """What the output layer costs, and what a step would take with it elsewhere; how to have that as a `hint`."""
     change = f"{100 * (words.ms / compiled.settled_ms - 1):+.1f}%"
     held = "" if words.bytes is None else f", {size(words.bytes)}"
-    other = "at the ends of the pipeline" if words.shared else "shared by all ranks"
-    yield f"the output layer takes {words.blocks:.1f} times what a block takes;"
-    yield f"{other}: {short(words.ms)} ms a step ({change}){held},"
-    yield f'with parallel.vocabulary = "{words.other}"'
+    where = "at the ends" if words.shared else "shared"
+    yield f"the head takes {words.blocks:.1f} blocks; {where}: {short(words.ms)} ms a step ({change}){held}"
+    if hint:
+        yield f'parallel.vocabulary = "{words.other}"'
 
 
 def _times(compiled: Compiled) -> list[str]:

@@ -160,6 +160,21 @@ class Copy(Section):
     to_host_gbps: Rate
 
 
+class WordTimes(Section):
+    """ms of a rank's share of a vocabulary that all ranks share, of one microbatch and so many `rows` of its tables."""
+
+    rows: Count = Field(description="words of the rank")
+    s: list[Ms] = Field(min_length=2, max_length=2, description="logits of its words, with 1 and with 2 sums")
+    t: list[Ms] = Field(min_length=2, max_length=2, description="the gradient of its rows, with 1 and with 2 sums")
+    i: Ms = Field(description="look-up of its words")
+    e: Ms = Field(description="the gradient of what was looked up")
+
+    def whole(self, vocab: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """ms of F, B and W of all words at the ends of a pipeline, of the embedding and of the output layer."""
+        parts = vocab / self.rows
+        return (self.i, 0.0, self.e), (parts * self.s[1], parts * (self.s[0] - self.s[1]), parts * self.t[0])
+
+
 class Origin(Section):
     """What the numbers were measured on, and how."""
 
@@ -185,6 +200,7 @@ class Profile(Section):
     order: list[str]
     link: LinkProfile | None = None
     copies: Copy | None = Field(None, description="between host and device; on cuda")
+    words: WordTimes | None = Field(None, description="of jobs whose ranks may share the vocabulary")
     reserve_bytes: Bytes | None = Field(
         None, description="of a GPU, in use beside torch's own memory: context, workspaces, communicators"
     )
@@ -196,6 +212,8 @@ class Profile(Section):
         for layer in found["layers"].values():
             if not layer["slices"]:  # as they were before there were any
                 del layer["slices"]
+        if self.words is None:
+            del found["words"]
         return found
 
     def dumps(self) -> str:

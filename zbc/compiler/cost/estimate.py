@@ -62,17 +62,13 @@ def layers(job: Job) -> list[Layer]:
 def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
     """Measured layers, where all ranks share the words of the first and the last: these have what is left.
 
-    Of times that is the share that kernels have which do nothing for words; bytes are counted.
+    Of times that is the share that kernels have which do nothing for words, or what a run had that shared them; bytes
+    are counted.
     """
-    sizes, machine = sizes_of(job), Machine.of(job)
-    if sizes is None:
+    if sizes_of(job) is None:
         return list(found)
     ends = []
-    for one, layer, words, whole in (
-        (found[0], table[0], work.look_up(sizes), work.embedding(sizes)),
-        (found[-1], table[-1], work.words(sizes), work.head(sizes)),
-    ):
-        f, b, w = (1 - part for part in shares_of_words(machine, words, whole))
+    for one, layer, (f, b, w) in zip((found[0], found[-1]), (table[0], table[-1]), _left(job, found), strict=True):
         part = layer.params / one.params if one.params else 0.0
         held = one.held and one.held.model_copy(
             update={name: part * getattr(one.held, name) for name in ("weights", "gradients", "optimizer")}
@@ -84,6 +80,24 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
     return [ends[0], *found[1:-1], ends[1]]
 
 
+def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, float]]:
+    """Of F, B and W of the first and the last layer, the shares that are not of words."""
+    sizes, machine, profile = sizes_of(job), Machine.of(job), job.profile
+    if profile is not None and profile.words is not None and profile.on.source == "trace":
+        pairs = zip((found[0], found[-1]), profile.words.whole(job.model.vocab or 0), strict=True)
+        shares = [_shares(ms, (one.f, one.b, one.w)) for one, ms in pairs]
+    else:
+        assert sizes is not None
+        kernels = (work.look_up(sizes), work.embedding(sizes)), (work.words(sizes), work.head(sizes))
+        shares = [shares_of_words(machine, words, whole) for words, whole in kernels]
+    return [(1 - f, 1 - b, 1 - w) for f, b, w in shares]
+
+
+def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, float, float]:
+    f, b, w = (min(1.0, part / ms) if ms else 0.0 for part, ms in zip(parts, whole, strict=True))
+    return f, b, w
+
+
 def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
     """ms of F, B and W."""
     return machine.ms(done.f), machine.ms(done.b), machine.ms(done.w)
@@ -91,9 +105,7 @@ def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
 
 def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:
     """Of F, B and W of a whole layer, the share that words take."""
-    pairs = zip(times_of(machine, words), times_of(machine, whole), strict=True)
-    f, b, w = (min(1.0, part / ms) if ms else 0.0 for part, ms in pairs)
-    return f, b, w
+    return _shares(times_of(machine, words), times_of(machine, whole))
 
 
 def _counted(job: Job) -> list[Layer]:

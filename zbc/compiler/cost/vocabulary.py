@@ -23,6 +23,7 @@ from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import measurements
 from zbc.compiler.cost.stage_bytes import StageBytes
+from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
 
 STATISTICS = 12  # bytes per token that ranks tell each other: maximum, sum of exp and the target's logit
@@ -32,15 +33,27 @@ Times = tuple[float, float, float]  # ms of F, B and W
 def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
     """ms by column, the same on every rank; `rows` is the share of a microbatch's tokens, whose number `job` has for
     its length."""
-    sums = job.vocabulary
-    out, back, grow = _output(job, rows)
-    given = job.costs
-    found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
-    found |= dict(zip("ie", _embedding(job, rows), strict=True))
+    given, measured = job.costs, job.profile.words if job.profile is not None else None
+    found = _computed(job, rows) if measured is None else _measured(job, measured, rows)
     for name in found:
         if (ms := getattr(given, name)) is not None:
             found[name] = ms * rows
     return found | _collectives(job)
+
+
+def _computed(job: Job, rows: float) -> dict[str, float]:
+    """What S, T, I and E take by what embedding and output layer take whole."""
+    sums = job.vocabulary
+    out, back, grow = _output(job, rows)
+    found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
+    return found | dict(zip("ie", _embedding(job, rows), strict=True))
+
+
+def _measured(job: Job, words: WordTimes, rows: float) -> dict[str, float]:
+    """What they were measured to take; products with another number of words in proportion."""
+    share = -(-(job.model.vocab or 0) // job.parallel.pp) / words.rows
+    s, t = words.s[job.vocabulary - 1] * share, words.t[job.vocabulary - 1] * share
+    return {"s": s * rows, "t": t * rows, "i": words.i * rows, "e": words.e * rows}
 
 
 def _output(job: Job, rows: float) -> Times:

@@ -22,7 +22,19 @@ from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.recorded.times import Times, median_ms, times_of
 from zbc.compiler.recorded.view import typical
 from zbc.ir import Kind
-from zbc.job.profile import FAMILY, Host, LayerProfile, LinkProfile, Measured, Origin, Point, Profile, model_of, spread
+from zbc.job.profile import (
+    FAMILY,
+    Host,
+    LayerProfile,
+    LinkProfile,
+    Measured,
+    Origin,
+    Point,
+    Profile,
+    WordTimes,
+    model_of,
+    spread,
+)
 from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
@@ -57,7 +69,9 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
     if work.off > _OFF:
         work = _Work(manifest, replace(job, profile=base), times, base, by_stage=True)
         layers = work.layers()
-    about = None if base is None else base.on
+    about, words = None if base is None else base.on, _words(job, times)
+    if words is not None:
+        layers = _with_words(job, layers, work.kinds, words)
     profile = Profile(
         on=Origin(
             source="trace",
@@ -75,10 +89,44 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
         order=FAMILY if {*work.kinds} == {*FAMILY} else work.kinds,
         link=work.link(),
         copies=None if base is None else base.copies,
+        words=words,
         reserve_bytes=None if base is None else base.reserve_bytes,
         host=work.host(),
     )
     return Derived(profile, tuple(work.notes))
+
+
+def _words(job: Job, times: Times) -> WordTimes | None:
+    """What the ranks took for their words, where they share them; with the other number of sums by its operations."""
+    if not job.vocabulary:
+        return None
+    s, t, i, e = (
+        statistics.median(median_ms(times.cost[kind, r]) for r in range(job.parallel.pp) if times.cost.get((kind, r)))
+        for kind in (Kind.S, Kind.T, Kind.I, Kind.E)
+    )
+    both = (s, s / 2), (t, t + s / 2)
+    if job.vocabulary == 2:
+        both = (2 * s, s), (max(0.0, t - s), t)
+    rows = -(-(job.model.vocab or 0) // job.parallel.pp)
+    return WordTimes(rows=rows, s=list(both[0]), t=list(both[1]), i=i, e=e)
+
+
+def _with_words(
+    job: Job, layers: Mapping[str, LayerProfile], kinds: Sequence[str], words: WordTimes
+) -> dict[str, LayerProfile]:
+    """Embedding and output layer as they are whole, of which the run had only what is left beside the words."""
+    whole = estimate.layers(replace(job.with_vocabulary("ends"), profile=None))
+    found = dict(layers)
+    ends = (kinds[0], whole[0]), (kinds[-1], whole[-1])
+    for (kind, layer), ms in zip(ends, words.whole(job.model.vocab or 0), strict=True):
+        one = found[kind]
+        f, b, w = (
+            old.model_copy(update={"ms": old.ms + more}) for old, more in zip((one.f, one.b, one.w), ms, strict=True)
+        )
+        bw = one.bw and one.bw.model_copy(update={"ms": one.bw.ms + ms[1] + ms[2]})
+        sizes = {"parameters": layer.params, "parts": list(layer.parts)}
+        found[kind] = one.model_copy(update={"f": f, "b": b, "w": w, "bw": bw, **sizes})
+    return found
 
 
 class _Work:

@@ -29,7 +29,8 @@ class Times:
     """All samples of some steps, in ns."""
 
     work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
-    cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # of a microbatch
+    # of a microbatch, by stage; of what each rank does for it, by rank
+    cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     closing: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # column, stage
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
@@ -57,13 +58,14 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
     waited = [0] * (len(one.ops) + 1)
     for wait in one.waits:
         waited[wait.op] += wait.ns
-    around, slices = 0, step.program.slices
+    around, slices, seat = 0, step.program.slices, step.program.topology.of(rank).pp
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
         if op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
-            whole[op.kind, op.stage, op.mb, op.pipe].append(max(0, took) + around)
+            place = seat if op.kind.unit_wide else op.stage
+            whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
@@ -117,8 +119,9 @@ def measured(costs: Costs, times: Times) -> Costs:
 
 
 def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
-    """ms of each stage; None where nothing was measured."""
-    found = (samples.get((what, stage)) for stage in range(costs.stages))
+    """ms of each stage, or of each rank; None where nothing was measured."""
+    places = len(costs.column(what.row.cost)) if isinstance(what, Kind) else costs.stages
+    found = (samples.get((what, place)) for place in range(places))
     return [median_ms(each) if each else None for each in found]
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
-from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, model_of
+from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
 from zbc.runtime.network import bind_loopback
@@ -41,6 +41,7 @@ from zbc.training.profiling.slices import BLOCK, Took, slice_times
 from zbc.training.profiling.statistics import measured, quick
 from zbc.training.profiling.times import AGAIN, CLOSE, KEEP, WARM_UP, Samples, Stopwatch
 from zbc.training.profiling.weigh import Weighed, weigh
+from zbc.training.profiling.words import word_times
 from zbc.training.train import RankFailed
 
 _MOVES = 40  # tensors of each size
@@ -88,6 +89,7 @@ class Measurements:
     name: str
     reserve: int | None = None  # bytes of the device in use beside torch's own
     slices: Took = field(default_factory=dict)  # of a block
+    words: WordTimes | None = None  # of a rank's share of them
 
 
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
@@ -126,6 +128,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         link=fit(found.link),
         reserve_bytes=found.reserve,
         copies=None if found.copies is None else Copy(to_device_gbps=found.copies[0], to_host_gbps=found.copies[1]),
+        words=found.words,
         host=Host(
             f_us=1e3 * host["f"],
             b_us=1e3 * host["b"],
@@ -213,6 +216,7 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
     return {
         "times": dict(watch.samples),
         "slices": slices,
+        "words": word_times(rig, device),
         "bytes": weigh(rig, device) if rank == 0 else {},
         "order": rig.order,
         "sizes": tuple(sorted(sizes)),

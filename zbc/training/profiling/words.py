@@ -1,0 +1,65 @@
+"""How long a rank's share of a vocabulary takes that all ranks share: what a job with one is planned with."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from zbc.job.profile import WordTimes
+from zbc.runtime.vocabulary import Embedding, Output
+from zbc.runtime.words import combine
+from zbc.training.profiling.rig import Rig
+from zbc.training.profiling.statistics import quick
+
+ROUNDS = 9  # after two that warm up
+WARM_UP = 2
+_Made = TypeVar("_Made")
+
+
+def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
+    """ms of S, T, I and E of a microbatch with ceil(vocab / pp) words; None where the job leaves them at the ends."""
+    job, model = rig.job, rig.job.model
+    if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
+        return None
+    rows, tokens = -(-model.vocab // job.parallel.pp), job.schedule.microbatch_size * model.seq_len
+    generator = torch.Generator(device).manual_seed(job.train.seed)
+    kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
+    low = torch.bfloat16 if model.dtype == "bfloat16" else None
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=kind)
+
+    output = Output(nn.Parameter(drawn(rows, model.hidden) * 0.02), 0, low)
+    embedding = Embedding(nn.Parameter(drawn(rows, model.hidden)), 0)
+    words = torch.randint(0, model.vocab, (tokens,), generator=generator, device=device)
+    hidden, weight = drawn(tokens, model.hidden), torch.tensor(1.0 / tokens, device=device)
+    took = defaultdict[str, list[float]](list)
+
+    def timed(name: str, run: Callable[[], _Made]) -> _Made:
+        _wait(device)
+        began = time.perf_counter()
+        made = run()
+        _wait(device)
+        took[name].append((time.perf_counter() - began) * 1e3)
+        return made
+
+    for _ in range(WARM_UP + ROUNDS):
+        for sums in (1, 2):
+            told = timed(f"s{sums}", partial(output.tell, hidden, words, weight, 1.0, early=sums == 1))
+            log, _ = combine(told.mine[None])
+            timed(f"t{sums}", partial(output.learn, told, log, part=sums == 2))
+        looked, _ = timed("i", partial(embedding.look_up, words))
+        timed("e", partial(embedding.learn, looked, hidden))
+    times = {name: quick(found[WARM_UP:]) for name, found in took.items()}
+    return WordTimes(rows=rows, s=[times["s1"], times["s2"]], t=[times["t1"], times["t2"]], i=times["i"], e=times["e"])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
