@@ -27,8 +27,10 @@ from zbc.api import Plan  # noqa: E402
 from zbc.commands.drawing import card_text  # noqa: E402
 from zbc.compiler.check import survival  # noqa: E402
 from zbc.compiler.compile import compile_job, load_job  # noqa: E402
+from zbc.compiler.cost.cost import Costs  # noqa: E402
 from zbc.compiler.graph import build  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
+from zbc.compiler.passes.weave import Weave  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.schedules.searched import even_slices  # noqa: E402
 from zbc.compiler.sim.context import Context  # noqa: E402
@@ -57,6 +59,7 @@ def main() -> None:
     screenshots()
     schedules()
     sequence()
+    vocabulary()
     gpu()
 
 
@@ -191,6 +194,17 @@ def sequence() -> None:
     shown = Lowering().lower(Context(card.make(Request(p, m, slices=k, costs=costs)), costs))
     drawn = Drawn("1f1b, three slices", shown.program, once(shown.timeline), costs)
     write(PICTURES / "sequence.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
+
+
+def vocabulary() -> None:
+    """The picture of docs/vocabulary.md: one step in which all ranks share the output layer."""
+    card, p, m = SCHEDULES["1f1b"], 4, 6
+    order = card.make(Request(p, m))
+    costs = Costs.uniform(order.placement).with_ms(s=(0.4,) * p, t=(0.2,) * p, meet=(0.05,) * p, spread=(0.05,) * p)
+    woven = Weave(1).run(order, Context.of(order, costs))
+    shown = Lowering().lower(Context(woven, costs))
+    drawn = Drawn("1f1b, vocabulary shared", shown.program, once(shown.timeline), costs)
+    write(PICTURES / "vocabulary.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
 
 
 def survival_table() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
 from tests.jobs import job, toml_text
+from tests.profiles import layer, profile_of
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, vocabulary
@@ -16,6 +18,7 @@ from zbc.compiler.whatif.compare import Asked, compare
 from zbc.compiler.whatif.sharing import sharing
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.job.profile import Origin, WordTimes
 from zbc.plan.directory import program_of, read_manifest, read_rank, write
 
 LARGE = {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "vocab": 4096, "seq_len": 64}
@@ -149,7 +152,7 @@ REFUSED = {
     "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
     "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
-    "zero1": ({"optimizer": {"zero1": True}, "parallel": {"dp": 2}}, "E110", "optimizer.zero1"),
+    "sharded weights": ({"parallel": {"dp": 2, "shard": "weights"}}, "E110", "parallel.shard"),
     "two pipes": ({"kind": "chimera"}, "E120", "chimera has no place for a vocabulary that all ranks share"),
     "waves": ({"kind": "hanayo"}, "E120", "hanayo has no place"),
     "offload": ({"memory": {"activations": "offload"}}, "E110", "memory.activations with offload"),
@@ -164,6 +167,38 @@ def test_what_cannot_share_is_told_why(case):
     with pytest.raises(ZbcError, match=re.escape(text)) as caught:
         job(**changes)
     assert code in {error.code for error in caught.value.errors} and caught.value.errors[0].where
+
+
+def test_zero1_shares_out_the_stages_while_rows_stay_whole():
+    found, plain = (
+        planned(parallel={**SHARED, "dp": 2}, optimizer={"zero1": True}),
+        planned(parallel={**SHARED, "dp": 2}),
+    )
+    kinds = {op.kind for ops in found.program.ranks for op in ops}
+    assert {Kind.GATHER, Kind.REDUCE_V} <= kinds
+    rows = 2 * 1024 * 64  # of both tables
+    for mine, whole in zip(found.memory, plain.memory, strict=True):
+        assert mine.optimizer - 8 * rows == pytest.approx((whole.optimizer - 8 * rows) / 2, rel=0.02)
+
+
+def test_measured_shares_are_planned_with():
+    """Of 1,024 rows each; two ranks have twice as many. A run that shared them tells what is left of the ends."""
+    words = WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)
+    shared = job(model=LARGE, parallel=SHARED)
+    for sums, s, t in ((1, 8.0, 3.0), (2, 4.0, 7.0)):
+        mine = job(model=LARGE, parallel={**SHARED, "vocabulary_sums": sums})
+        profiled = replace(mine, profile=profile_of(mine, words=words))
+        for p, share in ((4, 1.0), (2, 2.0)):
+            one = replace(profiled, parallel=profiled.parallel.model_copy(update={"pp": p}))
+            found = vocabulary.columns(one)
+            assert [found[name] for name in "stie"] == [s * share, t * share, 0.5, 0.25]
+    ran = Origin(device="cpu", source="trace")
+    kinds = {"embed": layer(0.75, 0.5, 0.5), "block": layer(1.0, 2.0, 3.0), "head": layer(18.0, 17.0, 16.0)}
+    profiled = replace(shared, profile=profile_of(shared, words=words, on=ran, layers=kinds))
+    table = estimate.layers(profiled)
+    assert (table[0].f, table[0].b, table[0].w) == pytest.approx((0.25, 0.5, 0.25))
+    assert (table[-1].f, table[-1].b, table[-1].w) == pytest.approx((2.0, 1.0, 4.0))
+    assert estimate.layers(profiled.with_vocabulary("ends"))[-1].f == 18.0
 
 
 # ---- "auto", and what is said of the words ----------------------------------------------------------------------

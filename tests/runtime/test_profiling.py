@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +29,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
-from zbc.training.profiling import slices, times
+from zbc.training.profiling import slices, times, words
 from zbc.training.profiling.alike import chain, describe, kinds
 from zbc.training.profiling.link import fit
 from zbc.training.profiling.rig import IDLE, build_rig
@@ -471,3 +473,25 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
         assert took == pytest.approx(dict.fromkeys(("f", "b", "w"), rows + past / 10))
     whole = build_rig(job(data={"kind": "synthetic"}), CPU)
     assert slices.slice_times(whole, CPU) == {}
+
+
+def test_a_job_whose_ranks_may_share_the_vocabulary_has_their_shares_measured(monkeypatch):
+    """On a clock that moves by one at each look every op takes one tick, whatever it does."""
+    ticks = itertools.count()
+    monkeypatch.setattr(words.time, "perf_counter", lambda: next(ticks) / 1e3)
+    called = Counter()
+    for owner, name in ((words.Output, "tell"), (words.Output, "learn"), (words.Embedding, "learn")):
+        inner = getattr(owner, name)
+
+        def counted(self, *arguments, inner=inner, key=(owner.__name__, name), **options):
+            called[key, options.get("early", options.get("part"))] += 1
+            return inner(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    shared = job(model={"vocab": 258}, parallel={"pp": 4, "vocabulary": "auto"}, data={"kind": "synthetic"})
+    found = words.word_times(build_rig(shared, CPU), CPU)
+    assert found.rows == 65 and [*found.s, *found.t, found.i, found.e] == pytest.approx([1.0] * 6)
+    rounds = words.WARM_UP + words.ROUNDS
+    both = {(key, way): rounds for key in (("Output", "tell"), ("Output", "learn")) for way in (True, False)}
+    assert called == {**both, (("Embedding", "learn"), None): rounds}
+    assert words.word_times(build_rig(job(data={"kind": "synthetic"}), CPU), CPU) is None

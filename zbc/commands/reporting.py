@@ -275,6 +275,8 @@ def _outlier(one: Outlier) -> str:
 
 
 def _ops(made: RunReport, *, verbose: bool) -> RenderableType:
+    from zbc.ops import Kind
+
     shown = made.ops if verbose else made.ops[:_OPS]
     rows = list[Sequence[str]]()
     meant, found = aligned([one.predicted for one in shown], 4), aligned([one.measured for one in shown], 4)
@@ -282,7 +284,8 @@ def _ops(made: RunReport, *, verbose: bool) -> RenderableType:
     for one, a, b, c in zip(shown, meant, found, excess, strict=True):
         change = f"{100 * (one.ratio - 1):+.1f}%" if one.predicted > 0 else ""
         sign = "" if c.startswith("-") else "+"
-        rows.append((f"{one.kind} s{one.stage}", str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms"))
+        name = one.kind if Kind(one.kind).unit_wide else f"{one.kind} s{one.stage}"
+        rows.append((name, str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms"))
     return table(("op", "rank", "a step", "predicted", "measured", "change", "in a step"), rows, left=2)
 
 

@@ -306,8 +306,7 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     schedule: Schedule | None = sections.get("schedule")
     others = {
         'optimizer.sync = "post-validate"': optimizer is not None and optimizer.sync == "post-validate",
-        "optimizer.zero1": optimizer is not None and optimizer.zero1,
-        "parallel.shard": parallel.shard != "none",
+        f'parallel.shard = "{parallel.shard}"': parallel.shard not in ("none", "optimizer"),
         "parallel.tp": parallel.tp > 1,
         "parallel.replicas": parallel.replicas is not None,
         "schedule.file": schedule is not None and schedule.file is not None,
