@@ -128,7 +128,7 @@ def _finish(ranks: list[_Rank], world: World, step: int, begins: list[int]) -> l
 
 def _needed(plan: StoredPlan, op: Op) -> object | None:
     """The message an op waits for, None if there is none."""
-    if op.kind is Kind.W:
+    if op.kind is Kind.W or op.kind.unit_wide:
         return None
     message = plan.program.placement.message(Op(Kind.RECV_F if op.kind is Kind.F else Kind.RECV_B, *op[1:]))
     return message if message and plan.program.placement.crosses(*message.edge, op.pipe) else None

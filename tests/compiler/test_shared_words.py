@@ -10,9 +10,11 @@ import pytest
 
 from tests.jobs import job, toml_text
 from tests.profiles import layer, profile_of
+from tests.recorded_runs import World, record
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, vocabulary
+from zbc.compiler.recorded.derive import derive
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.whatif.compare import Asked, compare
 from zbc.compiler.whatif.sharing import sharing
@@ -199,6 +201,27 @@ def test_measured_shares_are_planned_with():
     assert (table[0].f, table[0].b, table[0].w) == pytest.approx((0.25, 0.5, 0.25))
     assert (table[-1].f, table[-1].b, table[-1].w) == pytest.approx((2.0, 1.0, 4.0))
     assert estimate.layers(profiled.with_vocabulary("ends"))[-1].f == 18.0
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
+    """One block a rank, of 2 ms forward; what is left of the ends is told apart from what their words took."""
+    took = {Kind.F: 2.0, Kind.BW: 5.0, Kind.S: 8.0, Kind.T: 3.0, Kind.I: 0.5, Kind.E: 0.25}
+    if sums == 2:
+        took |= {Kind.S: 4.0, Kind.T: 7.0}
+    found = planned(model={**LARGE, "layers": 4}, parallel={**SHARED, "vocabulary_sums": sums})
+    trace = record(found, tmp_path, World(op=lambda op, rank, step: took[op.kind]))
+    profile = derive(trace).profile
+    assert profile.words == WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)
+    head = profile.layers["head"]
+    assert head.f.ms >= 16.0 and head.parameters == 4096 * 64 + 64
+    again = replace(found.job, profile=profile)
+    left = estimate.layers(again)
+    assert [left[0].f + left[1].f, left[-2].f + left[-1].f] == pytest.approx([2.0, 2.0], rel=1e-3)
+    costs = compile_job(again).costs
+    assert costs.column("s") == pytest.approx([took[Kind.S]] * 4) and costs.column("t")[0] == pytest.approx(
+        took[Kind.T]
+    )
 
 
 # ---- "auto", and what is said of the words ----------------------------------------------------------------------
