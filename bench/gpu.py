@@ -1,4 +1,4 @@
-"""Is zbc right on a GPU, and what does it cost there? Thirteen experiments for one GPU and half an hour.
+"""Is zbc right on a GPU, and what does it cost there? Fourteen experiments for one GPU and half an hour.
 
     python bench/gpu.py all                   one after the other
     python bench/gpu.py all --part 1          experiments 1 to 6 (ten minutes at most), --part 2: the others
@@ -40,6 +40,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "optimizers": gpu_cost.optimizers,
     "driver": gpu_cost.driver,
     "processes": gpu_cost.processes,
+    "copies": gpu_cost.copies,
 }
 PARTS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:]}
 

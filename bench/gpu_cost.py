@@ -1,4 +1,4 @@
-"""Experiments 7 to 13 of bench/gpu.py: what a GPU takes, holds and waits for."""
+"""Experiments 7 to 14 of bench/gpu.py: what a GPU takes, holds and waits for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from gpu_job import Bench, Case
 
 from zbc.text import GIB, MIB
+from zbc.training.profiling.link import HostCopies
 
 MEMORY = {"activations": "activation_bytes", "buffers": "buffer_bytes"}  # of a run, of a plan's ranks
 
@@ -96,6 +97,34 @@ def host(bench: Bench) -> None:
         note = "" if bench.cuda else " (a CPU computes meanwhile)"
         shown = ", ".join(f"{kind} {1e3 * ms:.0f}" for kind, ms in sorted(told.items()))
         bench.say(f"pp = {pp}, us of the host{note}: {shown}")
+
+
+def copies(bench: Bench) -> None:
+    """Speeds of copies to the host, alone, both ways at once and beside products; then a rank whose activations move
+    while it computes: its step beside one that keeps them, and how much of its copies nobody waits for."""
+    gbps = 20.0
+    if bench.cuda:
+        found = HostCopies(bench.device).measure()
+        for name, value in found.model_dump().items():
+            bench.say(f"{name:22} {value:8.2f}")
+        gbps = min(found.gbps)
+    else:
+        bench.say("speeds need a GPU")
+    options = {"pp": 1, "kind": "gpipe", "m": 6, "layers": 4}
+    if bench.cuda:
+        options |= {"hidden": 4096, "heads": 32, "seq_len": 2048, "size": 1, "dtype": "bfloat16", "vocab": 1024}
+    kept = bench.case(**options)
+    limits = {"schedule": 'memory_limit = "3x"', "hardware": f"host_gbps = {gbps}"}
+    moved = bench.case(**options, activations="offload", **limits)
+    report = moved.compiled.report.copied
+    bench.say(
+        f"a copy takes {report.k:.2f} of F + B + W; {report.moved:.0%} moves, {report.hidden:.0%} hidden as planned"
+    )
+    times = [case.step_ms() for case in (kept, moved)]
+    hidden = 1 - max(0.0, times[1] - times[0]) / report.copying_ms
+    bench.say(f"step {times[0]:.2f} ms kept, {times[1]:.2f} moved: {hidden:.0%} of {report.copying_ms:.2f} ms hidden")
+    if bench.cuda and report.k <= 0.5:
+        bench.wants(hidden >= 0.9, "less than 90% of the copies are hidden")
 
 
 def profiled(bench: Bench) -> None:

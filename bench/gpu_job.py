@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,12 @@ pp = {pp}
 dp = {dp}
 [hardware]
 device = "{device}"
+{hardware}
 [schedule]
 kind = "{kind}"
 microbatches = {m}
 microbatch_size = {size}
+{schedule}
 [memory]
 activations = "{activations}"
 [optimizer]
@@ -70,6 +73,8 @@ USUAL = {
     "compile": "false",
     "dp": 1,
     "activations": "keep",
+    "hardware": "",
+    "schedule": "",
     "optimizer": 'sync = "before-step"',
     "every": 0,
     "train": "steps = 4",
@@ -146,6 +151,23 @@ class Case:
             worker.script[:] = [(of(handler), op, text) for handler, op, text in worker.script]
 
         self.run(steps, setup)
+
+    def step_ms(self, steps: int = 8) -> float:
+        """Of a step, with nothing waited for in it; the first two are left out."""
+        began = list[float]()
+
+        def note(worker: Worker) -> None:
+            inner = worker.script[0][0]
+
+            def first(worker: Worker, op: Any) -> None:
+                self._wait()
+                began.append(time.perf_counter())
+                inner(worker, op)
+
+            worker.script[0] = (first, *worker.script[0][1:])
+
+        self.run(steps, note)
+        return 1e3 * statistics.median(b - a for a, b in pairwise(began[2:]))
 
     def timed(self, steps: int = 4, *, waits: bool = True) -> dict[str, float]:
         """Median ms of each kind of op, the first step left out; `waits`: until the device has done it."""

@@ -30,6 +30,7 @@ from zbc.compiler.compile import compile_job, load_job  # noqa: E402
 from zbc.compiler.cost.cost import Costs  # noqa: E402
 from zbc.compiler.graph import build  # noqa: E402
 from zbc.compiler.lowering import Lowering  # noqa: E402
+from zbc.compiler.passes.offload import Offload  # noqa: E402
 from zbc.compiler.passes.weave import Weave  # noqa: E402
 from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard  # noqa: E402
 from zbc.compiler.schedules.searched import even_slices  # noqa: E402
@@ -59,6 +60,7 @@ def main() -> None:
     screenshots()
     schedules()
     sequence()
+    memory()
     vocabulary()
     gpu()
 
@@ -194,6 +196,18 @@ def sequence() -> None:
     shown = Lowering().lower(Context(card.make(Request(p, m, slices=k, costs=costs)), costs))
     drawn = Drawn("1f1b, three slices", shown.program, once(shown.timeline), costs)
     write(PICTURES / "sequence.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
+
+
+def memory() -> None:
+    """The picture of docs/memory.md: one step with activations on the host, at half of what the order asks for."""
+    p, m, v, half = 4, 6, 2, 2.0
+    order = SCHEDULES["gis"].make(Request(p, m, v))
+    each = (0.3 * 3 / v,) * order.placement.stages
+    costs = Costs.uniform(order.placement).with_ms(out=each, back=each)
+    moved = Offload((half,) * p, frozenset(range(order.placement.stages)), "makespan").run(order, Context(order, costs))
+    shown = Lowering().lower(Context(moved, costs))
+    drawn = Drawn("gis, offload", shown.program, once(shown.timeline), costs)
+    write(PICTURES / "memory.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
 
 
 def vocabulary() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.profiles import layer, profile_of
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recorded.replan import with_profile
 from zbc.errors import ZbcError
-from zbc.job.profile import Measured, Profile, misfits, read
+from zbc.job.profile import Copy, Measured, Profile, misfits, read
 
 
 def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
@@ -165,3 +166,21 @@ def test_a_profile_takes_the_place_of_the_same_costs_in_a_plan_and_in_the_job_it
     left = found[0].model_copy(update={"profile": None})  # where it lies
     assert found[1] == found[0] and with_profile(manifest, read(measured, "here")).costs == left
     assert (left.comm, left.overlap) == ((None, 0.25) if "f" in given else (0.1, 0.0))
+
+
+def test_copies_are_planned_with_as_fast_as_they_go_both_ways_beside_compute():
+    alone = Copy(to_device_gbps=24.0, to_host_gbps=20.0)
+    assert alone.gbps == (20.0, 24.0) and alone.alone == 1.0
+    both = Copy(to_device_gbps=24.0, to_host_gbps=20.0, both_to_device_gbps=12.0, both_to_host_gbps=19.0)
+    assert both.gbps == (19.0, 12.0) and both.alone == pytest.approx((19 / 20 + 12 / 24) / 2)
+    busy = both.model_copy(update={"busy_to_device_gbps": 18.0, "busy_to_host_gbps": 10.0, "slower": 1.1})
+    assert busy.gbps == (10.0, 12.0)
+    offload = job(memory={"activations": "offload"}, model={"hidden": 512, "seq_len": 512})
+    slow, fast = (compile_job(with_copies(offload, one)).costs for one in (busy, alone))
+    assert slow.column("out")[0] == pytest.approx(2 * fast.column("out")[0]) and fast.alone == 1.0
+    assert slow.column("back")[0] == pytest.approx(2 * fast.column("back")[0]) and slow.alone == busy.alone
+    assert set(profile_of(offload, copies=alone).plain()["copies"]) == {"to_device_gbps", "to_host_gbps"}
+
+
+def with_copies(offload, copies):
+    return replace(offload, profile=profile_of(offload, copies=copies))

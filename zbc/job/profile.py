@@ -154,10 +154,30 @@ class Host(Section):
 
 
 class Copy(Section):
-    """Between the memory of the host (pinned) and that of the device, in GB/s."""
+    """Between the memory of the host (pinned) and that of the device, in GB/s: one way alone, both ways at once, and
+    both ways at once beside products of matrices, which then take `slower` times as long."""
 
     to_device_gbps: Rate
     to_host_gbps: Rate
+    both_to_device_gbps: Rate | None = None
+    both_to_host_gbps: Rate | None = None
+    busy_to_device_gbps: Rate | None = None
+    busy_to_host_gbps: Rate | None = None
+    slower: NotNegative | None = None
+
+    @property
+    def gbps(self) -> tuple[float, float]:
+        """To the host and back: the least that was measured, since a plan copies both ways while it computes."""
+        out = (self.to_host_gbps, self.both_to_host_gbps, self.busy_to_host_gbps)
+        back = (self.to_device_gbps, self.both_to_device_gbps, self.busy_to_device_gbps)
+        least_out, least_back = (min(one for one in found if one is not None) for found in (out, back))
+        return least_out, least_back
+
+    @property
+    def alone(self) -> float:
+        """Of the time of a copy at those speeds, what one takes while nothing goes the other way."""
+        out, back = self.gbps
+        return min(1.0, (out / self.to_host_gbps + back / self.to_device_gbps) / 2)
 
 
 class WordTimes(Section):
@@ -214,6 +234,8 @@ class Profile(Section):
                 del layer["slices"]
         if self.words is None:
             del found["words"]
+        if self.copies is not None:
+            found["copies"] = {name: value for name, value in found["copies"].items() if value is not None}
         return found
 
     def dumps(self) -> str:

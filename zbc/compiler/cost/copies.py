@@ -37,7 +37,8 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
         return Speed(out, back)
     measured = job.profile.copies if job.profile is not None else None
     if gbps is None and measured is not None:
-        return Speed(0.0, 0.0, 1 / (measured.to_host_gbps * BYTES_PER_MS), 1 / (measured.to_device_gbps * BYTES_PER_MS))
+        out_gbps, back_gbps = measured.gbps
+        return Speed(0.0, 0.0, 1 / (out_gbps * BYTES_PER_MS), 1 / (back_gbps * BYTES_PER_MS))
     if gbps is not None and bytes_known:
         return Speed(0.0, 0.0, 1 / (gbps * BYTES_PER_MS), 1 / (gbps * BYTES_PER_MS))
     text = f"memory: activations = {job.memory.activations!r} needs to know how long a copy to the host takes"
@@ -46,6 +47,14 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
         text += ", and the bytes of this model are not known before it is built"
         hint = "give costs.offload (ms), or plan with --profile"
     raise ZbcError("E144", text, where=job.where("memory", "activations"), hint=hint)
+
+
+def alone(job: Job) -> float:
+    """Of its time, what a copy takes while nothing goes the other way: less than 1 where a profile says so."""
+    measured = job.profile.copies if job.profile is not None else None
+    if measured is None or job.costs.offload is not None or job.hardware.host_gbps is not None:
+        return 1.0
+    return measured.alone
 
 
 def share_of(costs: Costs, placement: Placement) -> float:

@@ -132,7 +132,7 @@ def _with_copies(costs: Costs, job: Job) -> Costs:
     found = copies.movable(list(zip(costs.units("kept"), costs.bytes_of("kept"), strict=True)), costs.bytes)
     away = tuple(Size(*one) if may else Size(0.0) for one, may in zip(found, moves, strict=True))
     timed = costs.with_ms(out=tuple(speed.out(*one) for one in away), back=tuple(speed.back(*one) for one in away))
-    return replace(timed, size={**costs.size, "host": away}, shared=job.hardware.host_shared)
+    return replace(timed, size={**costs.size, "host": away}, shared=job.hardware.host_shared, alone=copies.alone(job))
 
 
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from zbc.ir import Kind, Message, Op, Placement, Program
-from zbc.job.profile import LinkProfile, Point, spread
+from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.network import Network
 from zbc.training.profiling.statistics import quick
@@ -24,6 +24,7 @@ from zbc.training.profiling.statistics import quick
 _BUSY = 0.002  # seconds that the sender computes
 _LATE = 0.004  # seconds after which a message is surely there
 _WARM_UP = 3
+_REPEATS = 6
 
 Samples = dict[str, list[float]]  # bytes of a tensor -> us one way; "send", "post", "take" and "agree" -> us
 
@@ -153,18 +154,75 @@ def _line(rows: Sequence[tuple[int, float]]) -> tuple[float, float]:
 _FASTEST = 1e-9  # us per byte, where size makes no difference: 1000 TB/s
 
 
-def host_copy(device: torch.device, size: int = 64 * 2**20, rounds: int = 10) -> tuple[float, float]:
-    """GB/s from pinned memory of the host to a cuda device, and back."""
-    host, there = (
-        torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        torch.empty(size, dtype=torch.uint8, device=device),
-    )
-    speeds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_WARM_UP + rounds):
-        for found, target, source in ((speeds[0], there, host), (speeds[1], host, there)):
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-            found.append(size / (time.perf_counter() - began) / 1e9)
-    return median(speeds[0][_WARM_UP:]), median(speeds[1][_WARM_UP:])
+class HostCopies:
+    """Copies between pinned memory of the host and a cuda device, on a stream for each way."""
+
+    def __init__(self, device: torch.device, size: int = 64 * 2**20, rounds: int = 10, side: int = 4096) -> None:
+        """`size`: bytes of a tensor; `side`: of the matrices that are multiplied meanwhile."""
+        self.device, self.size, self.rounds = device, size, rounds
+        self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._factors = [torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)]
+
+    def measure(self) -> Copy:
+        """One way alone, both at once, and both beside products."""
+        alone = self._products(())
+        back, out = self._copies((0,), busy=False)[0], self._copies((1,), busy=False)[0]
+        both, busy = self._copies((0, 1), busy=False), self._copies((0, 1), busy=True)
+        return Copy(
+            to_device_gbps=back,
+            to_host_gbps=out,
+            both_to_device_gbps=both[0],
+            both_to_host_gbps=both[1],
+            busy_to_device_gbps=busy[0],
+            busy_to_host_gbps=busy[1],
+            slower=self._products((0, 1)) / alone,
+        )
+
+    def _copies(self, ways: Sequence[int], *, busy: bool) -> list[float]:
+        """GB/s of each way (0: to the device), in which `rounds` copies follow one another."""
+        found = list[list[float]]([] for _ in ways)
+        for _ in range(_REPEATS):
+            torch.cuda.synchronize(self.device)
+            if busy:
+                self._multiply(8 * self.rounds)
+            pairs = [self._start(way) for way in ways]
+            torch.cuda.synchronize(self.device)
+            for each, (began, ended) in zip(found, pairs, strict=True):
+                each.append(self.rounds * self.size / (float(began.elapsed_time(ended)) * 1e6))
+        return [median(each[1:]) for each in found]  # the first warms up
+
+    def _products(self, ways: Sequence[int]) -> float:
+        """ms of some products while copies go these ways."""
+        took = list[float]()
+        for _ in range(_REPEATS):
+            torch.cuda.synchronize(self.device)
+            for way in ways:
+                self._start(way, 4 * self.rounds)
+            began, ended = _event(), _event()
+            began.record()
+            self._multiply(self.rounds)
+            ended.record()
+            torch.cuda.synchronize(self.device)
+            took.append(float(began.elapsed_time(ended)))
+        return median(took[1:])
+
+    def _start(self, way: int, count: int = 0) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        began, ended = _event(), _event()
+        with torch.cuda.stream(self._streams[way]):
+            began.record()
+            for _ in range(count or self.rounds):
+                ends = self._there[way], self._host[way]
+                target, source = ends if way == 0 else reversed(ends)
+                target.copy_(source, non_blocking=True)
+            ended.record()
+        return began, ended
+
+    def _multiply(self, count: int) -> None:
+        for _ in range(count):
+            self._factors[0] @ self._factors[1]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

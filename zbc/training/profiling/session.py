@@ -34,7 +34,7 @@ from zbc.runtime.network import bind_loopback
 from zbc.runtime.private import workspaces
 from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
-from zbc.training.profiling.link import Pair, fit, host_copy
+from zbc.training.profiling.link import HostCopies, Pair, fit
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
@@ -85,7 +85,7 @@ class Measurements:
     order: tuple[str, ...]
     sizes: tuple[int, ...]  # of the tensors between layers, in bytes
     link: LinkSamples
-    copies: tuple[float, float] | None
+    copies: Copy | None
     name: str
     reserve: int | None = None  # bytes of the device in use beside torch's own
     slices: Took = field(default_factory=dict)  # of a block
@@ -127,7 +127,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         order=FAMILY if job.model.builtin else list(found.order),
         link=fit(found.link),
         reserve_bytes=found.reserve,
-        copies=None if found.copies is None else Copy(to_device_gbps=found.copies[0], to_host_gbps=found.copies[1]),
+        copies=found.copies,
         words=found.words,
         host=Host(
             f_us=1e3 * host["f"],
@@ -220,7 +220,7 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
         "bytes": weigh(rig, device) if rank == 0 else {},
         "order": rig.order,
         "sizes": tuple(sorted(sizes)),
-        "copies": host_copy(device) if device.type == "cuda" else None,
+        "copies": HostCopies(device).measure() if device.type == "cuda" else None,
         "reserve": reserve,
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
     }
