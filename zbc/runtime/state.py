@@ -325,13 +325,19 @@ class Worker:
     @property
     def frees(self) -> list[Sharded]:
         """The stages whose weights are here only when ops need them, ascending."""
-        if not self.plan.manifest.resident:
+        return self.gathers if self.plan.manifest.resident else []
+
+    @property
+    def gathers(self) -> list[Sharded]:
+        """The stages whose weights a step gathers before ops use them, ascending: between steps they are not here, or
+        those of before the last one."""
+        if self.ahead is not None:
             return []
         return [one for _, one in sorted(self.optimizers.items()) if isinstance(one, Sharded)]
 
     def gather_all(self) -> None:
         """Have the weights of all stages here, between steps; all ranks do so together."""
-        for one in self.frees:
+        for one in self.gathers:
             one.start_gather(self.transport)
             self.gathering.append(one)
             self.finish_gathers()
