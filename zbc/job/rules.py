@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from zbc.errors import ZbcError
-from zbc.job import cuts, extent, learning_rate, model_section, ramp, toml
+from zbc.job import balance, cuts, extent, learning_rate, model_section, ramp, toml
 from zbc.job import unread as idle
 from zbc.job.job import Draft
 from zbc.job.model_section import Model
@@ -465,6 +465,7 @@ RULES = (
     _reserve_rule,
     _evaluation_rules,
     _sharding_rules,
+    balance.problems,
     _idle_rules,
     _writing_rules,
 )

@@ -34,6 +34,7 @@ from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
 from zbc.training.evaluate import due, evaluate
+from zbc.training.data.unequal import Dealer
 from zbc.training.filling import install
 from zbc.training.launch.board import Board, Connect
 from zbc.training.launch.identity import identity
@@ -296,6 +297,7 @@ def train_steps(
     `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
     """
     stopped = None
+    agree_on_samples(worker)
     for step in steps:
         result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
@@ -315,6 +317,18 @@ def train_steps(
     show(finish(worker))
     checkpoints.wait()
     return stopped
+
+
+def agree_on_samples(worker: Worker) -> None:
+    """Raise E117 where ranks that deal samples to replicas do not know the same lengths."""
+    if not isinstance(worker.work, Dealer):
+        return
+    own = torch.tensor([float(worker.work.digest)], dtype=torch.float64, device=worker.device)
+    everyone = own.clone()
+    worker.all_reduce(everyone, worker.everyone)
+    if everyone.item() != own.item() * len(worker.everyone):
+        text = f"data: rank {worker.rank} finds samples of other lengths than other ranks"
+        raise ZbcError("E117", text, hint="let all ranks read the same data")
 
 
 def _show(result: StepResult | None, context: RankContext, log: RunRecord | None) -> None:
