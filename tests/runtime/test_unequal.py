@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch.nn import functional
@@ -10,9 +9,7 @@ from torch.nn import functional
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.check import check_all
 from zbc.compiler.check.orders import order_problems
-from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan

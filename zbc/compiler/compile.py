@@ -15,12 +15,12 @@ from zbc.compiler.check import check_graph
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
-from zbc.compiler.check.orders import order_problems
 from zbc.compiler.check.memory import EASIER, check_host, check_memory
+from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.graph import build
+from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
@@ -363,6 +363,8 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     chosen: dict[str, object] = {"ramp": [], "chunks": compiled.program.placement.chunks, "microbatches": count}
     if job.schedule.plugin is None:
         chosen["kind"] = compiled.schedule
+    if job.balances:
+        chosen["max_microbatches"] = job.most_microbatches
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
     return replace(
         job,

@@ -70,7 +70,7 @@ class Schedule(Section):
     )
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
     tokens_per_microbatch: Count | None = Field(
-        None, description='data.balance: room of a microbatch, in rows of model.seq_len; instead of microbatch_size'
+        None, description="data.balance: room of a microbatch, in rows of model.seq_len; instead of microbatch_size"
     )
     max_microbatches: Count | None = Field(
         None, description="data.balance: the most that one replica gets in a step; default twice microbatches"

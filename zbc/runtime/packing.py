@@ -56,7 +56,7 @@ def each_alone(
     for number, lengths in enumerate(rows):
         one = slice(number, number + 1)
         cuts = [*lengths, length - sum(lengths)]
-        parts = [tensor[one].split(cuts, dim=-2) for tensor in (q, k, v)]
+        parts = [torch.split(tensor[one], cuts, dim=-2) for tensor in (q, k, v)]
         mixed = [attend(*part) for part in zip(*(part[:-1] for part in parts), strict=True)]
         if cuts[-1]:
             mixed.append(_zeros(q[one, :, length - cuts[-1] :], mixed))

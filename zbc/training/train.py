@@ -33,8 +33,8 @@ from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
-from zbc.training.evaluate import due, evaluate
 from zbc.training.data.unequal import Dealer
+from zbc.training.evaluate import due, evaluate
 from zbc.training.filling import install
 from zbc.training.launch.board import Board, Connect
 from zbc.training.launch.identity import identity
@@ -132,6 +132,9 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
 
 def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watchdog, options: RunOptions) -> str | None:
     steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
+    if options.trace and manifest.balance is not None:
+        text = "run: --trace records one plan for all replicas of a step, and data.balance has several"
+        raise ZbcError("E118", text, hint='leave out --trace, or set data.balance = "none"')
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()
@@ -162,7 +165,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         first = _load(worker, board, context, start, watchdog)
         resumed = None if start.checkpoint is None else str(start.checkpoint)
         phases, launch = worker.phases, options.launch
-        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed)
+        tokens = worker.work.tokens if isinstance(worker.work, Dealer) else None
+        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed, tokens)
         with RunRecord(manifest, settings, options.out, go_on=start.run) if context.rank == 0 else nullcontext() as log:
             tracer = None
             if options.trace:

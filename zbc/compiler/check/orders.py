@@ -20,8 +20,8 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
             one, other = _meetings(mine), _meetings(theirs)
             if one != other:
                 counts = [f"{each.microbatches} microbatches" for each in (program, first)]
-                text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than with {counts[1]}"
-                details = [f"{count}: {_from(a, b)}" for count, a, b in zip(counts, (one, other), (other, one))]
+                text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
+                details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
                 hint = "plan again; weights that come and go need breadth-first, or memory.resident for all stages"
                 yield ZbcError("E209", text, details=details, hint=hint)
                 break
@@ -33,6 +33,6 @@ def _meetings(ops: Sequence[Op]) -> list[Op]:
 
 def _from(ops: Sequence[Op], others: Sequence[Op]) -> str:
     """The ops from the first that differs."""
-    same = next((k for k, (a, b) in enumerate(zip(ops, others)) if a != b), min(len(ops), len(others)))
+    same = next((k for k, (a, b) in enumerate(zip(ops, others, strict=False)) if a != b), min(len(ops), len(others)))
     rest = [str(op) for op in ops[same : same + 6]]
     return ("... " if same else "") + (", ".join(rest) or "none left") + (", ..." if len(ops) > same + 6 else "")

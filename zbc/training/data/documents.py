@@ -85,7 +85,8 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
         text = f"data: {file.path} does not say which token ends a document, so its samples have no length"
         raise ZbcError("E117", text, hint='tokenize it with an end token, or set data.balance = "none"')
     ends = [torch.nonzero(file.read(a, min(AT_ONCE, tokens - a)) == end)[:, 0] + a for a in range(0, tokens, AT_ONCE)]
-    stops = torch.cat([*ends, torch.tensor([tokens - 1])]).unique() + 1 if tokens else torch.empty(0, dtype=torch.int64)
+    last = torch.tensor([tokens - 1] * (tokens > 0), dtype=torch.int64)
+    stops = torch.tensor(sorted({*torch.cat([*ends, last]).tolist()}), dtype=torch.int64) + 1
     begins = torch.cat([torch.zeros(min(1, len(stops)), dtype=torch.int64), stops[:-1]])
     lengths = stops - begins - 1
     counts = (lengths + longest - 1) // longest

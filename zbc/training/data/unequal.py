@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.packing import Rows
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs
+from zbc.training.data.data import KINDS, Batches, Pairs, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 
 LOOKED_AT = 4096  # samples whose lengths say how many a step takes
@@ -74,7 +74,9 @@ class Dealer:
     def __init__(self, documents: Documents, shape: Shape, microbatches: int, seed: int, where: str) -> None:
         self.documents, self.shape, self.most = documents, shape, shape.most
         self._lengths: list[int] = documents.lengths.tolist()
-        self._order = Batches(documents, seed=seed, microbatches=shape.replicas, size=1, where=where)
+        self._order = Batches(
+            Padded(documents, shape.room), seed=seed, microbatches=shape.replicas, size=1, where=where
+        )
         some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(documents)))]
         self.samples = min(len(documents), samples_of_step(some, shape, microbatches))
         self.phases = Phases.even(self.samples)
@@ -105,6 +107,10 @@ class Dealer:
             found = self._known[step] = StepWork(samples, lengths, replicas)
         return found
 
+    def tokens(self, step: int) -> int:
+        """Those of all samples of a step."""
+        return sum(self.step(step).lengths)
+
     def count(self, step: int, replica: int) -> int:
         return len(self.step(step).replicas[replica])
 
@@ -127,14 +133,40 @@ class Dealer:
         return self.step(step).replicas[replica][mb]
 
 
-def gain(dealer: Dealer, steps: int) -> float:
-    """How many times as long steps take with equally many samples for each replica, by what samples cost."""
+class Gain(NamedTuple):
+    """What unequal counts gain in some steps."""
+
+    steps: int
+    samples: int  # of a step
+    fill: float  # share of the rooms of microbatches that is not padding
+    counts: tuple[int, int]  # fewest and most microbatches of a replica
+    gain: float  # how many times as long steps take with equally many samples for each replica
+
+
+def predicted(manifest: Manifest, steps: int = 20) -> Gain:
+    """Of the first steps of a plan, by what samples cost. Raises E117, E501 to E505, E530 to E532."""
+    planning, training = manifest.planning, manifest.training
+    data = spec.Data.model_validate(training["data"], strict=False)
+    model = spec.Model.model_validate(planning["model"], strict=False)
+    seed, shape = int(training["train"]["seed"]), shape_of(manifest)
+    if shape is None:
+        raise ValueError("replicas of this plan have equally many microbatches")
+    where = place(data, model)
+    dealer = Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where)
+    return gain_of(dealer, min(steps, int(training["train"]["steps"])))
+
+
+def gain_of(dealer: Dealer, steps: int) -> Gain:
     equal = unequal = 0.0
+    tokens, counts, shape = 0, list[int](), dealer.shape
     for step in range(steps):
-        work, shape = dealer.step(step), dealer.shape
+        work = dealer.step(step)
         equal += max(shape.time(one, work.lengths) for one in dealt_evenly(work.lengths, shape))
         unequal += max(shape.time(one, work.lengths) for one in work.replicas)
-    return equal / unequal if unequal else 1.0
+        tokens += sum(work.lengths)
+        counts += map(len, work.replicas)
+    fill = tokens / (sum(counts) * shape.tokens)
+    return Gain(steps, dealer.samples, fill, (min(counts), max(counts)), equal / unequal if unequal else 1.0)
 
 
 def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
@@ -175,10 +207,10 @@ class PackedBatches:
         like = next((one for row in rows for one in row), None)
         like = documents.pair(0)[which] if like is None else like
         found = like.new_full((shape.rows, shape.room, *like.shape[1:]), padding)
-        for place, row in zip(found, rows, strict=False):
+        for target, row in zip(found, rows, strict=False):
             if row:
                 joined = torch.cat(row)
-                place[: len(joined)] = joined
+                target[: len(joined)] = joined
         return found
 
 
