@@ -22,6 +22,7 @@ Row = tuple[int, ...]  # numbers of samples
 Microbatch = tuple[Row, ...]
 ROUNDS = 1000  # moves and swaps, at most
 SAME = 1e-12
+MARGIN = 0.015  # by which another division has to be faster than samples as they come: `Shape.time` is that exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,15 @@ class Shape:
         """Of a whole row with these samples."""
         return self.room + self.quadratic * sum(length * length for length in lengths)
 
+    def factor(self, microbatch: Microbatch, lengths: Sequence[int]) -> float:
+        """How many times as long a microbatch takes as its rows alone, without attention."""
+        return 1 + self.quadratic * sum(lengths[i] ** 2 for row in microbatch for i in row) / self.tokens
+
     def time(self, microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
-        """Of a replica: its microbatches one after the other, and the last of them through the pipeline."""
-        each = [sum(self.of_row([lengths[i] for i in row]) for row in mb) for mb in microbatches]
-        empty = self.room * sum(self.rows - len(mb) for mb in microbatches)
-        return sum(each) + empty + (self.ranks - 1) * max(each, default=0.0)
+        """Of a replica, about: its microbatches one after the other, the first of them forward through the other ranks
+        of the pipeline, and the last one backward, which takes twice as long."""
+        each = [self.factor(mb, lengths) for mb in microbatches]
+        return self.tokens * (sum(each) + (self.ranks - 1) * (each[0] + 2 * each[-1]) / 3)
 
 
 # ---- costs to ranks ------------------------------------------------------------------------------------------
@@ -171,14 +176,18 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list
 
 def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
     """The microbatches of each replica; None where they cannot be at most `shape.most`."""
-    samples = range(len(lengths))
+    as_they_come = _as_they_come(lengths, shape)
     ways = [
         [_packed(part, lengths, shape) for part in balanced([shape.cost(n) for n in lengths], shape.replicas)],
-        _by_rows(first_fit(lengths, samples, shape.room), lengths, shape),
-        _as_they_come(lengths, shape),
+        _by_rows(first_fit(lengths, range(len(lengths)), shape.room), lengths, shape),
+        as_they_come,
     ]
-    fits = [way for way in ways if max(map(len, way)) <= shape.most]
-    return min(fits, key=lambda way: max(shape.time(mbs, lengths) for mbs in way), default=None)
+
+    def time(way: Sequence[Sequence[Microbatch]]) -> float:
+        slowest = max(shape.time(mbs, lengths) for mbs in way)
+        return slowest * (1 - MARGIN) if way is as_they_come else slowest
+
+    return min((way for way in ways if max(map(len, way)) <= shape.most), key=time, default=None)
 
 
 def dealt_evenly(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
