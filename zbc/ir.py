@@ -309,7 +309,9 @@ class Program:
     ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
     tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
     order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
-    resident: int = 0  # stages whose gathered weights a rank has room for; 0: weights stay, GATHER renews them
+    resident: int = (
+        0  # stages whose gathered weights a rank has room for; 0: weights stay, a step begins by renewing them
+    )
     with_w: bool = False  # where weights are freed: W needs them, too
     vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
 

@@ -355,6 +355,7 @@ ROWS: dict[Kind, Row] = {
         _COLLECTIVE,
         reads=_refs("shard"),
         writes=_refs("weights"),
+        frees=_refs("shard"),
         cost="gather",
         look=_look("G", "gather of weights", "#d8cfe4", (188,)),
     ),
@@ -430,8 +431,10 @@ ROWS |= {
 }
 Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
 
-# Where weights come and go within a step, STEP updates this rank's share alone, which is there from the start.
+# Where weights come and go within a step, STEP updates this rank's share alone, which is there from the start and is
+# gathered as often as it takes.
 SHARDED_ROWS: Rows = ROWS | {
+    Kind.GATHER: ROWS[Kind.GATHER]._replace(frees=()),
     Kind.STEP: ROWS[Kind.STEP]._replace(
         reads=_refs("verdict shard"), writes=_refs("shard clean"), frees=_refs("shard")
     ),

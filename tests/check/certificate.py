@@ -63,6 +63,8 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         return True  # a rendezvous
     if op.kind.is_transfer and other.kind.is_transfer:
         return blocking and op.kind.is_send and other.kind.is_recv and reads(op) == reads(other)
+    if other.kind is Kind.GATHER:
+        return op.kind in FORWARD | BACKWARD | {Kind.STEP} and op.stage == other.stage
     same = op[2:] == other[2:]
     if other.kind.is_transfer:
         forward, *unit = reads(other)
@@ -92,8 +94,6 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         return other.kind.computes or other.kind.sums
     if op.kind is Kind.GATHER:
         return other.kind in (Kind.STEP, Kind.TENTATIVE) and op.stage == other.stage
-    if op.kind is Kind.STEP and other.kind is Kind.GATHER:
-        return op.stage == other.stage  # a second STEP needs the weights that were collected after the first
     return op.kind is Kind.STEP and other.kind is Kind.VALIDATE
 
 

@@ -11,7 +11,8 @@ nothing is imported from the compiler. A run is a success if
   started it, and none of them had another one still under way that it started before;
 - afterwards each microbatch (each slice of it) has been through all stages of exactly one pipe, forward, backward and
   weight gradients, and, if the program steps at all, each copy of each stage was stepped once, its gradients (and those
-  of a weight two stages share) summed over all copies before, its weights gathered after if it was stepped in parts.
+  of a weight two stages share) summed over all copies before, its weights gathered
+  before they are used if it is stepped in parts (behind its tentative step without a barrier).
 
 Otherwise it is *stuck* (every rank waits) or it has *failed* (an op cannot do what it says, or the step ends short).
 """
@@ -100,7 +101,9 @@ class Machine:
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo, self.device = blocking, redo, device
         self.words = program.vocabulary
-        self.ahead = any(op.kind.value in AHEAD for ops in program.ranks for op in ops)
+        kinds = {op.kind.value for ops in program.ranks for op in ops}
+        self.ahead = bool(kinds & AHEAD)
+        self.renews = "GATHER" in kinds and not self.ahead  # steps begin with weights that have to be gathered
         single = COMPUTE | MARK | WORDS | MEETINGS
         self.explicit = any(op.kind.value not in single for ops in program.ranks for op in ops)
 
@@ -146,7 +149,8 @@ class Machine:
         elif kind in SUMS:
             self.start(r, op)
         elif kind == "STEP":
-            self.step(r, op)
+            if not self.step(r, op):
+                return False
         elif kind in AHEAD:
             if not self.AHEAD[kind](self, r, op):
                 return False
@@ -184,6 +188,8 @@ class Machine:
         for op in pair:
             forward = op.kind.value == "F"
             key, source = self.key(r, op), op.stage + (-1 if forward else 1)
+            if not self.renewed(r, op):
+                return False
             require(forward or key in rank.outputs, f"{op} in a group has no F before it")
             if not 0 <= source < self.stages:
                 continue
@@ -204,8 +210,18 @@ class Machine:
         require(self.pipes[op.pipe][op.stage] == r % self.p, f"rank {r} has no weights for {op}")
         return (op.stage, op.mb, op.pipe, op.slice)
 
+    def renewed(self, r: int, op: Op) -> bool:
+        """Whether the weights of a stage that is stepped in parts are there; False while they are on their way."""
+        rank, gather = self.ranks[r], Op(Kind.GATHER, op.stage)
+        if not self.renews or not self.sharded or len(self.members(gather)) == 1:
+            return True
+        require(op.stage in rank.gathered, f"{op} needs weights that were not gathered")
+        return gather not in rank.queue
+
     def compute(self, r: int, op: Op) -> bool:
         rank, key = self.ranks[r], self.key(r, op)
+        if op.kind.value != "W" and not self.renewed(r, op):
+            return False
         require(not rank.validated, f"{op} comes after the step was judged")
         require(op.stage not in rank.tentative, f"{op} comes after its weights were stepped")
         kind = op.kind.value
@@ -345,8 +361,8 @@ class Machine:
             return
         require(r in self.members(op), f"rank {r} has no part in {op}")
         if kind == "GATHER":
-            stepped = rank.tentative if self.ahead else rank.stepped
-            require(self.sharded and op.stage in stepped, f"{op} has nothing to gather")
+            there = op.stage in rank.tentative if self.ahead else op.stage not in rank.stepped
+            require(self.sharded and there, f"{op} has nothing to gather")
             require(op.stage not in rank.gathered, f"{op} again")
             rank.gathered.add(op.stage)
         else:
@@ -410,12 +426,15 @@ class Machine:
         require(0 <= stage < self.stages, f"there is no stage {stage}")
         return {pipe[stage] for pipe in self.pipes}
 
-    def step(self, r: int, op: Op) -> None:
+    def step(self, r: int, op: Op) -> bool:
         rank = self.ranks[r]
         require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
         require(rank.validated, f"{op} comes before the step was judged")
         require(op.stage not in rank.stepped, f"{op} again")
+        if not self.renewed(r, op):
+            return False
         rank.stepped.add(op.stage)
+        return True
 
     # ---- a step without a barrier ----
 

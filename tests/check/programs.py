@@ -124,7 +124,7 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
 
 
 def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
-    """Sums somewhere behind what they close, mostly in one order on all ranks; VALIDATE; STEP, GATHER."""
+    """Sums somewhere behind what they close, mostly in one order on all ranks; VALIDATE, STEP. GATHER comes first."""
     place, spread = program.placement, rng.choice([0, 2, 100])
     sums = [Op(Kind.REDUCE, stage) for stage in range(place.stages)] + [Op(Kind.TIE, 0)] * program.tied
     sums = rng.sample([op for op in sums if program.shared(op)], sum(map(program.shared, sums)))
@@ -142,12 +142,9 @@ def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
             floor += 1
         mine = list(place.stages_of(rank))
         steps = [Op(Kind.STEP, stage) for stage in rng.sample(mine, len(mine))]
-        if program.sharded:
-            gathers = [op for stage in mine if program.shared(op := Op(Kind.GATHER, stage))]
-            for op in rng.sample(gathers, len(gathers)) if disorder else gathers:
-                floor = max(steps.index(other) for other in steps if other.kind is Kind.GATHER or other[1] == op.stage)
-                steps.insert(rng.randint(floor + 1, len(steps)), op)
-        closed.append([*listed, Op(Kind.VALIDATE, 0), *steps])
+        gathers = [op for stage in mine if program.sharded and program.shared(op := Op(Kind.GATHER, stage))]
+        gathers = rng.sample(gathers, len(gathers)) if disorder else gathers
+        closed.append([*gathers, *listed, Op(Kind.VALIDATE, 0), *steps])
     return closed
 
 

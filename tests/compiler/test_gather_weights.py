@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.fuse_backward import FuseBackward
-from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.reduce_grads import ReduceGrads
@@ -30,7 +30,7 @@ ONE_PIPE = sorted(
 )
 
 
-def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=False):
+def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=False, only=None):
     """A schedule lowered with gathers of `gather`, where a rank's share of F, B and W takes one unit of time."""
     program = replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=2, sharded=True)
     stages, chunks = program.placement.stages, program.placement.stages / p
@@ -40,9 +40,14 @@ def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=Fal
     )
     context = Context(program, costs)
     last = [ReduceGrads(), OptimizerStep()] if closed else []
-    for one in (InsertComm(), FuseBackward(), GatherWeights(resident, with_w), *last):
+    for one in (InsertComm(), FuseBackward(), only or GatherWeights(resident, with_w), *last):
         context = context.then(one.run(context.program, context))
     return context
+
+
+def renewed(schedule, p, m, v, gather=0.0):
+    """The same where the optimizer alone is shared out."""
+    return gathered(schedule, p, m, v, None, gather, only=RenewWeights())
 
 
 def counts(program, kind=Kind.GATHER):
@@ -56,6 +61,38 @@ def test_gathers_and_times_are_those_of_the_reference(row):
     assert counts(context.program) == row["gathers_per_rank"]
     for gather, makespan in row.get("makespan_with_gather_of", {}).items():
         assert gathered(*shape, float(gather), closed=False).timeline.makespan == pytest.approx(makespan, abs=1e-5)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["resident"] == row["v"]], ids=str)
+def test_where_the_optimizer_alone_is_shared_out_a_step_takes_as_long_as_with_room_for_all_weights(row):
+    shape = row["schedule"], row["p"], row["m"], row["v"]
+    for gather, makespan in row.get("makespan_with_gather_of", {"0.25": None, "2.0": None}).items():
+        context = renewed(*shape, float(gather))
+        check_all(context.program)
+        assert counts(context.program) == [row["v"]] * row["p"] and not any(counts(context.program, Kind.FREE))
+        whole = gathered(*shape, row["v"], float(gather)).timeline.makespan
+        assert context.timeline.makespan == pytest.approx(whole if makespan is None else makespan, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe", "bitpipe"])
+def test_ranks_of_two_pipes_gather_in_one_order(name):
+    for p, m in ((2, 4), (4, 8)):
+        check_all(renewed(name, p, m, SCHEDULES[name].default_chunks, 0.3).program)
+
+
+def late(ops):
+    ops.insert(4, ops.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"), [(late, "E206"), (lambda ops: ops.pop(0), "E202"), (lambda ops: ops.insert(1, ops[0]), "E202")]
+)
+def test_weights_that_are_not_renewed_before_their_use_are_found(change, code):
+    program = renewed("zb-v", 2, 4, 2).program
+    ops = list(program.ranks[0])
+    change(ops)
+    with pytest.raises(ZbcError, match=code):
+        check_all(program.with_ranks([ops, program.ranks[1]], by="broken"))
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 5])

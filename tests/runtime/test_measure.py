@@ -193,6 +193,33 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
             assert stage.gathered == pytest.approx(most(Kind.GATHER))
 
 
+SHARES = {
+    "optimizer": ({"shard": "optimizer"}, {}),
+    "one stage": ({"shard": "weights"}, {"resident": 1}),
+    "two stages": ({"shard": "weights"}, {"resident": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], ("breadth-first",)))
+@pytest.mark.parametrize("shares", SHARES)
+def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, shares, kind, dtype):
+    """The peak of all memory, with many layers, so that what is dealt is even."""
+    parallel, memory = SHARES[shares]
+    chunks = {} if kind == "zb-v" else {"chunks": 3}
+    model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
+    changes = {"model": model, "layers": 22, "pp": 2, "m": 4, "memory": memory}
+    asked = job(kind=kind, schedule=chunks, data={"kind": "synthetic"}, parallel={"dp": 2, **parallel}, **changes)
+    compiled = compile_job(asked)
+    compiled.write(tmp_path / "plan")
+    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
+    run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+        held = [scales[one].held.peak for one in plan.manifest.topology.ranks([rank])]
+        nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))  # what is summed is on one copy's thread
+        assert predicted.bytes == pytest.approx(nearest, rel=0.03)
+
+
 @pytest.mark.parametrize("m", few([1, 2], (1,)))
 @pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ("bfloat16",)))
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

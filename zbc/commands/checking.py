@@ -171,6 +171,7 @@ def check_plan(target: Path) -> Checked:
     from zbc.compiler import recall
     from zbc.compiler.check import check_all, survival
     from zbc.compiler.check.forward import check_forward
+    from zbc.compiler.check.orders import order_problems
     from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
@@ -209,6 +210,8 @@ def check_plan(target: Path) -> Checked:
     graph = build(program)
     survives = survival(graph)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
+    if manifest.balance is not None:
+        raise_all([*order_problems([program, *(one.program for one in below)])])
     files = 1 + manifest.ranks + sum(one.files for one in below)
     for one in below:
         survives &= one.survives

@@ -22,12 +22,14 @@ from zbc.commands.options import (
     Verbose,
     again,
 )
+from zbc.errors import ZbcError
 from zbc.text import short
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
     from zbc.compiler.whatif.others import Others
     from zbc.job.spec import Job
+    from zbc.plan.directory import Manifest
 
 
 def plan(
@@ -69,7 +71,9 @@ def plan(
     manifest = compiled.write(output)
     if json:
         starts = [{"steps": start.steps, **start.compiled.report.as_json()} for start in compiled.ramp]
-        ramp = {"ramp": starts} if starts else {}
+        ramp: dict[str, Any] = {"ramp": starts} if starts else {}
+        if loaded.balances:
+            ramp = {"counts": [start.compiled.report.as_json() for start in compiled.ramp], "balance": _gain(manifest)}
         factor = speedup(beside.baseline, compiled.settled_ms)
         report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": _faster(beside)}
         weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
@@ -84,10 +88,25 @@ def plan(
         if loaded.weighed:
             show(*of_world(loaded.weighed))
         show(*summary.of_plan(compiled, beside, words, quicker, verbose=verbose))
+        if loaded.balances:
+            show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
         show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more))
+
+
+def _gain(manifest: Manifest) -> dict[str, Any]:
+    """What unequal counts gain over equal ones in the first steps, by the lengths of the samples; {} where the data
+    cannot be read here."""
+    from zbc.training.data.unequal import predicted
+
+    try:
+        return predicted(manifest)._asdict()
+    except ZbcError as error:
+        if error.code in ("E117", "E504"):
+            raise
+        return {}
 
 
 def _faster(beside: Others) -> dict[str, Any] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
 from zbc.host.cores import cores
@@ -73,7 +73,7 @@ def of_plan(
     if verbose:
         yield labelled("stages", *_cut_note(report))
         yield indented(_stages(compiled))
-    if compiled.ramp:
+    if compiled.ramp and not compiled.job.balances:
         yield labelled("ramp", *_ramp(compiled))
 
 
@@ -219,6 +219,21 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     over = f" over {program.dp} replicas" if program.dp > 1 else ""
     text = f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
     yield from wrap(text.split(" "), _LONG, between=" ")
+
+
+def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
+    """What unequal numbers of microbatches gain, and what a step takes with the fewest and the most."""
+    made = sorted([compiled, *(start.compiled for start in compiled.ramp)], key=lambda one: one.program.microbatches)
+    few, most = ((one.program.microbatches, short(one.report.makespan_ms)) for one in (made[0], made[-1]))
+    room = compiled.job.schedule.microbatch_size * (compiled.job.model.seq_len or 0)
+    if gain:
+        low, high = gain["counts"]
+        yield f"{gain['gain']:.2f}x as fast as equal counts, by the samples of {gain['steps']} steps: {gain['samples']}"
+        padding = percent(1 - gain["fill"])
+        yield f"in a step, {low} to {high} microbatches of {room} tokens for a replica, {padding} padding"
+    else:
+        yield f"microbatches of {room} tokens; what it gains is not known: the data cannot be read here"
+    yield f"plans for {few[0]} (makespan {few[1]} ms) to {most[0]} microbatches ({most[1]} ms)"
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:

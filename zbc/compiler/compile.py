@@ -16,13 +16,16 @@ from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.memory import EASIER, check_host, check_memory
+from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.deciding import decided
+from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
+from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
@@ -34,6 +37,7 @@ from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec, toml, world
 from zbc.job.cuts import cuts_of
+from zbc.job.flops import attention_cost
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
@@ -112,6 +116,7 @@ class Compiled:
             ramp=parts,
             cuts=cuts_of(self.job),
             words=self.job.words,
+            balance=_unequal(self.job),
         )
         return manifest, {**files, **below}
 
@@ -241,6 +246,7 @@ def _finished(document: toml.Document, measured: Measured) -> Job:
     draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
+    _set_rows(draft)
     draft.problems += _pretrained(draft)
     return draft.finish()
 
@@ -268,6 +274,15 @@ def _set_limit(draft: Draft) -> list[ZbcError]:
         where = draft.document.where(("schedule", "memory_limit"))
         return [ZbcError("E110", text, where=where, hint='drop it, or use kind = "zb-auto"')]
     return []
+
+
+def _set_rows(draft: Draft) -> None:
+    """Give a job the rows of a microbatch that schedule.tokens_per_microbatch says."""
+    planned, model = draft.sections.get("schedule"), draft.sections.get("model")
+    if planned is None or model is None or planned.tokens_per_microbatch is None or not model.seq_len:
+        return
+    rows = max(1, planned.tokens_per_microbatch // model.seq_len)
+    draft.sections["schedule"] = planned.model_copy(update={"microbatch_size": rows})
 
 
 def _schedule_problems(draft: Draft) -> list[ZbcError]:
@@ -306,28 +321,65 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
             raise _with_alternatives(error, compiled, budget) from None
         raise
     check_host(job, compiled.program, compiled.costs)
+    if job.balances:
+        return _with_counts(compiled, budget)
     return replace(compiled, ramp=tuple(_starts(compiled, budget)))
+
+
+def _with_counts(compiled: Compiled, budget: float | None) -> Compiled:
+    """The same with plans for all other numbers of microbatches that a replica may get in a step, with sums of
+    gradients in the order of the largest. Raises E209 where gathers of weights still stand in several orders."""
+    own, most = compiled.program.microbatches, compiled.job.most_microbatches
+    found = {own: compiled}
+    for count in range(most, 0, -1):
+        if count != own:
+            found[count] = _compile(_with_count(compiled, count), budget)
+            _same_stages(found[count], compiled, count, ("data", "balance"))
+    check_memory(compiled.job, found[most].memory, found[most].costs)
+    plans = {count: _summed_as(one, found[most].program) for count, one in sorted(found.items())}
+    raise_found(order_problems([one.program for one in plans.values()]))
+    return replace(plans.pop(own), ramp=tuple(RampStart(one, 0) for one in plans.values()))
+
+
+def _summed_as(compiled: Compiled, other: Program) -> Compiled:
+    program = reduced_as(compiled.program, other)
+    if program is not compiled.program:
+        check_graph(build(program))
+    return replace(compiled, program=program)
 
 
 def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
     """The plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
+    job, where = compiled.job, ("schedule", "ramp")
+    for phase in job.schedule.ramp:
+        found = compile_job(_with_count(compiled, phase.microbatches), suggest=False, budget=budget)
+        _same_stages(found, compiled, phase.microbatches, where)
+        yield RampStart(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
+
+
+def _with_count(compiled: Compiled, count: int) -> Job:
+    """The job of a plan with its schedule and its stages, for another number of microbatches."""
     job = compiled.job
-    chosen: dict[str, object] = {"ramp": [], "chunks": compiled.program.placement.chunks}
+    chosen: dict[str, object] = {"ramp": [], "chunks": compiled.program.placement.chunks, "microbatches": count}
     if job.schedule.plugin is None:
         chosen["kind"] = compiled.schedule
+    if job.balances:
+        chosen["max_microbatches"] = job.most_microbatches
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-    partition = job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None})
-    memory = as_ordered(job, compiled.found).memory
-    parallel = job.parallel.model_copy(update={"node": compiled.costs.node})
-    for phase in job.schedule.ramp:
-        changed = job.schedule.model_copy(update={**chosen, "microbatches": phase.microbatches})
-        small = replace(job, schedule=changed, partition=partition, parallel=parallel, memory=memory)
-        found = compile_job(small, suggest=False, budget=budget)
-        if found.program.placement != compiled.program.placement or found.layers != compiled.layers:
-            text = f"schedule: with {phase.microbatches} microbatches stages are on other ranks or have other layers"
-            hint = "a ramp needs a schedule whose stages do not depend on the number of microbatches"
-            raise ZbcError("E123", text, where=job.where("schedule", "ramp"), hint=hint)
-        yield RampStart(found, phase.length(job.schedule.microbatch_size * job.parallel.dp))
+    return replace(
+        job,
+        schedule=job.schedule.model_copy(update=chosen),
+        partition=job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None}),
+        parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
+        memory=as_ordered(job, compiled.found).memory,
+    )
+
+
+def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str, str]) -> None:
+    if found.program.placement != whole.program.placement or found.layers != whole.layers:
+        text = f"schedule: with {count} microbatches stages are on other ranks or have other layers"
+        hint = f"{'.'.join(where)} needs a schedule whose stages do not depend on the number of microbatches"
+        raise ZbcError("E123", text, where=whole.job.where(*where), hint=hint)
 
 
 def _compile(job: Job, budget: float | None) -> Compiled:
@@ -444,6 +496,13 @@ def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:
             break
         amount = at_least(most * 1.01)
     return f"{head}{key}{amount}"
+
+
+def _unequal(job: Job) -> plans.Unequal | None:
+    """How samples are dealt to replicas that get unequal numbers of microbatches."""
+    if not job.balances or job.model.seq_len is None:
+        return None
+    return plans.Unequal(room=job.model.seq_len, most=job.most_microbatches, quadratic=attention_cost(job.model))
 
 
 def _boundary(job: Job) -> plans.Boundary | None:

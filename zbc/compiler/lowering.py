@@ -6,10 +6,10 @@ The order matters:
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
 3. offload needs the times that both leave, and a fused backward frees at once what a split one keeps for its W.
-4. gather-weights, where weights are shared out, needs every op that reads weights; sums go behind its gathers, for
-   which ops wait.
-4. reduce-grads needs all compute and transfers in place.
-5. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+4. gather-weights, where weights or the optimizer are shared out, needs every op that reads weights; sums go behind its
+   gathers, for which ops wait.
+5. reduce-grads needs all compute and transfers in place.
+6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from zbc.compiler.passes.fuse_backward import FuseBackward
-from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.optimizer_step import OptimizerStep
@@ -63,9 +63,9 @@ class Lowering:
         given = None if isinstance(job.memory.resident, str) else job.memory.resident
         return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))
 
-    def passes(self) -> list[Pass]:
-        """Every pass, in order."""
-        return [*self._first(), *self._last()]
+    def passes(self, *, sharded: bool = False) -> list[Pass]:
+        """Every pass, in order; `sharded`: of a program whose weights or optimizer are shared out."""
+        return [*self._first(), *self._last(sharded=sharded)]
 
     def lower(self, context: Context) -> Context:
         """Run every pass in order: a complete plan from a compute-only schedule."""
@@ -78,22 +78,24 @@ class Lowering:
 
     def finish(self, context: Context) -> Context:
         """The passes after `begin`."""
-        return _through(self._last(), context)
+        return _through(self._last(sharded=context.program.sharded), context)
 
     def states(self, context: Context) -> Iterator[tuple[str, Program]]:
         """The program as the schedule made it and as each pass left it, with what made it."""
         yield context.program.history[0], context.program
-        for one in self.passes():
+        for one in self.passes(sharded=context.program.sharded):
             context = _through([one], context)
             yield one.name, context.program
 
     def _first(self) -> list[Pass]:
         return [*([] if self.weave is None else [self.weave]), *_FIRST]
 
-    def _last(self) -> list[Pass]:
+    def _last(self, *, sharded: bool) -> list[Pass]:
         moved = [] if self.offload is None else [self.offload]
-        gather = [] if self.gather is None else [self.gather]
-        return [*moved, *gather, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
+        if self.sync == "post-validate":
+            return [*moved, ReduceGrads(), PostValidate()]
+        gather = [self.gather or RenewWeights()] if sharded else []
+        return [*moved, *gather, ReduceGrads(), OptimizerStep()]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

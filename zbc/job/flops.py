@@ -14,9 +14,23 @@ def training_flops(model: Model) -> float | None:
     """
     if not model.builtin or not model.hidden or not model.vocab or not model.seq_len:
         return None
-    h, s, q = model.hidden, model.seq_len, (model.heads or 1) * model.head_width
+    s = model.seq_len
+    weights, attention = _per_token(model)
+    return 6.0 * s * (weights + s * attention)
+
+
+def attention_cost(model: Model) -> float:
+    """Operations of a token for each token of its sequence, over those that it takes by itself; 0 for a factory."""
+    if not model.builtin or not model.hidden or not model.vocab:
+        return 0.0
+    weights, attention = _per_token(model)
+    return attention / weights
+
+
+def _per_token(model: Model) -> tuple[int, int]:
+    """Weights of all matrices that a token is multiplied with, and features of queries over all layers."""
+    h, q = model.hidden or 0, (model.heads or 1) * model.head_width
     each = (3 if model.family == "llama" else 2) * h
     mlp = model.met * each * model.expert_width + h * model.experts if model.experts else each * model.mlp_width
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
-    weights = model.layers * matrices + h * model.vocab
-    return 6.0 * s * (weights + model.layers * s * q)
+    return model.layers * matrices + h * (model.vocab or 0), model.layers * q

@@ -31,7 +31,7 @@ from zbc.job.world import Weighed
 from zbc.text import GIB
 
 _SINCE = {  # keys that a plan names only where they are set: without them it is what it was before there were any
-    "schedule": ("slices", "cuts"),
+    "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
     "parallel": ("vocabulary", "vocabulary_sums"),
     "costs": ("s", "t", "i", "e"),
 }
@@ -74,6 +74,17 @@ class Job:
     def shard(self) -> str:
         """What replicas of a stage share out: "none", "optimizer" or "weights"; optimizer.zero1 is the second."""
         return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard
+
+    @property
+    def balances(self) -> bool:
+        """Whether replicas get unequal numbers of microbatches."""
+        return self.data.balance == "length"
+
+    @property
+    def most_microbatches(self) -> int:
+        """Of a replica in a step."""
+        planned = self.schedule
+        return (planned.max_microbatches or 2 * planned.microbatches) if self.balances else planned.microbatches
 
     @property
     def objective(self) -> str:
@@ -157,6 +168,8 @@ class Job:
         """The sections the runtime reads, as plain data."""
         names = [name for name in SECTIONS if name not in PLANNING]
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
+        if not self.balances:
+            del data["data"]["balance"]
         return {**data, "pretrained": self.model.pretrained}
 
 

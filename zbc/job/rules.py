@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zbc.errors import ZbcError
-from zbc.job import cuts, extent, learning_rate, model_section, ramp, toml
+from zbc.job import balance, cuts, extent, learning_rate, model_section, ramp, toml
 from zbc.job import unread as idle
 from zbc.job.job import Draft
 from zbc.job.model_section import Model
@@ -472,6 +472,7 @@ RULES = (
     _reserve_rule,
     _evaluation_rules,
     _sharding_rules,
+    balance.problems,
     _idle_rules,
     _writing_rules,
 )

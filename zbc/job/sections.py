@@ -69,6 +69,12 @@ class Schedule(Section):
         None, description="samples per step, instead of microbatches; needed with parallel.world"
     )
     microbatch_size: Count = Field(1, description="sequences (samples) per microbatch")
+    tokens_per_microbatch: Count | None = Field(
+        None, description="data.balance: room of a microbatch, in rows of model.seq_len; instead of microbatch_size"
+    )
+    max_microbatches: Count | None = Field(
+        None, description="data.balance: the most that one replica gets in a step; default twice microbatches"
+    )
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
     group: Count | None = Field(
@@ -304,6 +310,10 @@ class Data(Section):
     )
     validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+    balance: Literal["none", "length"] = Field(
+        "none",
+        description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long",
+    )
 
 
 class Checkpoint(Section):

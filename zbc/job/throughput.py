@@ -28,18 +28,24 @@ class Throughput(NamedTuple):
 NOTHING_KNOWN = Throughput()
 
 
-def throughput(model: Model, samples: int, ms: float, world: int, peak_tflops: float | None) -> Throughput:
+def throughput(
+    model: Model, samples: int, ms: float, world: int, peak_tflops: float | None, tokens: int | None = None
+) -> Throughput:
     """Of steps that train on `samples` sequences in `ms`, on `world` ranks.
 
     No tokens without model.seq_len, no MFU without `peak_tflops` or of layers whose operations nobody has counted.
+    `tokens`: of sequences of unequal length, of which no MFU is known.
     """
     if not ms > 0 or not math.isfinite(ms):
         return Throughput()
     rate = 1e3 * samples / ms
-    tokens = None if model.seq_len is None else rate * model.seq_len
+    if tokens is not None:
+        each = 1e3 * tokens / ms
+        return Throughput(rate, each, each / world)
+    every = None if model.seq_len is None else rate * model.seq_len
     flops = training_flops(model)
     mfu = None if flops is None or not peak_tflops else flops * rate / (world * peak_tflops * 1e12)
-    return Throughput(rate, tokens, None if tokens is None else tokens / world, mfu)
+    return Throughput(rate, every, None if every is None else every / world, mfu)
 
 
 def idle_rate(busy: Sequence[float], whole: float) -> float:

@@ -33,6 +33,7 @@ from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
 from zbc.plan.manifest import RampPlan as RampPlan
 from zbc.plan.manifest import RankPlan as RankPlan
+from zbc.plan.manifest import Unequal as Unequal
 from zbc.plan.manifest import Words as Words
 from zbc.plan.manifest import rank_file as rank_file
 from zbc.plan.manifest import sha
@@ -119,6 +120,7 @@ def assemble(
     ramp: Sequence[RampPlan] = (),
     cuts: Sequence[int] = (),
     words: Sequence[int] = (),
+    balance: Unequal | None = None,
 ) -> tuple[Manifest, dict[str, str]]:
     """The manifest of a program and the text of every rank file; `words` is where the rows of each rank begin in a
     vocabulary that all share, and its end."""
@@ -161,6 +163,7 @@ def assemble(
         order=list(program.order),
         ramp=list(ramp),
         cuts=list(cuts),
+        balance=balance,
         vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
     return manifest, files

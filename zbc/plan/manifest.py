@@ -16,7 +16,7 @@ from zbc.topology import Topology
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
-OPTIONAL = frozenset({"cuts", "vocabulary"})  # fields that stand in a manifest only where they say something
+OPTIONAL = frozenset({"balance", "cuts", "vocabulary"})  # fields that stand in a manifest only where they say something
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -35,11 +35,12 @@ class Boundary(_Strict):
 
 
 class RampPlan(_Strict):
-    """The first steps of a training, or the next ones, run another plan: with fewer microbatches."""
+    """The first steps of a training, or the next ones, run another plan: with fewer microbatches. Where replicas get
+    unequal numbers of them, each step has the plans that it needs."""
 
     folder: Name  # of that plan, inside of this one
     microbatches: Count
-    steps: Count
+    steps: Index  # 0: chosen in each step
     sha256: str  # of its manifest
 
 
@@ -48,6 +49,14 @@ class Words(_Strict):
 
     sums: Annotated[int, Field(ge=1, le=2)]  # per unit, in its middle
     rows: list[Index]
+
+
+class Unequal(_Strict):
+    """Samples of unequal length are dealt to replicas, which have plans for other numbers of microbatches in `ramp`."""
+
+    room: Count  # tokens of a row of a microbatch
+    most: Count  # microbatches of a replica in a step
+    quadratic: float  # cost of a token that sees another one, over that of a token by itself
 
 
 class Manifest(_Strict):
@@ -80,6 +89,7 @@ class Manifest(_Strict):
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
+    balance: Unequal | None = None  # absent where all replicas have equally many microbatches
     vocabulary: Words | None = None  # absent where the first and the last stage have it
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
     order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered

@@ -31,7 +31,9 @@ class Phases:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Phases:
-        """That of a plan: its ramp, then its own batches."""
+        """That of a plan: its ramp, then its own batches; of samples of unequal length, as if rows were samples."""
+        if manifest.balance is not None:
+            return cls.even(manifest.microbatches * manifest.topology.dp * manifest.microbatch_size)
         per = manifest.topology.dp * manifest.microbatch_size
         parts = [(part.microbatches * per, part.steps) for part in manifest.ramp]
         return cls.made([*parts, (manifest.microbatches * per, 0)])

@@ -13,6 +13,7 @@ from zbc.ir import Key, Kind, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
+from zbc.runtime.packing import packed
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.reading import read
 from zbc.runtime.slicing import Part
@@ -61,8 +62,9 @@ def forward(worker: Worker, op: Op) -> None:
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = y.item() if worker.on_host else y.detach().clone()
+        loss = loss if worker.work is None else loss * worker.weight(number)
         worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
-        kept[key] = inp, tape, run.share(y), slot
+        kept[key] = inp, tape, worker.loss_share(y, number), slot
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y.detach()
@@ -102,7 +104,9 @@ def handed(worker: Worker, key: Key) -> Tensor:
 def _ending(worker: Worker, number: int, part: Part | None) -> Callable[[Tensor], Tensor]:
     """What makes the loss of the last stage's output."""
     target, share = read(worker, worker.batches, "targets", number, part)
-    if part is None:
+    if worker.work is not None and not worker.weight(number):
+        share = 0.0
+    elif part is None:
         return functools.partial(stage_loss, worker.loss, target)
     return functools.partial(slice_loss, worker.loss, target, share)
 
@@ -338,6 +342,17 @@ def gather(worker: Worker, op: Op) -> None:
 def free(worker: Worker, op: Op) -> None:
     """FREE: give back the room of a stage's weights."""
     worker.sharded(op).free()
+
+
+def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    """An op of a microbatch whose rows hold several samples."""
+
+    def run(worker: Worker, op: Op) -> None:
+        assert worker.work is not None
+        with packed(worker.work.rows(worker.step, worker.number(op.mb))):
+            handler(worker, op)
+
+    return run
 
 
 def overlap(worker: Worker, op: Op) -> None:

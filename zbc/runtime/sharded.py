@@ -5,7 +5,7 @@ are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps 
 
     REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
     STEP     and updates them, in place: a piece is a view of the working weights
-    GATHER   all ranks collect all pieces (an all-gather)
+    GATHER   all ranks collect all pieces (an all-gather), before the next step uses them
 
 Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
 it is to be, and gathered once more.
@@ -92,7 +92,7 @@ class Sharded:
         frees: bool = False,
     ) -> None:
         self.parameters = parameters
-        self._casts, self._frees = tuple(casts), frees
+        self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
@@ -161,7 +161,7 @@ class Sharded:
         return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
     def incomplete(self) -> list[Held]:
-        if self._frees:  # the next step gathers them
+        if not self._ahead:  # the next step gathers them
             return []
         return [Held(name, 0, tuple(p.shape), p) for name, p in self._trained.items()]
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.packing import each_alone, places, rows_now
 from zbc.runtime.words import IGNORED
 
 
@@ -182,7 +183,11 @@ def share_of(target: Tensor, part: Part) -> float:
 
 
 def positions(x: Tensor) -> Tensor:
-    """The places of the tokens of `x` (batch, tokens, ..) in their sequence: (tokens,) int64, on its device."""
+    """The places of the tokens of `x` (batch, tokens, ..) in their sequence: (tokens,) int64, on its device; where rows
+    hold several samples, (batch, tokens)."""
+    rows = rows_now()
+    if rows is not None:
+        return places(rows, x.shape[1], x.device)
     start = first_row()
     return torch.arange(start, start + x.shape[1], device=x.device)
 
@@ -190,9 +195,12 @@ def positions(x: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
 
-    In a slice of a microbatch its tokens attend to those of the slices before, too. Outside of one it is torch's
-    scaled_dot_product_attention.
+    In a slice of a microbatch its tokens attend to those of the slices before, too; where rows hold several samples,
+    to those of their own. Else it is torch's scaled_dot_product_attention.
     """
+    rows = rows_now()
+    if rows is not None:
+        return each_alone(_causal, q, k, v, rows)
     inside = now()
     grouped = k.shape[-3] < q.shape[-3]
     past = None if inside is None else inside.past()

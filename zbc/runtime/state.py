@@ -30,6 +30,7 @@ from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
 from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.packing import Rows
 from zbc.runtime.parcels import Parcel, Pool
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
@@ -84,6 +85,18 @@ class BatchSource(Protocol):
     def inputs(self, step: int, mb: int) -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
     def close(self) -> None: ...
+
+
+class UnequalWork(Protocol):
+    """What each replica gets of a step, where samples are of unequal length; microbatches are numbered over all
+    replicas, `most` of them for each."""
+
+    most: int
+
+    def count(self, step: int, replica: int) -> int: ...
+    def weight(self, step: int, number: int) -> float: ...  # in the mean over all tokens of the step
+    def rows(self, step: int, number: int) -> Rows: ...
+    def follow(self, phases: Phases) -> None: ...
 
 
 @dataclass
@@ -162,6 +175,7 @@ class Worker:
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
+    work: UnequalWork | None = None  # of unequal work
 
     step: int = 0
     stop: bool = False
@@ -197,7 +211,8 @@ class Worker:
         self.on_host = self.device.type == "cpu"
         self.routes: dict[Op, Route] = {}
         for run in self.phase_runs:
-            run.first = self.replica * run.plan.manifest.microbatches
+            most = run.plan.manifest.microbatches if self.work is None else self.work.most
+            run.first = self.replica * most
             self.prepare(run.plan.ops)
 
     @property
@@ -218,13 +233,25 @@ class Worker:
 
     def run_of(self, step: int) -> PhaseRun:
         """What runs a step."""
+        if self.work is not None:
+            count = self.work.count(step, self.replica)
+            return next(run for run in self.phase_runs if run.plan.manifest.microbatches == count)
         return self.phase_runs[self.phases.index(step)]
 
     def resume(self, step: int, position: int) -> None:
         """Go on with a training whose steps before `step` took `position` samples."""
         self.phases = self.phases.resumed(step, position)
-        if self.batches is not None:
-            self.batches.follow(self.phases)
+        for one in (self.batches, self.work):
+            if one is not None:
+                one.follow(self.phases)
+
+    def loss_share(self, loss: Tensor, number: int) -> Tensor:
+        """The gradient of a step's loss by that of a microbatch."""
+        return self.phase_run.share(loss) if self.work is None else loss.new_tensor(self.weight(number))
+
+    def weight(self, number: int) -> float:
+        """What a microbatch counts in the loss of its step, which is the sum of all; 1 where that is their mean."""
+        return 1.0 if self.work is None else self.work.weight(self.step, number)
 
     @functools.cached_property
     def pool(self) -> Pool:
@@ -325,13 +352,19 @@ class Worker:
     @property
     def frees(self) -> list[Sharded]:
         """The stages whose weights are here only when ops need them, ascending."""
-        if not self.plan.manifest.resident:
+        return self.gathers if self.plan.manifest.resident else []
+
+    @property
+    def gathers(self) -> list[Sharded]:
+        """The stages whose weights a step gathers before ops use them, ascending: between steps they are not here, or
+        those of before the last one."""
+        if self.ahead is not None:
             return []
         return [one for _, one in sorted(self.optimizers.items()) if isinstance(one, Sharded)]
 
     def gather_all(self) -> None:
         """Have the weights of all stages here, between steps; all ranks do so together."""
-        for one in self.frees:
+        for one in self.gathers:
             one.start_gather(self.transport)
             self.gathering.append(one)
             self.finish_gathers()

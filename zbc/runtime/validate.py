@@ -88,6 +88,7 @@ class VectorLayout:
     microbatches: int  # of all replicas
     ranks: int  # of all replicas
     sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
+    weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
@@ -138,7 +139,7 @@ class VectorLayout:
             loss += value
         norm = math.sqrt(math.fsum(values[:count]))
         return Verdict(
-            loss=loss / self.microbatches,
+            loss=loss if self.weighted else loss / self.microbatches,
             grad_norm=norm,
             stop=values[flag] > 0,
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),

@@ -33,6 +33,7 @@ from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
+from zbc.training.data.unequal import Dealer
 from zbc.training.evaluate import due, evaluate
 from zbc.training.filling import install
 from zbc.training.launch.board import Board, Connect
@@ -131,6 +132,9 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
 
 def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watchdog, options: RunOptions) -> str | None:
     steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
+    if options.trace and manifest.balance is not None:
+        text = "run: --trace records one plan for all replicas of a step, and data.balance has several"
+        raise ZbcError("E118", text, hint='leave out --trace, or set data.balance = "none"')
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()
@@ -161,7 +165,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         first = _load(worker, board, context, start, watchdog)
         resumed = None if start.checkpoint is None else str(start.checkpoint)
         phases, launch = worker.phases, options.launch
-        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed)
+        tokens = worker.work.tokens if isinstance(worker.work, Dealer) else None
+        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed, tokens)
         with RunRecord(manifest, settings, options.out, go_on=start.run) if context.rank == 0 else nullcontext() as log:
             tracer = None
             if options.trace:
@@ -296,6 +301,7 @@ def train_steps(
     `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
     """
     stopped = None
+    agree_on_samples(worker)
     for step in steps:
         result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
@@ -315,6 +321,18 @@ def train_steps(
     show(finish(worker))
     checkpoints.wait()
     return stopped
+
+
+def agree_on_samples(worker: Worker) -> None:
+    """Raise E117 where ranks that deal samples to replicas do not know the same lengths."""
+    if not isinstance(worker.work, Dealer):
+        return
+    own = torch.tensor([float(worker.work.digest)], dtype=torch.float64, device=worker.device)
+    everyone = own.clone()
+    worker.all_reduce(everyone, worker.everyone)
+    if everyone.item() != own.item() * len(worker.everyone):
+        text = f"data: rank {worker.rank} finds samples of other lengths than other ranks"
+        raise ZbcError("E117", text, hint="let all ranks read the same data")
 
 
 def _show(result: StepResult | None, context: RankContext, log: RunRecord | None) -> None:

@@ -16,11 +16,11 @@ from zbc.errors import ZbcError
 from zbc.ir import COPY, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
-from zbc.plan.directory import Manifest, RankPlan, meeting
+from zbc.plan.directory import Manifest, RankPlan, Unequal, meeting
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
-from zbc.runtime.handlers import HANDLERS
+from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
@@ -36,6 +36,7 @@ from zbc.runtime.vocabulary import Embedding, Output
 from zbc.runtime.vocabulary_state import OfRows, Vocabulary
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.training.data.prefetch import Prefetched, Want
+from zbc.training.data.unequal import Dealer, PackedBatches, Padded, build_documents, shape_of
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained, sharding
 from zbc.training.models.building import build_stage, share_ties
@@ -45,6 +46,8 @@ from zbc.training.probing.shapes import Shapes, derive
 from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
 
 LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
+
+_RUNS_LAYERS = frozenset({Kind.F, Kind.B, Kind.BW})  # backwards may run forwards again
 
 _Section = TypeVar("_Section", bound=spec.Section)
 
@@ -99,8 +102,11 @@ def build_worker(
     placement = manifest.to_placement()
     mine = placement.stages_of(plan.rank)
     ends = manifest.vocabulary is not None or bool(set(placement.ends) & set(mine))  # whether data are read here
-    samples = None  # the data, where they are read; a factory's everywhere: only it knows the model's input
-    if ends or settings.data.kind not in KINDS:
+    samples: Samples | None = None  # the data, where they are read; a factory's everywhere: it knows the model's input
+    work = _work(settings, manifest)
+    if work is not None:
+        samples = Padded(work.documents, work.shape.room)
+    elif ends or settings.data.kind not in KINDS:
         samples = build_samples(settings.data, settings.model, settings.train.seed)
     plans = layer_plans(settings) if plans is None else list(plans)
     slices = parts_of(manifest)
@@ -108,7 +114,7 @@ def build_worker(
     by_rows = {rows: shapes_of(settings, plans, samples, manifest, device, rows) for rows in lengths}
     shapes = by_rows[lengths[0]]
     by_slice = [by_rows[part.rows] for part in slices] or [shapes]
-    parts, phases = [*ramp, plan], Phases.of(manifest)
+    parts, phases = [*ramp, plan], Phases.of(manifest) if work is None else work.phases
     group, cuts = _group(manifest, transport), dict[str, Cut]()
     tables = _tables(manifest, settings, plan.rank)
     share = _sharing(group, settings, cuts) if tables is None else tables.cut
@@ -119,14 +125,17 @@ def build_worker(
     if slices:
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     worker = Worker(
-        phase_runs=[_phase_run(part, shapes) for part in parts],
+        phase_runs=[_phase_run(part, shapes, manifest.balance) for part in parts],
+        work=work,
         phases=phases,
         transport=transport,
         device=device,
         stages=stages,
         batches=None
         if not ends or samples is None
-        else _batches(settings, parts, phases, samples, transport.rank, device),
+        else _batches(settings, parts, phases, samples, transport.rank, device)
+        if work is None
+        else PackedBatches(work, LOWERED[settings.model.parameters]),
         loss=_loss(settings.model, group),
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
@@ -230,11 +239,25 @@ def parts_of(manifest: Manifest) -> list[Part]:
     return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
 
 
-def _phase_run(plan: RankPlan, shapes: Shapes) -> PhaseRun:
-    manifest = plan.manifest
+def _work(settings: Settings, manifest: Manifest) -> Dealer | None:
+    """What deals samples of unequal length to replicas. Raises E117, E501 to E505, E530 to E532."""
+    shape = shape_of(manifest)
+    if shape is None:
+        return None
+    documents = build_documents(settings.data, settings.model, settings.train.seed)
+    where = place(settings.data, settings.model)
+    return Dealer(documents, shape, manifest.microbatches, settings.train.seed, where)
+
+
+def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseRun:
+    manifest, run = plan.manifest, plan.manifest.topology
     placement = manifest.to_placement()
-    layout = VectorLayout(shapes.parameters, manifest.topology.batch, manifest.topology.world, shapes.sizes)
-    return PhaseRun(plan, layout, [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops])
+    batch = run.batch if unequal is None else run.dp * unequal.most
+    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, weighted=unequal is not None)
+    script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
+    if unequal is not None:
+        script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
+    return PhaseRun(plan, layout, script)
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:

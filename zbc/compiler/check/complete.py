@@ -325,7 +325,7 @@ _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
     Kind.TIE: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
     Kind.REDUCE_V: "every rank sums the gradients of its words over the replicas, after its last T and E",
-    Kind.GATHER: "one GATHER for each stage a rank holds, after its STEP or TENTATIVE",
+    Kind.GATHER: "one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
     Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",
     Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, after its last op of compute",

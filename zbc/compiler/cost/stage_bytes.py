@@ -95,7 +95,7 @@ def _stage(
         behind=behind[s],
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
-        freed=weights * (1 - shares.whole / params) if params else 0.0,
+        freed=weights * (1 - shares.whole / params) + sum(z.casts for z in sizes) if params else 0.0,
         own=weights / params * shares.row if params else 0.0,
         summed=each * shares.summed,
         pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,

@@ -88,6 +88,10 @@ class Layout:
         closing = {rows[kind].closes for kind in self.kinds} - {""}
         self.closed = bool(closing)
         self.ahead = "ahead" in closing
+        # What there is of weights that are shared out as a step begins: they are gathered where ops need them, unless
+        # that was done behind the tentative steps of the one before.
+        gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not self.ahead)
+        self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
         self.shares = {stage: program.dp * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
@@ -200,8 +204,8 @@ class Layout:
             if message is not None:
                 self.fresh += range(self.nodes + message, self.nodes + message + width)
             else:
-                there = "shard" if self.program.resident else "weights"
-                self.fresh += [0 if key.what == there else EMPTY] * width
+                there = key.what == self.begins and (self.program.resident > 0 or self.shares[key.place])
+                self.fresh += [0 if there else EMPTY] * width
             self.cells += self.fresh[base:]
         return base
 

@@ -13,6 +13,8 @@ posted a buffer and the transfer is over).
     vocabulary    of words that all ranks share: a unit's logits, and what ranks tell each other for it
     workspace     what an op needs while it runs, from its beginning to its end
     gradients     from the first backward that makes them to the step of their stage
+    weights       that a rank gathers and frees, from GATHER to FREE
+    messages      of a GATHER: from it to the first op that reads what it brings
     host          values that were copied to the host
 
 Within a rank ops run one after another, so all but the end of a SEND follows from the order alone.
@@ -29,7 +31,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
+from zbc.ops import COUNTED, VALUES, At, Kind, Lane, Ref, Row, Scope
 
 HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
@@ -116,14 +118,29 @@ def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
     """Of one rank what it takes and gives of activations, and when; nothing of them depends on other ranks."""
+    for entry, deltas, ms in _timed(timeline, rank, costs):
+        found = [delta for delta in deltas if delta.category in HELD]
+        if found:
+            units, size = sum(delta.units for delta in found), sum(delta.bytes for delta in found)
+            yield Event(ms, entry.op, units, size)
+
+
+def changes(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, str, float]]:
+    """(ms, category, bytes) of what one rank takes and gives of activations and of weights that come and go."""
+    for _, deltas, ms in _timed(timeline, rank, costs):
+        for name, among in (("activations", HELD), ("weights", ("weights",))):
+            found = [delta.bytes for delta in deltas if delta.category in among]
+            if found:
+                yield ms, name, sum(found)
+
+
+def _timed(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[Entry, tuple[Delta, ...], float]]:
+    """The entries of one rank, their beginnings and their ends with the times of both."""
     clock = _Clock(timeline, costs)
     clock.set(rank)
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
-        for deltas, times in ((entry.begin, clock.begin), (entry.end, clock.end)):
-            found = [delta for delta in deltas if delta.category in HELD]
-            if found:
-                units, size = sum(delta.units for delta in found), sum(delta.bytes for delta in found)
-                yield Event(times[entry.op], entry.op, units, size)
+        yield entry, entry.begin, clock.begin[entry.op]
+        yield entry, entry.end, clock.end[entry.op]
 
 
 class _Clock:
@@ -154,6 +171,9 @@ class _Clock:
             end[i] = now
 
 
+_Deltas = tuple[Delta, ...]
+
+
 class _Effect(NamedTuple):
     """What ops of one kind, stage and pipe do, whatever the microbatch."""
 
@@ -175,6 +195,8 @@ class _RankLedger:
         self.mine = graph.program.placement.stages_of(rank)
         self.rows = graph.layout.rows
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
+        self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
+        self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
         self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
@@ -193,6 +215,10 @@ class _RankLedger:
                     yield Entry(i, effect.begin, ())
                 continue
             begin, end = effect.begin, effect.end
+            if op[1] in self.coming and op[0] in self.readers:
+                begin = (Delta("messages", 0.0, -self.coming.pop(op[1])), *begin)
+            elif op[0] in COUNTED:
+                begin, end = self._weights(op, begin, end)
             first, more = gradients.after(op)
             if first or more:
                 begin, end = (effect.begin_first, effect.end_first) if first else (begin, end)
@@ -201,6 +227,19 @@ class _RankLedger:
                 yield Entry(i, begin, end, *self._gone(start[i], over[i]))
             else:
                 yield Entry(i, begin, end)
+
+    def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
+        """What a GATHER before the ops that need it, or a FREE, changes. Those that come behind the tentative steps of
+        ranks are over with them."""
+        costs, layout = self.costs, self.graph.layout
+        if costs.bytes is None or layout.ahead or not layout.shares[op.stage]:
+            return begin, end
+        size = costs.bytes[op.stage]
+        freed = size.freed if layout.program.resident else 0.0
+        if op.kind is Kind.FREE:
+            return (Delta("messages", 0.0, -self.coming.pop(op.stage, 0.0)),), (Delta("weights", 0.0, -freed),)
+        self.coming[op.stage] = size.gathered
+        return (Delta("weights", 0.0, freed), Delta("messages", 0.0, size.gathered)), ()
 
     def _effect(self, op: Op) -> _Effect:
         row = self.rows[op.kind]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zbc.compiler.cost.cost import CacheKey, Costs, key_of
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
-from zbc.compiler.memory.ledger import Activations, Entry, activations, lasting, ledger
+from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program
 
@@ -21,20 +21,21 @@ class RankMemory:
     units: float  # peak activations
     peak_op: Op | None  # where that peak is reached
     in_flight: int  # microbatches held there, over all stages of the rank
-    weights: float
+    weights: float  # with those that are gathered at most at once
     gradients: float
     masters: float
     optimizer: float
     activations: float
-    buffers: float  # tensors on their way, and what the running op needs beyond what is held
-    together: float  # most of gradients, activations and buffers together: each alone may be largest at another op
+    buffers: float  # tensors and weights on their way, and what the running op needs beyond what is held
+    together: float  # most of all that comes and goes: each category alone may be largest at another op
     logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
     kv: float = 0.0  # of the activations, keys, values and their gradients that slices of a microbatch share
+    gathered: float = 0.0  # of the weights, those that come and go
 
     @property
     def bytes(self) -> float:
         """The most of everything at any op."""
-        return self.weights + self.masters + self.optimizer + self.together
+        return self.weights - self.gathered + self.masters + self.optimizer + self.together
 
 
 def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> list[RankMemory]:
@@ -42,14 +43,14 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
     Times only decide how long what a rank sends stays with it; all else follows from the order.
     """
-    both = [(0.0, 0.0)] * len(program.ranks)
+    both = [_Most()] * len(program.ranks)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)
         both = [_buffers(timeline.graph, entries, costs) for entries in ledger(timeline, costs)]
-    return [_rank(program, rank, costs, *both[rank]) for rank in range(len(program.ranks))]
+    return [_rank(program, rank, costs, both[rank]) for rank in range(len(program.ranks))]
 
 
-def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: float) -> RankMemory:
+def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMemory:
     """By the order of ops alone: the ledger's activations without their times."""
     units = peak = held = most = logits = logits_then = kv = kv_then = 0.0
     flight = at_peak = 0
@@ -73,44 +74,46 @@ def _rank(program: Program, rank: int, costs: Costs, buffers: float, together: f
         units=peak,
         peak_op=where,
         in_flight=at_peak,
-        weights=weights_of(mine, program.resident),
+        weights=_constant(mine, program) + by_ledger.weights,
         gradients=sum(s.gradients for s in mine),
         masters=sum(s.masters for s in mine),
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
-        buffers=buffers,
-        # Gathers go on beside the ops that follow: what they need until they are there, of all that may be under way.
-        together=together + sum(_largest((s.gathered for s in mine), program.resident)),
+        buffers=by_ledger.buffers,
+        together=by_ledger.together,
         logits=logits_then,
         kv=kv_then,
+        gathered=by_ledger.weights,
     )
 
 
-def weights_of(stages: Sequence[StageBytes], resident: int) -> float:
-    """Bytes of weights of a rank with these stages; with `resident` its own parts, and the largest it can have at once
-    of what is gathered."""
-    if not resident:
-        return sum(s.weights for s in stages)
-    return sum(s.weights - s.freed + s.own for s in stages) + sum(_largest((s.freed for s in stages), resident))
+def _constant(stages: Sequence[StageBytes], program: Program) -> float:
+    """Bytes of weights of a rank with these stages that stay: its own parts, where others come and go."""
+    return sum(s.weights - (s.freed - s.own if program.resident else 0.0) for s in stages)
 
 
-def _largest(sizes: Iterable[float], count: int) -> list[float]:
-    return sorted(sizes, reverse=True)[:count]
+class _Most(NamedTuple):
+    """The most bytes at any op, by the ledger."""
+
+    buffers: float = 0.0  # that are on their way, or that the op needs beyond what is held before and after it
+    together: float = 0.0  # of these, of the activations held around it, and of gradients and weights there are by then
+    weights: float = 0.0  # of those that are gathered and freed
 
 
-def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[float, float]:
-    """The most bytes at any op that are on their way or that the op needs beyond what is held before and after it; and
-    the most of these, of the activations held around it and of the gradients that there are by then."""
-    transit = whole = most = together = 0.0
+def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
+    transit = whole = most = together = weights = gathered = 0.0
     changes, more = Activations(costs), dict[tuple[CacheKey, bool], float]()
     for i, begin, end, (_, gone), (_, still) in entries:
         op, need = graph.ops[i], 0.0
         for category, _, size in begin:
             whole += size
-            if category == "transit":
+            if category in ("transit", "messages"):
                 transit += size
             elif category == "workspace":
                 need = size
+            elif category == "weights":
+                weights += size
+                gathered = max(gathered, weights)
         kind = op[0]
         if kind.is_transfer:
             continue
@@ -123,6 +126,8 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[floa
                 transit += size
             elif category == "gradients":
                 first = True
+            elif category == "weights":
+                weights += size
         change = changes.of(op)
         if change is not None and not change.begins:
             key = key_of(op), first
@@ -134,7 +139,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> tuple[floa
         most = max(most, transit + still + need)
         if kind.computes:
             together = max(together, whole + still)
-    return most, together
+    return _Most(most, together, gathered)
 
 
 class MemoryPoint(NamedTuple):
@@ -155,19 +160,23 @@ class MemoryPoint(NamedTuple):
 def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[MemoryPoint]:
     """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
 
-    Weights, their masters, optimizer state and, from the first step on, gradients stay; activations come and go.
+    Masters, optimizer state and, from the first step on, gradients stay; activations come and go, and so do weights
+    that are gathered and freed.
     """
     if costs.bytes is None:
         return
     mine = costs.bytes_on(program.placement.stages_of(rank))
-    weights = weights_of(mine, program.resident)
+    weights = _constant(mine, program)
     gradients, masters, optimizer = (
         sum(getattr(s, name) for s in mine) for name in ("gradients", "masters", "optimizer")
     )
     held = 0.0
-    for event in activations(timeline, rank, costs):
-        held += event.bytes
-        yield MemoryPoint(event.ms, weights, gradients, masters, optimizer, held)
+    for ms, category, size in changes(timeline, rank, costs):
+        if category == "weights":
+            weights += size
+        else:
+            held += size
+        yield MemoryPoint(ms, weights, gradients, masters, optimizer, held)
 
 
 def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:

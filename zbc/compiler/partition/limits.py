@@ -102,13 +102,13 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
     m = job.schedule.microbatches
     found = [bounds(placement, counted, m, most) for counted, most in limits] or [bounds(placement, costs, m)]
     least = Bounds(max(one.makespan for one in found), max(one.span for one in found))
-    return with_sums(least, placement, costs)
+    return with_sums(least, placement, costs, ahead=job.optimizer.sync == "post-validate")
 
 
 def unlimited(job: Job, placement: Placement, costs: Costs) -> Bounds:
     """What no order can beat, whatever memory it has."""
-    found = with_sums(bounds(placement, costs, job.schedule.microbatches), placement, costs)
-    return replace(found, memory=False)
+    found = bounds(placement, costs, job.schedule.microbatches)
+    return replace(with_sums(found, placement, costs, ahead=job.optimizer.sync == "post-validate"), memory=False)
 
 
 def _same(costs: Costs, counted: Costs) -> bool:

@@ -224,7 +224,8 @@ class Setup:
         """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
-        return with_sums(least, self.placement, costs).of(self.job.objective)
+        ahead = self.job.optimizer.sync == "post-validate"
+        return with_sums(least, self.placement, costs, ahead=ahead).of(self.job.objective)
 
 
 def meetings(job: Job) -> float:

@@ -42,6 +42,9 @@ class GatherWeights:
         if not 1 <= room <= most:
             text = f"config: memory.resident is {room}, a rank of this schedule has {most} stage{'s' * (most > 1)}"
             raise ZbcError("E115", text, hint=f"set memory.resident to a number from 1 to {most}, or drop it")
+        return self._placed(program, room)
+
+    def _placed(self, program: Program, room: int) -> Program:
         marked = replace(program, resident=room, with_w=self.with_w)
         rows = rows_of(marked)
         ranks = [_place(ops, list(_uses(ops, marked, rows)), room) for ops in program.ranks]
@@ -53,10 +56,42 @@ class GatherWeights:
         if self.room is None or context.costs.bytes is None:
             return min(2, most)
         for count in range(most, least, -1):
-            tried = peaks(replace(program, resident=count), context.costs, context.timeline)
+            tried = peaks(self._placed(program, count), context.costs)
             if max(rank.bytes for rank in tried) <= self.room:
                 return count
         return least
+
+
+@dataclass(frozen=True, slots=True)
+class RenewWeights:
+    """Put `GATHER s` for each stage of a rank before all else, in the order in which ops first need them, where ranks
+    with a copy of a stage share out its optimizer and weights stay between steps.
+
+        F s0 m0          GATHER s0
+        F s4 m0    ->    GATHER s4
+                         F s0 m0
+                         F s4 m0
+
+    These are the gathers of `GatherWeights` with room for all stages of a rank: the first F waits for one gather, and
+    the others are under way meanwhile. Ranks of two pipes meet in the gathers of several stages, so all take them in
+    the order in which any holder first needs them.
+    """
+
+    name: ClassVar[str] = "gather-weights"
+
+    def run(self, program: Program, context: Context) -> Program:
+        gathers = [Op(Kind.GATHER, stage) for stage in range(program.placement.stages)]
+        gathers = [op for op in gathers if program.sharded and program.shared(op)]
+        if not gathers:
+            return program
+        first: dict[int, float] = {}
+        for span in context.timeline:
+            first[span.op.stage] = min(first.get(span.op.stage, math.inf), span.start)
+        gathers.sort(key=lambda op: first.get(op.stage, math.inf))
+        ranks = [
+            [*(op for op in gathers if rank in program.members(op)), *ops] for rank, ops in enumerate(program.ranks)
+        ]
+        return program.with_ranks(ranks, by=self.name)
 
 
 class _Use(NamedTuple):

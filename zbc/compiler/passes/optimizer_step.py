@@ -14,8 +14,7 @@ class OptimizerStep:
     """Put `VALIDATE` after all gradients, and a `STEP` for each stage of the rank after it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
-    Where the copies of a stage share out its step, `GATHER` collects the weights after it, unless they are gathered
-    when they are needed.
+    Where the copies of a stage share out its step, the next step gathers its weights.
 
         BW s0 m3          BW s0 m3
                     ->    VALIDATE
@@ -26,12 +25,7 @@ class OptimizerStep:
 
     def run(self, program: Program, context: Context) -> Program:
         ranks = [
-            [*ops, Op(Kind.VALIDATE, 0), *(op for s in program.placement.stages_of(rank) for op in _step(program, s))]
+            [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in program.placement.stages_of(rank))]
             for rank, ops in enumerate(program.ranks)
         ]
         return program.with_ranks(ranks, by=self.name)
-
-
-def _step(program: Program, stage: int) -> list[Op]:
-    gather, renews = Op(Kind.GATHER, stage), program.sharded and not program.resident
-    return [Op(Kind.STEP, stage), *([gather] if renews and program.shared(gather) else [])]

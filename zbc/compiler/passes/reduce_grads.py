@@ -47,6 +47,15 @@ class ReduceGrads:
         return program.with_ranks(ranks, by=self.name)
 
 
+def reduced_as(program: Program, others: Program) -> Program:
+    """A complete program with its sums in the order that another one of the same ranks and stages has them in."""
+    ranks = []
+    for mine, theirs in zip(program.ranks, others.ranks, strict=True):
+        ops = [op for op in mine if not op.kind.sums]
+        ranks.append(_insert(ops, [op for op in theirs if op.kind.sums], program))
+    return program.with_ranks(ranks, by=ReduceGrads.name) if ranks != [list(ops) for ops in program.ranks] else program
+
+
 def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
     """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
     if all(

@@ -102,16 +102,19 @@ def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bo
     return Bounds(makespan, span)
 
 
-def with_sums(found: Bounds, placement: Placement, costs: Costs) -> Bounds:
-    """The same for steps that end with the sums of gradients and the gathers of weights that `costs` give times for.
+def with_sums(found: Bounds, placement: Placement, costs: Costs, *, ahead: bool = False) -> Bounds:
+    """The same for steps with the sums of gradients and the gathers of weights that `costs` give times for.
 
-    After the last op of any rank comes the sum of the stage it worked on; after all sums, the gathers of each rank,
-    one after the other.
+    After the last op of any rank comes the sum of the stage it worked on. The first op of all waits for the weights of
+    a stage that reads the data, while other ranks may gather theirs as they wait for it. `ahead`: weights are gathered
+    after all sums, those of a rank one after the other.
     """
-    least = min(costs.column("reduce"))
-    ranks = range(placement.ranks)
-    gathers = [costs.total("gather", placement.stages_of(r)) for r in ranks]
-    return replace(found, makespan=found.makespan + least + max(gathers), span=found.span + least + min(gathers))
+    sums, gather = min(costs.column("reduce")), costs.column("gather")
+    if ahead:
+        each = [costs.total("gather", placement.stages_of(rank)) for rank in range(placement.ranks)]
+        return replace(found, makespan=found.makespan + sums + max(each), span=found.span + sums + min(each))
+    first = min(gather[stage] for stage in range(placement.stages) if not placement.sources(stage))
+    return replace(found, makespan=found.makespan + sums + first, span=found.span + sums)
 
 
 class _RankBounds:

@@ -198,12 +198,12 @@ class Batches:
         size, (first, numbers) = self._size, self._next
         place = start + mb * size
         if not first <= place <= first + len(numbers) - size:
-            first, numbers = self._next = place, self._numbers(place, max(size, _AT_ONCE))
+            first, numbers = self._next = place, self.taken(place, max(size, _AT_ONCE))
         return numbers[place - first : place - first + size]
 
-    def _numbers(self, start: int, count: int) -> list[int]:
+    def taken(self, position: int, count: int) -> list[int]:
         """The numbers of `count` samples from a position on."""
-        epoch, place = divmod(start, self._count)
+        epoch, place = divmod(position, self._count)
         found: list[int] = []
         while len(found) < count:
             order, end = self._order(epoch), min(self._count, place + count - len(found))

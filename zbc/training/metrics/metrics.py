@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -50,6 +51,7 @@ class RunSettings:
     launch: str = ""  # what torchrun calls this launch
     first: int = 0  # steps trained before, by the run that this one goes on with
     resumed: str | None = None  # the checkpoint they are in
+    tokens: Callable[[int], int] | None = None  # of a step, where samples are of unequal length
 
 
 class RunRecord:
@@ -107,6 +109,8 @@ class RunRecord:
         ranks = _count(run.world, f"{self._settings.device} rank") + run.axes
         counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
+        if m.balance is not None:
+            work = f"1 to {m.balance.most} microbatches of {m.microbatch_size * m.balance.room} tokens"
         line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
         if self._settings.resumed is None:
             return line
@@ -157,7 +161,8 @@ class RunRecord:
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)
         world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
-        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak)
+        tokens = None if self._settings.tokens is None else self._settings.tokens(result.step)
+        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak, tokens)
         return {
             "step": result.step + 1,
             "loss": result.loss,

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.slicing import attention, first_row
+from zbc.runtime.packing import rows_now
+from zbc.runtime.slicing import attention, first_row, positions
 from zbc.training.models.rotary import Rotary
 
 STD = 0.02
@@ -49,6 +50,8 @@ class Embed(nn.Module):
             x = x * self.scale
         if self.positions is None:
             return x
+        if rows_now() is not None:
+            return x + self.positions(positions(tokens))  # type: ignore[no-any-return]
         start = first_row()
         return x + self.positions(self.index[start : start + tokens.shape[1]])  # type: ignore[no-any-return]
 

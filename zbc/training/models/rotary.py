@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.model_section import RopeScaling
+from zbc.runtime.packing import places, rows_now
 from zbc.runtime.slicing import first_row
 
 
@@ -27,6 +28,10 @@ class Rotary(nn.Module):
         start = first_row()
         rows = slice(start, start + x.shape[-2])
         cos, sin = self.cos[rows], self.sin[rows]
+        packed = rows_now()
+        if packed is not None:
+            where = places(packed, x.shape[-2], x.device)
+            cos, sin = self.cos[where].unsqueeze(1), self.sin[where].unsqueeze(1)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 

@@ -132,6 +132,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self.kept -= sum(self.sizes.pop(number, 0) for number in numbers)
 
+    def resize(self) -> None:
+        """Follow storages whose bytes went or came back in place: weights that are gathered and freed."""
+        with self._lock:
+            for number, watch in list(self._watches.items()):
+                storage = watch()
+                more = 0 if storage is None else storage.nbytes() - self.sizes.get(number, storage.nbytes())
+                if more and number not in self.moving:
+                    self.sizes[number] += more
+                    self.kept += more
+                    self.peak = max(self.peak, self.kept, self.peak + more)  # whatever else the op took meanwhile
+
     def bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes.get(number, 0) for number in numbers)
 
@@ -209,6 +220,8 @@ class Scale:
                 self.readings.clear()
                 self._kept.clear()
             ledger = self._ledger
+            if worker.frees:
+                ledger.resize()
             ledger.keep(self._taken(op))
             ledger.peak = before = ledger.kept
             last = ledger.count
@@ -217,6 +230,8 @@ class Scale:
             self._clock.began = time.perf_counter_ns()
             with ledger:
                 handler(worker, op)
+            if worker.frees:
+                ledger.resize()
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
             if op.kind is Kind.OFFLOAD:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.pool.slabs))

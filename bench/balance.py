@@ -1,0 +1,219 @@
+"""Unequal numbers of microbatches beside equal ones, for samples of log-normal lengths: simulated, and measured.
+
+    python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured]
+
+Balancer: the fullest of several ranks over what it has at least, beside longest processing time first. Simulated: steps
+of many draws, each replica's pipeline with microbatches that take as long as their rows and samples say; a step lasts
+as long as its slowest replica. As equal counts: equally many samples for each replica, in as many microbatches as the
+fullest needs. Measured: two pipelines of two ranks on gloo that really train, where each op takes as long as its
+microbatch would; the gain of unequal counts beside the one that the same times simulate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import results
+from record import Record
+from sleeping import calibrate, sleep_until
+
+from tests.runtime.small_plans import make_program
+from tests.runtime.test_unequal import unequal
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import build
+from zbc.compiler.sim.simulate import lengths as durations
+from zbc.compiler.sim.simulate import replay
+from zbc.ir import Op
+from zbc.plan.balancing import Microbatch, Shape, balanced, deal, dealt_evenly, fullest, least, longest_first
+from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.runtime.execute import run_step
+from zbc.runtime.network import Network, bind_loopback
+from zbc.runtime.state import Worker
+from zbc.training.data import unequal as unequal_data
+from zbc.training.worker import build_worker
+
+RANKS, WARM_UP, PP = 4, 1, 2
+MS = 12.0  # forward, and each half of the backward, of a stage and a microbatch of one row without attention
+QUADRATIC = 0.02  # of rows of 64 tokens: a sample that fills one takes 2.3 times as long as the row
+
+
+# ---- the balancer --------------------------------------------------------------------------------------------
+
+
+def balancer(record: Record, draws: int) -> None:
+    record("# the fullest rank over what it has at least: mean, and how often above longest processing time first")
+    source = random.Random(1)
+    for each in (2, 4, 8, 16):
+        ours, plain, worse = list[float](), list[float](), 0
+        for _ in range(draws):
+            ranks = source.choice((2, 4, 8, 16))
+            costs = [n + n * n / 16384 for n in drawn(source, each * ranks, 8192, 1.1)]
+            bound = least(costs, ranks)
+            found, other = fullest(costs, balanced(costs, ranks)), fullest(costs, longest_first(costs, ranks))
+            ours.append(found / bound)
+            plain.append(other / bound)
+            worse += found > other * (1 + 1e-9)
+        means = f"{statistics.mean(ours):.4f}, longest first alone {statistics.mean(plain):.4f}"
+        record(f"{each:2} samples per rank: {means}; above it in {worse} of {draws}")
+
+
+# ---- simulated -----------------------------------------------------------------------------------------------
+
+
+def drawn(source: random.Random, count: int, longest: int, sigma: float) -> list[int]:
+    return [max(1, min(longest, round(source.lognormvariate(0, sigma) * longest / 6))) for _ in range(count)]
+
+
+@functools.cache
+def pipeline(schedule: str, p: int, m: int) -> Any:
+    """The graph of a schedule, its ms with microbatches of 1, and the nodes of each microbatch's ops."""
+    program = make_program(schedule, p, m)
+    costs = Costs.uniform(program.placement)
+    graph = build(program)
+    nodes: list[list[int]] = [[] for _ in range(m)]
+    for i, op in enumerate(graph.ops):
+        if op.kind.computes:
+            nodes[op.mb].append(i)
+    return graph, costs, durations(graph, costs), nodes
+
+
+def step_ms(schedule: str, shape: Shape, replicas: Sequence[Sequence[Microbatch]], lengths: Sequence[int]) -> float:
+    """The slowest replica, where a stage takes 1 for F, B and W of rows without attention."""
+    found = []
+    for mbs in replicas:
+        graph, costs, each, nodes = pipeline(schedule, shape.ranks, len(mbs))
+        each = each[:]
+        for mb, mine in zip(mbs, nodes, strict=True):
+            factor = shape.factor(mb, lengths)
+            for i in mine:
+                each[i] *= factor
+        found.append(replay(graph, costs, each).makespan)
+    return max(found)
+
+
+def simulated(record: Record, draws: int) -> None:
+    record("# a step with equal counts over one with unequal ones; p = 4, rows of 2,048 tokens, 12 h = 12,288")
+    record("  replicas, samples each, sigma     mean   worst    best   slower")
+    source, slower, count = random.Random(2), 0, 0
+    grid = [(r, n, s) for r in (2, 4, 8) for n in (4, 8, 16, 32) for s in (0.6, 1.1)]
+    for replicas, each, sigma in grid:
+        ratios = []
+        for _ in range(draws // len(grid)):
+            schedule = source.choice(("1f1b", "zb-h1"))
+            lengths = drawn(source, replicas * each, 2048, sigma)
+            shape = Shape(replicas, 2048, 1, 4 * each, 4, 1 / 12288)
+            ours = deal(lengths, shape)
+            assert ours is not None
+            equal = step_ms(schedule, shape, dealt_evenly(lengths, shape), lengths)
+            ratios.append(equal / step_ms(schedule, shape, ours, lengths))
+        worse = sum(ratio < 1 - 1e-9 for ratio in ratios)
+        slower, count = slower + worse, count + len(ratios)
+        of = f"{replicas:4} {each:4} {sigma:4}"
+        record(f"  {of:33} {statistics.mean(ratios):.3f}  {min(ratios):.3f}  {max(ratios):6.3f}  {worse:5}")
+    record(f"slower with unequal counts: {slower} of {count}")
+
+
+# ---- measured ------------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """A `Clock` under which an op takes as long as its microbatch would, from when it has its inputs."""
+
+    def __init__(self, worker: Worker, dealer: unequal_data.Dealer) -> None:
+        self._inner, self._worker, self._dealer = worker.clock, worker, dealer
+        self._began = 0.0
+        self.read = self._inner.read
+
+    def start(self) -> float:
+        self._began = time.perf_counter()
+        return self._inner.start()
+
+    def stop(self, began: float) -> None:
+        worker, op = self._worker, Op.parse(self._worker.progress.op)
+        work = self._dealer.step(worker.step)
+        mb = work.replicas[worker.replica][op.mb]
+        ms = MS * self._dealer.shape.factor(mb, work.lengths) * (2 if op.kind.value == "BW" else 1)
+        sleep_until(self._began + ms / 1e3)
+        self._inner.stop(began)
+
+
+def rank_main(rank: int, port: int, plan: StoredPlan, equal: bool, steps: int, sender: Any) -> None:
+    torch.set_num_threads(1)
+    bind_loopback()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    cpu = torch.device("cpu")
+    network = Network(plan.manifest, cpu, timedelta(seconds=60))
+    part = plan.manifest.topology.of(rank).pp
+    if equal:
+        unequal_data.deal = dealt_evenly  # type: ignore[assignment]
+    own = RankPlan(part, plan.program.ranks[part], plan.manifest)
+    worker = build_worker(own, network, cpu, [RankPlan(part, s.program.ranks[part], s.manifest) for s in plan.ramp])
+    calibrate()
+    assert isinstance(worker.work, unequal_data.Dealer)
+    worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
+    found = []
+    for step in range(steps + WARM_UP):
+        work = worker.work.step(step)
+        ms = MS * step_ms("1f1b", worker.work.shape, work.replicas, work.lengths)
+        dist.barrier()
+        began = time.perf_counter()
+        result = run_step(worker, step)
+        found.append((1e3 * (time.perf_counter() - began), ms, result.loss if result else float("nan")))
+    worker.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        sender.send(found[WARM_UP:])
+
+
+def measured(record: Record, steps: int) -> None:
+    record(f"# {PP} x 2 ranks on gloo, 1f1b, ops of {MS:g} ms and more: {steps} steps")
+    model = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 2, "vocab": 61, "seq_len": 64}
+    plan = unequal("1f1b", PP, 2, most=16, mean=6, model=model)
+    manifest = plan.manifest.model_copy(
+        update={"balance": plan.manifest.balance.model_copy(update={"quadratic": QUADRATIC})}
+    )
+    plan = StoredPlan(manifest, plan.program, plan.ramp)
+    took = {}
+    for name, equal in (("equal", True), ("unequal", False)):
+        port = 29400 + os.getpid() % 1000 * 2 + equal
+        (found,) = results(
+            rank_main, (port, plan, equal, steps), ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=120
+        )
+        took[name] = [sum(column) for column in zip(*found, strict=True)]
+        real, wanted, _ = took[name]
+        record(f"{name:8} simulated {wanted:8.1f} ms  measured {real:8.1f} ms  off by {wanted / real - 1:+.1%}")
+    gains = [took["equal"][k] / took["unequal"][k] for k in (1, 0)]
+    record(f"gain simulated {gains[0]:.3f}, measured {gains[1]:.3f}; off by {gains[0] / gains[1] - 1:+.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Unequal numbers of microbatches beside equal ones.")
+    parser.add_argument("--draws", type=int, default=4800)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="few draws and steps; writes no file")
+    parser.add_argument("--only", choices=("balancer", "simulated", "measured"))
+    options = parser.parse_args()
+    record = Record("balance")
+    if options.only in (None, "balancer"):
+        balancer(record, 20 if options.quick else 200)
+    if options.only in (None, "simulated"):
+        simulated(record, 48 if options.quick else options.draws)
+    if options.only in (None, "measured"):
+        measured(record, 2 if options.quick else options.steps)
+    if not options.quick and options.only is None:
+        record.write()
+
+
+if __name__ == "__main__":
+    main()

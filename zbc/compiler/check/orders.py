@@ -1,0 +1,38 @@
+"""Do plans for unequal numbers of microbatches start their collectives in one order?
+
+Replicas of a step that run different plans meet in sums of gradients and gathers of weights. Each rank starts its own
+one after the other, so all plans must list those of a rank in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zbc.errors import ZbcError
+from zbc.ir import Op, Program
+
+
+def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
+    """E209 for each rank whose collectives stand in another order than in the first program."""
+    first = programs[0]
+    for program in programs[1:]:
+        for rank, (mine, theirs) in enumerate(zip(program.ranks, first.ranks, strict=True)):
+            one, other = _meetings(mine), _meetings(theirs)
+            if one != other:
+                counts = [f"{each.microbatches} microbatches" for each in (program, first)]
+                text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
+                details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
+                hint = "plan again; weights that come and go need breadth-first, or memory.resident for all stages"
+                yield ZbcError("E209", text, details=details, hint=hint)
+                break
+
+
+def _meetings(ops: Sequence[Op]) -> list[Op]:
+    return [op for op in ops if op.kind.is_collective and not op.kind.is_barrier]
+
+
+def _from(ops: Sequence[Op], others: Sequence[Op]) -> str:
+    """The ops from the first that differs."""
+    same = next((k for k, (a, b) in enumerate(zip(ops, others, strict=False)) if a != b), min(len(ops), len(others)))
+    rest = [str(op) for op in ops[same : same + 6]]
+    return ("... " if same else "") + (", ".join(rest) or "none left") + (", ..." if len(ops) > same + 6 else "")

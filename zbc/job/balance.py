@@ -1,0 +1,78 @@
+"""`[data] balance = "length"`: what it goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zbc.errors import ZbcError
+from zbc.job.job import Draft
+from zbc.job.unread import asks
+
+_ALONE = ("tokens_per_microbatch", "max_microbatches")
+
+
+def problems(draft: Draft) -> Iterator[ZbcError]:
+    """E103, E110, E117 and E118."""
+    data, planned = draft.sections.get("data"), draft.sections.get("schedule")
+    if data is None or planned is None:
+        return
+    where = draft.document.where
+    if data.balance == "none":
+        for key in _ALONE:
+            if asks(planned, key):
+                text = f'config: schedule.{key} goes with data.balance = "length", balance is "none"'
+                yield ZbcError("E110", text, where=where(("schedule", key)), hint="drop it, or balance samples")
+        return
+    yield from _excluded(draft, data, planned)
+    if data.kind == "text":
+        text = "config: data.balance needs the length of each sample, and text is one long sample"
+        hint = 'make documents of it with `zbc data tokenize`, and use kind = "tokens"'
+        yield ZbcError("E117", text, where=where(("data", "balance")), hint=hint)
+    if planned.max_microbatches is not None and planned.max_microbatches < planned.microbatches:
+        text = f"config: schedule.max_microbatches is {planned.max_microbatches}, less than the mean"
+        hint = f"set it to {planned.microbatches} or more, or drop it"
+        yield ZbcError("E103", text, where=where(("schedule", "max_microbatches")), hint=hint)
+    yield from _room(draft, planned)
+
+
+def _room(draft: Draft, planned: Any) -> Iterator[ZbcError]:
+    model = draft.sections.get("model")
+    room, where = planned.tokens_per_microbatch, draft.document.where(("schedule", "tokens_per_microbatch"))
+    if model is None:
+        return
+    if model.seq_len is None:
+        text = "config: data.balance packs samples into rows of model.seq_len tokens, which is not given"
+        yield ZbcError("E117", text, where=draft.document.where(("data", "balance")), hint="set model.seq_len")
+    elif room is not None and room % model.seq_len:
+        text = f"config: schedule.tokens_per_microbatch is {room}, no multiple of model.seq_len, {model.seq_len}"
+        fits = max(1, round(room / model.seq_len)) * model.seq_len
+        yield ZbcError("E117", text, where=where, hint=f"set tokens_per_microbatch = {fits}")
+    elif room is not None and asks(planned, "microbatch_size") and planned.microbatch_size * model.seq_len != room:
+        text = f"config: a microbatch of {planned.microbatch_size} rows has room for "
+        text += f"{planned.microbatch_size * model.seq_len} tokens, schedule.tokens_per_microbatch is {room}"
+        yield ZbcError("E110", text, where=where, hint="drop one of them")
+
+
+def _excluded(draft: Draft, data: Any, planned: Any) -> Iterator[ZbcError]:
+    """E118 for each setting that does not go together with unequal work."""
+    sections = draft.sections
+    others = (
+        ("schedule", "ramp", bool(planned.ramp), "balanced steps choose their own number of microbatches"),
+        ("schedule", "slices", planned.slices != 1, "slices are cut at the same places of all microbatches"),
+        ("schedule", "file", planned.file is not None, "a file is an order for one number of microbatches"),
+        ("optimizer", "sync", _is(sections, "optimizer", "sync", "post-validate"), "it has not been written"),
+        ("parallel", "vocabulary", not _is(sections, "parallel", "vocabulary", "ends"), "it has not been written"),
+        ("parallel", "tp", not _is(sections, "parallel", "tp", 1), "it has not been written"),
+        ("model", "compile", _is(sections, "model", "compile", True), "attention depends on the lengths"),
+        ("train", "eval_every", not _is(sections, "train", "eval_every", 0), "samples of evaluation are not packed"),
+    )
+    for section, key, there, why in others:
+        if there and sections.get(section) is not None:
+            text = f'config: data.balance = "length" and {section}.{key} exclude each other: {why}'
+            yield ZbcError("E118", text, where=draft.document.where((section, key)), hint="drop one of them")
+
+
+def _is(sections: dict[str, Any], name: str, key: str, value: object) -> bool:
+    section = sections.get(name)
+    return section is not None and getattr(section, key) == value

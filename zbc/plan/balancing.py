@@ -1,0 +1,233 @@
+"""Samples of unequal length dealt to replicas, and packed into microbatches.
+
+A microbatch is `rows` rows of `room` tokens; a sample lies in one row, behind others, and what is left of a row is
+padding. Ranks compute whole rows, padding included, while samples of one row do not see each other: a microbatch takes
+`1 + quadratic * sum(length**2) / (rows * room)` times as long as its rows alone.
+
+`balanced` divides costs among ranks: by the largest differencing method (Karmarkar and Karp 1982) and by longest
+processing time first (Graham 1969), each improved by moves and swaps, the better of both. `deal` gives each replica its
+microbatches: of samples divided so, of whole rows divided so, and of samples as they come, what takes the least time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+Row = tuple[int, ...]  # numbers of samples
+Microbatch = tuple[Row, ...]
+ROUNDS = 1000  # moves and swaps, at most
+SAME = 1e-12
+MARGIN = 0.015  # by which another division has to be faster than samples as they come: `Shape.time` is that exact
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What samples are dealt to."""
+
+    replicas: int
+    room: int  # tokens of a row
+    rows: int = 1  # of a microbatch
+    most: int = 1  # microbatches of a replica
+    ranks: int = 1  # of the pipeline, which a microbatch goes through
+    quadratic: float = 0.0  # cost of a token that sees another one, over that of a token by itself
+
+    @property
+    def tokens(self) -> int:
+        """The room of a microbatch."""
+        return self.rows * self.room
+
+    def cost(self, length: int) -> float:
+        """Of a sample, in tokens."""
+        return length + self.quadratic * length * length
+
+    def of_row(self, lengths: Sequence[int]) -> float:
+        """Of a whole row with these samples."""
+        return self.room + self.quadratic * sum(length * length for length in lengths)
+
+    def factor(self, microbatch: Microbatch, lengths: Sequence[int]) -> float:
+        """How many times as long a microbatch takes as its rows alone, without attention."""
+        return 1 + self.quadratic * sum(lengths[i] ** 2 for row in microbatch for i in row) / self.tokens
+
+    def time(self, microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
+        """Of a replica, about: its microbatches one after the other, the first of them forward through the other ranks
+        of the pipeline, and the last one backward, which takes twice as long."""
+        each = [self.factor(mb, lengths) for mb in microbatches]
+        return self.tokens * (sum(each) + (self.ranks - 1) * (each[0] + 2 * each[-1]) / 3)
+
+
+# ---- costs to ranks ------------------------------------------------------------------------------------------
+
+
+def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The numbers of the costs that each rank gets, so that the fullest has little more than the mean."""
+    found = [refined(costs, way(costs, ranks)) for way in (differencing, longest_first)]
+    return min(found, key=lambda parts: fullest(costs, parts))
+
+
+def fullest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    """What the rank with the most has."""
+    return max(sum(costs[i] for i in part) for part in parts)
+
+
+def least(costs: Sequence[float], ranks: int) -> float:
+    """What the fullest rank has at least: the mean, the largest cost, or the smallest two of the ranks + 1 largest."""
+    first = sorted(costs, reverse=True)
+    pair = first[ranks - 1] + first[ranks] if len(first) > ranks else 0.0
+    return max(sum(costs) / ranks, first[0] if first else 0.0, pair)
+
+
+def longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The largest that is left goes to the rank that has least."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0.0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        have, rank = load[0]
+        parts[rank].append(i)
+        heapq.heapreplace(load, (have + costs[i], rank))
+    return parts
+
+
+def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Divisions of one cost each; of the two that are the least even the fullest parts join the emptiest, till one is
+    left."""
+    turn = count()
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for i, cost in enumerate(costs):
+        parts = [(cost, [i]), *((0.0, list[int]()) for _ in range(ranks - 1))]
+        heap.append((-cost, next(turn), parts))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(a + b, [*x, *y]) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(turn), joined))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(ranks)]
+
+
+def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """While it helps, the fullest rank gives one to another, or swaps one for a smaller one."""
+    found = [sorted(part, key=lambda i: costs[i]) for part in parts]
+    load = [sum(costs[i] for i in part) for part in found]
+    for _ in range(ROUNDS):
+        full = max(range(len(load)), key=load.__getitem__)
+        best: tuple[float, int, int, int | None] | None = None
+        for other in range(len(load)):
+            if other == full:
+                continue
+            change = _best(costs, found[full], found[other], load[full] - load[other])
+            if change is not None:
+                after = max(load[full] - change[0], load[other] + change[0])
+                if best is None or after < best[0]:
+                    best = after, other, change[1], change[2]
+        if best is None or best[0] >= load[full] * (1 - SAME):
+            break
+        _, other, gone, back = best
+        found[full].remove(gone)
+        found[other].append(gone)
+        if back is not None:
+            found[other].remove(back)
+            found[full].append(back)
+        for rank in (full, other):
+            found[rank].sort(key=lambda i: costs[i])
+            load[rank] = sum(costs[i] for i in found[rank])
+    return found
+
+
+def _best(
+    costs: Sequence[float], full: Sequence[int], other: Sequence[int], gap: float
+) -> tuple[float, int, int | None] | None:
+    """What shifts nearest to half of the gap between two ranks: (how much, what goes, what comes back)."""
+    best: tuple[float, float, int, int | None] | None = None
+    theirs = [costs[i] for i in other]
+    for gone in full:
+        choices: list[int | None] = [None]
+        at = bisect_left(theirs, costs[gone] - gap / 2)
+        choices += [other[k] for k in (at - 1, at) if 0 <= k < len(theirs)]
+        for back in choices:
+            more = costs[gone] - (0.0 if back is None else costs[back])
+            off = abs(more - gap / 2)
+            if 0 < more < gap and (best is None or off < best[0]):
+                best = off, more, gone, back
+    return None if best is None else best[1:]
+
+
+# ---- samples to microbatches ---------------------------------------------------------------------------------
+
+
+def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list[list[int]]:
+    """Samples to rows of `room` tokens: the longest first, each into the first row that has room."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(samples, key=lambda i: -lengths[i]):
+        at = next((k for k, free in enumerate(left) if free >= lengths[i]), None)
+        if at is None:
+            at = len(rows)
+            rows.append([])
+            left.append(room)
+        rows[at].append(i)
+        left[at] -= lengths[i]
+    return rows
+
+
+def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
+    """The microbatches of each replica; None where they cannot be at most `shape.most`."""
+    as_they_come = _as_they_come(lengths, shape)
+    ways = [
+        [_packed(part, lengths, shape) for part in balanced([shape.cost(n) for n in lengths], shape.replicas)],
+        _by_rows(first_fit(lengths, range(len(lengths)), shape.room), lengths, shape),
+        as_they_come,
+    ]
+
+    def time(way: Sequence[Sequence[Microbatch]]) -> float:
+        slowest = max(shape.time(mbs, lengths) for mbs in way)
+        return slowest * (1 - MARGIN) if way is as_they_come else slowest
+
+    return min((way for way in ways if max(map(len, way)) <= shape.most), key=time, default=None)
+
+
+def dealt_evenly(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
+    """Equal numbers of samples for each replica, as they come, in equally many microbatches."""
+    found = _as_they_come(lengths, shape)
+    most = max(map(len, found))
+    return [[*mbs, *([()] * (most - len(mbs)))] for mbs in found]
+
+
+def _as_they_come(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
+    each = -(-len(lengths) // shape.replicas)
+    parts = [range(len(lengths))[each * k : each * (k + 1)] for k in range(shape.replicas)]
+    return [_packed(part, lengths, shape) for part in parts]
+
+
+def _by_rows(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
+    """Rows of all samples divided among replicas."""
+    costs = [shape.of_row([lengths[i] for i in row]) for row in rows]
+    return [_microbatches([rows[k] for k in part], lengths, shape) for part in balanced(costs, shape.replicas)]
+
+
+def _packed(samples: Sequence[int], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:
+    """The microbatches of one replica."""
+    return _microbatches(first_fit(lengths, samples, shape.room), lengths, shape)
+
+
+def _microbatches(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:
+    """Rows to as few microbatches as hold them, of costs as equal as they come; one at least."""
+    number = max(1, math.ceil(len(rows) / shape.rows))
+    found: list[list[Row]] = [[] for _ in range(number)]
+    load = [0.0] * number
+    for row in sorted(rows, key=lambda row: -shape.of_row([lengths[i] for i in row])):
+        at = min((k for k in range(number) if len(found[k]) < shape.rows), key=load.__getitem__)
+        found[at].append(tuple(row))
+        load[at] += shape.of_row([lengths[i] for i in row])
+    return [tuple(mb) for _, mb in sorted(zip(load, found, strict=True), key=lambda pair: -pair[0])]
+
+
+def samples_of_step(lengths: Sequence[int], shape: Shape, microbatches: int) -> int:
+    """How many samples make `microbatches` of each replica on the mean; `lengths` are those of some of them."""
+    rows = len(first_fit(lengths, range(len(lengths)), shape.room))
+    wanted = shape.replicas * microbatches * shape.rows
+    return max(shape.replicas, math.floor(len(lengths) / max(1, rows) * wanted))

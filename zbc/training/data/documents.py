@@ -1,0 +1,143 @@
+"""Samples of unequal length: documents of token files, random ones, and those of a user's dataset."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.runtime.seeding import seed_of
+from zbc.training.data.data import Pairs
+from zbc.training.data.tokens import TokenFile
+
+AT_ONCE = 2**24  # tokens of a file that are looked through at a time
+SPREAD = 1.1  # standard deviation of the logarithm of random lengths
+
+
+class Documents(Protocol):
+    """A map-style dataset of sequences whose lengths are known before they are read."""
+
+    lengths: Tensor  # (samples,) int64
+
+    def __len__(self) -> int: ...
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        """The input and the target of a sample, both (tokens, ...)."""
+
+
+class RandomDocuments:
+    """Random tokens of log-normal lengths, made on demand from the sample's number."""
+
+    def __init__(self, vocab: int, longest: int, seed: int, count: int = 2**16) -> None:
+        self._vocab, self._seed = vocab, seed
+        source = torch.Generator().manual_seed(seed_of(seed, "lengths"))
+        drawn = torch.empty(count, dtype=torch.float64).log_normal_(math.log(longest / 6), SPREAD, generator=source)
+        self.lengths = drawn.ceil().clamp(1, longest).long()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index))
+        tokens = torch.randint(self._vocab, (int(self.lengths[index]) + 1,), generator=source)
+        return tokens[:-1], tokens[1:]
+
+
+class TokenDocuments:
+    """Documents of token files, in pieces of at most `longest` tokens; a target is its piece one token later.
+
+    Raises E117 for a file that does not say which token ends a document, E532 for a token out of the vocabulary.
+    """
+
+    def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
+        self._files = [TokenFile(Path(path), dtype) for path in paths]
+        self._vocab = vocab
+        found = [_pieces(file, longest) for file in self._files]
+        self._starts = torch.cat([starts for starts, _ in found])
+        self.lengths = torch.cat([lengths for _, lengths in found])
+        self._firsts = [0]
+        for starts, _ in found:
+            self._firsts.append(self._firsts[-1] + len(starts))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        file = self._files[bisect_right(self._firsts, index) - 1]
+        tokens = file.read(int(self._starts[index]), int(self.lengths[index]) + 1)
+        largest = int(tokens.max())
+        if self._vocab is not None and largest >= self._vocab:
+            text = f"data: a token of {file.path} is {largest}, model.vocab is {self._vocab}"
+            raise ZbcError("E532", text, hint="tokenized for another model, damaged, or data.dtype is wrong")
+        return tokens[:-1], tokens[1:]
+
+
+def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
+    """Where pieces of documents begin in a file, and how many tokens they have to predict."""
+    end, tokens = file.about.end, file.about.tokens
+    if end is None:
+        text = f"data: {file.path} does not say which token ends a document, so its samples have no length"
+        raise ZbcError("E117", text, hint='tokenize it with an end token, or set data.balance = "none"')
+    ends = [torch.nonzero(file.read(a, min(AT_ONCE, tokens - a)) == end)[:, 0] + a for a in range(0, tokens, AT_ONCE)]
+    last = torch.tensor([tokens - 1] * (tokens > 0), dtype=torch.int64)
+    stops = torch.tensor(sorted({*torch.cat([*ends, last]).tolist()}), dtype=torch.int64) + 1
+    begins = torch.cat([torch.zeros(min(1, len(stops)), dtype=torch.int64), stops[:-1]])
+    lengths = stops - begins - 1
+    counts = (lengths + longest - 1) // longest
+    which = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    piece = torch.arange(len(which)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    starts = begins[which] + piece * longest
+    return starts, (stops[which] - 1 - starts).clamp(max=longest)
+
+
+class PairDocuments:
+    """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each.
+
+    Raises E117 for a dataset without it, or with a sample longer than a row has room.
+    """
+
+    def __init__(self, pairs: Pairs, dataset: Any, name: str, longest: int) -> None:
+        self._pairs, self._name = pairs, name
+        given = getattr(dataset, "lengths", None)
+        if given is None or len(given) != len(pairs):
+            found = "has no lengths" if given is None else f"has {len(given)} lengths for {len(pairs)} samples"
+            text = f"data: {name} {found}, and data.balance needs one for each sample"
+            raise ZbcError("E117", text, hint="give the dataset an attribute lengths: tokens of each sample")
+        self.lengths = torch.as_tensor(given).long()
+        wrong = torch.nonzero((self.lengths > longest) | (self.lengths < 1))[:, 0]
+        if len(wrong):
+            first = int(wrong[0])
+            text = f"data: sample {first} of {name} has {int(self.lengths[first])} tokens, a row has room for {longest}"
+            raise ZbcError("E117", text, hint="cut it, or set a larger model.seq_len")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self._pairs.pair(index)
+        wanted = int(self.lengths[index])
+        for what, found in (("input", x), ("target", y)):
+            if found.dim() == 0 or len(found) != wanted:
+                text = f"data: the {what} of sample {index} of {self._name} has shape {list(found.shape)}"
+                raise ZbcError("E117", f"{text}, its length is {wanted}", hint="let both have one row for each token")
+        return x, y
+
+
+class Some:
+    """Documents `start` to `stop` of others."""
+
+    def __init__(self, documents: Documents, start: int, stop: int) -> None:
+        self._documents, self._start = documents, start
+        self.lengths = documents.lengths[start:stop]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._documents.pair(self._start + index)

@@ -1,0 +1,236 @@
+"""Steps of samples of unequal length: which replica trains on which, and their microbatches as tensors.
+
+All of it is a pure function of the lengths, the seed and the position in the data, which each rank works out for
+itself; ranks only make sure in the beginning that they know the same lengths. A step takes equally many samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.job import spec, userobject
+from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
+from zbc.plan.manifest import Manifest
+from zbc.plan.phases import Phases
+from zbc.runtime.packing import Rows
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.words import IGNORED
+from zbc.training.data.data import KINDS, Batches, Pairs, place
+from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
+
+LOOKED_AT = 4096  # samples whose lengths say how many a step takes
+KEPT = 3  # steps that are remembered
+
+
+def shape_of(manifest: Manifest) -> Shape | None:
+    """What the samples of a plan are dealt to; None where all replicas have equally many microbatches."""
+    how = manifest.balance
+    if how is None:
+        return None
+    return Shape(manifest.copies, how.room, manifest.microbatch_size, how.most, manifest.ranks, how.quadratic)
+
+
+def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
+    """The samples of `[data]` to train on. Raises E117, E501 to E505, E530 to E532."""
+    found = _all(data, model, seed)
+    kept = -int(-data.validation * len(found) // 1)
+    return Some(found, 0, len(found) - kept) if kept else found
+
+
+def _all(data: spec.Data, model: spec.Model, seed: int) -> Documents:
+    longest = model.seq_len or 1
+    if data.kind not in KINDS:
+        factory = userobject.load(data.kind, "data.kind")
+        with seeded(seed_of(seed, "data")):
+            dataset: Any = userobject.call(factory, data.args, data.kind, "data.kind")
+        return PairDocuments(Pairs(dataset, data.kind), dataset, data.kind, longest)
+    if data.kind == "tokens":
+        paths = [data.path] if isinstance(data.path, str) else data.path or []
+        return TokenDocuments(paths, data.dtype, longest, model.vocab)
+    if data.kind == "synthetic" and model.vocab is not None:
+        return RandomDocuments(model.vocab, longest, seed)
+    raise ZbcError("E117", f"data: samples of {data.kind} have no length", hint='set data.balance = "none"')
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step: the numbers and lengths of its samples, and the microbatches of each replica, of places in these."""
+
+    samples: Sequence[int]
+    lengths: Sequence[int]
+    replicas: Sequence[Sequence[Microbatch]]
+
+
+class Dealer:
+    """The `UnequalWork` of a training."""
+
+    def __init__(self, documents: Documents, shape: Shape, microbatches: int, seed: int, where: str) -> None:
+        self.documents, self.shape, self.most = documents, shape, shape.most
+        self._lengths: list[int] = documents.lengths.tolist()
+        self._order = Batches(
+            Padded(documents, shape.room), seed=seed, microbatches=shape.replicas, size=1, where=where
+        )
+        some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(documents)))]
+        self.samples = min(len(documents), samples_of_step(some, shape, microbatches))
+        self.phases = Phases.even(self.samples)
+        self._known: dict[int, StepWork] = {}
+
+    def follow(self, phases: Phases) -> None:
+        """Have the steps begin where `phases` says."""
+        self.phases = phases
+        self._known.clear()
+
+    @property
+    def digest(self) -> int:
+        """Of all lengths: a number of 40 bits."""
+        raw = self.documents.lengths.numpy().tobytes()
+        return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
+
+    def step(self, step: int) -> StepWork:
+        """Raises E117 if the step has more than there is room for."""
+        found = self._known.get(step)
+        if found is None:
+            samples = self._order.taken(self.phases.position(step), self.samples)
+            lengths = [self._lengths[i] for i in samples]
+            replicas = deal(lengths, self.shape)
+            if replicas is None:
+                raise _too_many(step, lengths, self.shape)
+            while len(self._known) >= KEPT:
+                del self._known[next(iter(self._known))]
+            found = self._known[step] = StepWork(samples, lengths, replicas)
+        return found
+
+    def tokens(self, step: int) -> int:
+        """Those of all samples of a step."""
+        return sum(self.step(step).lengths)
+
+    def count(self, step: int, replica: int) -> int:
+        return len(self.step(step).replicas[replica])
+
+    def weight(self, step: int, number: int) -> float:
+        work = self.step(step)
+        return sum(sum(lengths) for lengths in self.rows(step, number)) / sum(work.lengths)
+
+    def rows(self, step: int, number: int) -> Rows:
+        lengths = self.step(step).lengths
+        found = [tuple(lengths[i] for i in row) for row in self._microbatch(step, number)]
+        return (*found, *([()] * (self.shape.rows - len(found))))
+
+    def of(self, step: int, number: int) -> list[list[int]]:
+        """The samples of each row of a microbatch."""
+        samples = self.step(step).samples
+        return [[samples[i] for i in row] for row in self._microbatch(step, number)]
+
+    def _microbatch(self, step: int, number: int) -> Microbatch:
+        replica, mb = divmod(number, self.most)
+        return self.step(step).replicas[replica][mb]
+
+
+class Gain(NamedTuple):
+    """What unequal counts gain in some steps."""
+
+    steps: int
+    samples: int  # of a step
+    fill: float  # share of the rooms of microbatches that is not padding
+    counts: tuple[int, int]  # fewest and most microbatches of a replica
+    gain: float  # how many times as long steps take with equally many samples for each replica
+
+
+def predicted(manifest: Manifest, steps: int = 20) -> Gain:
+    """Of the first steps of a plan, by what samples cost. Raises E117, E501 to E505, E530 to E532."""
+    planning, training = manifest.planning, manifest.training
+    data = spec.Data.model_validate(training["data"], strict=False)
+    model = spec.Model.model_validate(planning["model"], strict=False)
+    seed, shape = int(training["train"]["seed"]), shape_of(manifest)
+    if shape is None:
+        raise ValueError("replicas of this plan have equally many microbatches")
+    where = place(data, model)
+    dealer = Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where)
+    return gain_of(dealer, min(steps, int(training["train"]["steps"])))
+
+
+def gain_of(dealer: Dealer, steps: int) -> Gain:
+    equal = unequal = 0.0
+    tokens, counts, shape = 0, list[int](), dealer.shape
+    for step in range(steps):
+        work = dealer.step(step)
+        equal += max(shape.time(one, work.lengths) for one in dealt_evenly(work.lengths, shape))
+        unequal += max(shape.time(one, work.lengths) for one in work.replicas)
+        tokens += sum(work.lengths)
+        counts += map(len, work.replicas)
+    fill = tokens / (sum(counts) * shape.tokens)
+    return Gain(steps, dealer.samples, fill, (min(counts), max(counts)), equal / unequal if unequal else 1.0)
+
+
+def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
+    needs = max(map(len, dealt_evenly(lengths, shape)))
+    text = f"data: the samples of step {step + 1} do not fit into {shape.most} microbatches of {shape.tokens} tokens"
+    return ZbcError("E117", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
+
+
+class PackedBatches:
+    """A `BatchSource` of microbatches whose rows hold several samples; what is left of a row is padding."""
+
+    def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None) -> None:
+        self._dealer, self._lowered = dealer, lowered
+
+    @property
+    def count(self) -> int:
+        """How many samples there are."""
+        return len(self._dealer.documents)
+
+    def follow(self, phases: Phases) -> None:
+        """The dealer does."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def inputs(self, step: int, mb: int) -> Tensor:
+        """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
+        x = self._filled(step, mb, 0, 0)
+        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        """Its targets; those of padding do not count."""
+        return self._filled(step, mb, 1, IGNORED)
+
+    def _filled(self, step: int, mb: int, which: int, padding: int) -> Tensor:
+        shape, documents = self._dealer.shape, self._dealer.documents
+        rows = [[documents.pair(i)[which] for i in row] for row in self._dealer.of(step, mb)]
+        like = next((one for row in rows for one in row), None)
+        like = documents.pair(0)[which] if like is None else like
+        found = like.new_full((shape.rows, shape.room, *like.shape[1:]), padding)
+        for target, row in zip(found, rows, strict=False):
+            if row:
+                joined = torch.cat(row)
+                target[: len(joined)] = joined
+        return found
+
+
+class Padded:
+    """Documents as `Samples` of one length, for what asks how a microbatch looks."""
+
+    def __init__(self, documents: Documents, room: int) -> None:
+        self._documents, self._room = documents, room
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def inputs(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._row(i, 0, 0) for i in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return torch.stack([self._row(i, 1, IGNORED) for i in indices])
+
+    def _row(self, index: int, which: int, padding: int) -> Tensor:
+        one = self._documents.pair(index)[which]
+        found = one.new_full((self._room, *one.shape[1:]), padding)
+        found[: len(one)] = one
+        return found
