@@ -10,6 +10,7 @@ The order matters:
    which ops wait.
 4. reduce-grads needs all compute and transfers in place.
 5. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+6. freeze, where asked for, leaves the list as it is and shortens some of its ops.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from zbc.compiler.passes.freeze import Freeze
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.passes.insert_comm import InsertComm
@@ -55,6 +57,7 @@ class Lowering:
     gather: GatherWeights | None = None  # of weights that come and go within a step
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
+    freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
@@ -93,7 +96,9 @@ class Lowering:
     def _last(self) -> list[Pass]:
         moved = [] if self.offload is None else [self.offload]
         gather = [] if self.gather is None else [self.gather]
-        return [*moved, *gather, ReduceGrads(), PostValidate() if self.sync == "post-validate" else OptimizerStep()]
+        close = PostValidate() if self.sync == "post-validate" else OptimizerStep()
+        freeze = [] if self.freeze is None else [self.freeze]
+        return [*moved, *gather, ReduceGrads(), close, *freeze]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

@@ -24,8 +24,9 @@ from typing import Any
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.ir import Kind, Op, Program
+from zbc.ir import WHOLE, Kind, Op, Program
 from zbc.plan.manifest import FORMAT as FORMAT
+from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
 from zbc.plan.manifest import SLICES as SLICES
 from zbc.plan.manifest import VERSION as VERSION
@@ -152,7 +153,7 @@ def assemble(
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
-        capabilities=sorted({str(op[0]) for ops in program.ranks for op in ops}) + [SLICES] * (program.slices > 1),
+        capabilities=_capabilities(program),
         predicted=dict(predicted),
         planning=dict(planning),
         training=dict(training),
@@ -164,6 +165,13 @@ def assemble(
         vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
     return manifest, files
+
+
+def _capabilities(program: Program) -> list[str]:
+    """What a runtime has to know of to run it."""
+    kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
+    frozen = any(op.share != WHOLE for _, _, op in program)
+    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * frozen
 
 
 def _op_lines(program: Program, rank: int) -> str:
