@@ -40,7 +40,8 @@ _KINDS = {kind.value: kind for kind in Kind}
 WHOLE = 100  # percent
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
-    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?(?: (?P<share>\d{1,2})%)?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
+    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
+    r"(?: (?P<share>\d{1,2})%)?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
 

@@ -239,5 +239,7 @@ def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
         hardware=hardware,
     )
     for kind in ("interleaved-1f1b", "zb-h2", "zb-auto"):
-        found = planned(model=model, schedule={"kind": kind, "microbatches": 16, "microbatch_size": 1}, hardware=hardware)
+        found = planned(
+            model=model, schedule={"kind": kind, "microbatches": 16, "microbatch_size": 1}, hardware=hardware
+        )
         assert even.settled_ms >= 1.6 * found.settled_ms, kind

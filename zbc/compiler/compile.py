@@ -353,7 +353,9 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
-    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took, freezing=freezing)
+    summary = replace(
+        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took, freezing=freezing
+    )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
 

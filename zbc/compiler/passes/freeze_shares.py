@@ -147,7 +147,7 @@ class _Model:
 
     def solve(self) -> Shares:
         """The least step, then the least freezing for it; all ops alike where numbers are too far apart to solve."""
-        solver, goal = self.solver, self.solver.Objective()
+        goal = self.solver.Objective()
         goal.SetCoefficient(self.step, 1.0)
         goal.SetMinimization()
         if not self._run():
