@@ -402,6 +402,11 @@ class Program:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
         return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
 
+    @property
+    def freezes(self) -> bool:
+        """Whether layers are frozen in some op."""
+        return any(op.share != WHOLE for ops in self.ranks for op in ops)
+
     def text(self, rank: int, step: int) -> str:
         """One op for a message: `rank 0 step 3: SEND_F s0 m1 >r1`."""
         return f"rank {rank} step {step}: {self.placement.text(self.ranks[rank][step])}"

@@ -24,7 +24,7 @@ from typing import Any
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.ir import WHOLE, Kind, Op, Program
+from zbc.ir import Kind, Op, Program
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -170,8 +170,7 @@ def assemble(
 def _capabilities(program: Program) -> list[str]:
     """What a runtime has to know of to run it."""
     kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
-    frozen = any(op.share != WHOLE for _, _, op in program)
-    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * frozen
+    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes
 
 
 def _op_lines(program: Program, rank: int) -> str:

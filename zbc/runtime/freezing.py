@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from torch import nn
-
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Op
 from zbc.plan.directory import Manifest
@@ -71,16 +69,20 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
 
 
 def scale(stage: Stage, turns: Turns, step: int) -> None:
-    """Make the gradients of a stage, summed over all replicas, means over the microbatches in which layers trained."""
+    """Make the gradients of a stage, summed over all replicas, means over the microbatches in which layers trained.
+
+    Raises E509 for a layer that has gradients from none.
+    """
     for layer, count in turns.trained(step).items():
         if count < turns.microbatches:
-            for parameter in _trained(stage.layers[layer].module):
-                if parameter.grad is not None and count:
-                    parameter.grad.mul_(turns.microbatches / count)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+            one = stage.layers[layer]
+            grads = [parameter.grad for parameter in one.module.parameters() if parameter.grad is not None]
+            if grads and not count:
+                text = f"model: layer {one.name} computes weight gradients although it is frozen"
+                hint = "in the backward of a torch.autograd.Function ask ctx.needs_input_grad"
+                raise ZbcError("E509", text, hint=hint)
+            for grad in grads:
+                grad.mul_(turns.microbatches / count)
 
 
 def refuse_frozen(manifest: Manifest, *, barrier: bool, compiled: bool, moves: bool) -> None:
